@@ -35,8 +35,8 @@ class Widths:
     """Bytes of a rank's tensors by what they are; see the module."""
 
     def __init__(self, model: ModelShape, setting: Setting) -> None:
-        tokens, tensor = setting.local_tokens, setting.tensor
-        self.tokens = tokens
+        tokens, tensor = setting.micro_batch * setting.local_tokens, setting.tensor
+        self.tokens = tokens  # of a micro-batch
         self.outside = tokens / tensor  # tokens outside attention, which tensor-parallel ranks share
         self.row = BF16 * model.hidden * self.outside
         self.gathered = BF16 * model.hidden * tokens if tensor > 1 else 0.0  # a row of all tensor-parallel ranks
@@ -68,7 +68,8 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
     model, setting = chunk_of_heads(model, setting)
     tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
-    shapes = Shapes(1, tokens, tokens, heads, kv_heads, model.head_dim, model.head_dim, torch.bfloat16)
+    dim = model.head_dim
+    shapes = Shapes(setting.micro_batch, tokens, tokens, heads, kv_heads, dim, dim, torch.bfloat16)
     return shapes.of_ulysses_group(degree)._replace(q_len=degree * tokens, kv_len=degree * tokens)
 
 
@@ -127,11 +128,11 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
             | {"gradient of the layer's output": w.row}
             | _norm_backward(setting, w)
         )
-    if setting.again_share or setting.recompute == "none":
+    if setting.again_share() or setting.recompute == "none":
         found["attention, forward"] = _attention_forward(of_heads, heads)
     if setting.head_chunks > 1:
         _add_what_chunks_share(found, model, setting)
-    angles = 2 * BF16 * model.head_dim * w.tokens
+    angles = 2 * BF16 * model.head_dim * setting.local_tokens  # once for all sequences
     return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
 
 
@@ -287,11 +288,11 @@ def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     if w.gathered:
         found["gathered over tensor parallelism"] = 2 * w.gathered
     if not setting.loss_chunk:
-        found["logits"] = setting.local_tokens * vocab * code.logit_bytes
+        found["logits"] = w.tokens * vocab * code.logit_bytes
         if code.sums_weights:
             found["gradient of the head"] = model.hidden * vocab * BF16
         return found
-    logits = min(setting.loss_chunk, setting.local_tokens) * vocab
+    logits = min(setting.loss_chunk, w.tokens) * vocab
     weights = model.hidden * vocab if code.sums_weights else 0.0
     backward = {"gradient of the normalized": w.row, "gradient of the head": FP32 * weights}
     # In 16 bits, and their gradient in float32 and in 16 bits; when logits are gone, the head's gradient is rounded.

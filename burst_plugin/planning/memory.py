@@ -11,7 +11,7 @@ peak: at the beginning of the backward pass all that waits is there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from burst_plugin.activations.pages import whole_pages
 from burst_plugin.comm.process_groups import peer_bytes
@@ -33,7 +33,7 @@ from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.masks import Causal, Full, Mask
+from burst_plugin.sequence.masks import Causal, Full, Mask, SlidingWindow
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
@@ -42,6 +42,7 @@ __all__ = ["BUCKET", "GIB", "Memory", "memory"]
 
 GIB = 2**30
 _STRATEGY = Strategy()
+_ROWS = 256  # of a block, enough to tell a window's share of it
 BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, where weights are sharded
 
 
@@ -79,12 +80,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
         gpu["weights at work, gradients in buckets"] = gathered[fullest]
     gpu["inputs of layers"] = 0.0 if setting.offload else hidden
     gpu["attention, kept"] = 0.0 if setting.offload else attention
-    shapes = ring_shapes(model, setting)
-    ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
-    whole, shed = (_ring_buffers(ring, token, setting.parts, mask) for mask in (Full(), Causal()))
-    gpu["ring buffers"] = whole * shapes.q_len
-    if shed > whole:
-        gpu["ring buffers, half blocks sent on"] = (shed - whole) * shapes.q_len
+    gpu |= _ring_buffers(model, setting)
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu["NCCL's buffers"] = _nccl_bytes(setting)
@@ -173,13 +169,32 @@ def _nccl_bytes(setting: Setting) -> float:
     return of_ring + (setting.ulysses - 1) * peer_bytes(0, exchange)
 
 
+def _ring_buffers(model: ModelShape, setting: Setting) -> Moment:
+    """Return the bytes of the ring's communication buffers, which both passes and all layers share.
+
+    Layers with a window are sent few rows, and count only where there are no others.
+    """
+    shapes = ring_shapes(model, setting)
+    ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
+    count = partial(_bytes_per_row, ring, token, setting.parts)
+    if model.windowed == model.layers and model.window < setting.tokens:
+        rows = min(shapes.q_len, _ROWS)
+        window = -(-model.window * rows // shapes.q_len)  # the same share of a block
+        return {"ring buffers": count(SlidingWindow(window - 1, 0), rows) * shapes.q_len}
+    whole, shed = count(Full(), 2), count(Causal(), 2)
+    found = {"ring buffers": whole * shapes.q_len}
+    if shed > whole:
+        found["ring buffers, half blocks sent on"] = (shed - whole) * shapes.q_len
+    return found
+
+
 @lru_cache(maxsize=4096)
-def _ring_buffers(topology: Topology, shapes: Shapes, parts: int, mask: Mask) -> float:
-    """Return the bytes of the ring's communication buffers, which both passes and all layers share."""
+def _bytes_per_row(topology: Topology, shapes: Shapes, parts: int, mask: Mask, rows: int) -> float:
+    """Return the most bytes of buffers of any rank, by row: `shapes` have one; under `mask` a block has `rows`."""
     if topology.ranks == 1:
         return 0.0
     small = as_many_buffers(topology)
-    strategy, tokens = Strategy(parts=parts), Tokens(2 * small.ranks)
+    strategy, tokens = Strategy(parts=parts), Tokens(rows * small.ranks)
     table = RouteTable(small, strategy)
     needed = []
     for direction in DIRECTIONS:

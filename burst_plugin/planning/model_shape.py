@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, shown
+from burst_plugin.planning.layer_windows import windowed_layers
 
 __all__ = ["MODELS", "ModelShape", "model_shape"]
 
@@ -22,6 +23,7 @@ class ModelShape:
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
     qk_norm: whether queries and keys are normalized, head by head.
+    windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
     """
 
     name: str
@@ -37,6 +39,14 @@ class ModelShape:
     active: int = 0
     shared_ffn: int = 0
     qk_norm: bool = False
+    window: int = 0
+    windowed: int = 0
+
+    @property
+    def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
+        """Return (window, number of layers) of every kind of layer there is; window None for all tokens before."""
+        kinds = ((None, self.layers - self.windowed), (self.window, self.windowed))
+        return tuple((window, layers) for window, layers in kinds if layers)
 
     @property
     def attention_parameters(self) -> int:
@@ -136,6 +146,7 @@ def model_shape(name: str) -> ModelShape:
 _REFUSED = MappingProxyType(
     {
         "kv_lora_rank": "latent attention",
+        "attention_chunk_size": "attention in chunks",
         "attn_layer_period": "layers without attention",
         "hybrid_override_pattern": "layers without attention",
         "linear_num_value_heads": "layers with linear attention",
@@ -162,10 +173,12 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     size = _Sizes(config, path)
     heads, hidden, experts = size("num_attention_heads"), size("hidden_size"), size(*_EXPERTS, default=0)
     ffn = size("moe_intermediate_size", "intermediate_size") if experts else size("intermediate_size")
+    layers = size("num_hidden_layers")
+    window, windowed = windowed_layers(config, layers, path)
     shared = size("n_shared_experts", default=0) * ffn or size("shared_expert_intermediate_size", default=0)
     return ModelShape(
         name=str(config.get("model_type", "model")),
-        layers=size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         ffn=ffn,
         heads=heads,
@@ -176,6 +189,8 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         experts=experts,
         active=size("num_experts_per_tok") if experts else 0,
         shared_ffn=shared if experts else 0,
+        window=window,
+        windowed=windowed,
         qk_norm=str(config.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2")),
     )
 

@@ -27,6 +27,7 @@ from burst_plugin.planning.exchange import (
 )
 from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.price import Price, price, price_by_name
+from burst_plugin.planning.windowed import windowed_price
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy
@@ -84,14 +85,22 @@ def has_price(strategy: Strategy) -> bool:
 
 
 def pass_price(
-    strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+    strategy: Strategy,
+    direction: Direction,
+    topology: Topology,
+    shapes: Shapes,
+    visit_s: float,
+    links: Links,
+    *,
+    window: int | None = None,
 ) -> Price:
     """Return the price of one pass by `strategy`.
 
     `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
     are longer and have fewer heads, with a `mesh_degree` a visit is with the other side of a whole group. The time of
     what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
-    with the latency of one message. Raises ValueError for what has no price (`has_price`).
+    with the latency of one message. With a `window`, the most keys that a token attends to, itself included,
+    `visit_s` is the work on all pairs of a block's tokens. Raises ValueError for what has no price (`has_price`).
     """
     if strategy.ulysses_placement != PLACEMENTS[0]:
         raise ValueError(
@@ -103,7 +112,15 @@ def pass_price(
     moving = choose_moving_side(strategy, direction, ring, groups.ranks)
     load = Load.of(ring, direction, moving, size * visit_s)
     rings = links.of_rings(topology, size)  # one for each rank of a group
-    ring_price = Price.of_last([price_by_name(strategy.schedule_for(groups), groups, parts, load, x) for x in rings])
+    if window is None:
+        name = strategy.schedule_for(groups)
+        prices = [price_by_name(name, groups, parts, load, of_ring) for of_ring in rings]
+    else:
+        load, name = replace(load, rows=ring.q_len), strategy.schedule
+        prices = [
+            windowed_price(name, groups, parts, load, of_ring, moving=moving, window=window) for of_ring in rings
+        ]
+    ring_price = Price.of_last(prices)
     exchange_s = exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)

@@ -38,12 +38,12 @@ class Price:
 
 
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
-    """Return the price of `schedule` for this load on these links. Transfers of a few rows count as whole blocks."""
+    """Return the price of `schedule` for this load on these links."""
     return _price_of_run(schedule, load, links, simulate(schedule, load, links).time_s)
 
 
 def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -> Price:
-    most = max(sum(schedule.work(rank)) / links.speed(rank) for rank in range(len(schedule.visits)))
+    most = max(sum(load.work(schedule, rank)) / links.speed(rank) for rank in range(len(schedule.visits)))
     return Price(time_s, most * load.visit_s, seconds_by_link(schedule, load, links))
 
 

@@ -74,6 +74,7 @@ class Code:
 class Setting:
     """One way to train: how the model and a sequence are cut, what is kept, computed again, cut into chunks, moved.
 
+    tokens: of one sequence. batch: sequences of a step. micro_batch: sequences that go through the model at once.
     tensor, context, pipeline, data: degrees of parallelism. `inner` context-parallel ranks are in a node.
     zero: what is sharded over all ranks of data and context parallelism: 1, the optimizer's states; 3, weights and
         gradients too.
@@ -92,6 +93,7 @@ class Setting:
     data: int = 1
     inner: int = 1
     batch: int = 1
+    micro_batch: int = 1
     zero: int = 1
     recompute: str = "full"
     keep: float = 0.0
@@ -110,12 +112,17 @@ class Setting:
 
     @property
     def microbatches(self) -> int:
-        """Return how many sequences a pipeline, or a data-parallel rank, works through in a step."""
-        return self.batch // self.data
+        """Return how many micro-batches a pipeline, or a data-parallel rank, works through in a step."""
+        return self.batch // (self.data * self.micro_batch)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Return how many tokens all ranks of a model work on at once: those of a micro-batch."""
+        return self.micro_batch * self.tokens
 
     @property
     def local_tokens(self) -> int:
-        """Return how many tokens attention sees on one rank; also what tensor-parallel ranks share elsewhere."""
+        """Return how many tokens of a sequence a rank's attention has; tensor-parallel ranks share them elsewhere."""
         return -(-self.tokens // self.context)
 
     @property
@@ -138,22 +145,29 @@ class Setting:
         """Return the largest share of a rank's tokens whose attention is kept; ranks differ: see `again_share`."""
         return max(self._kept_chunks(place) for place in range(self.visits)) / 2 if self.recompute == "full" else 1.0
 
-    @property
-    def again_share(self) -> float:
+    def again_share(self, window: int | None = None) -> float:
         """Return the share of attention that is computed forward again, on the rank that has most of it left.
 
-        Chunk i of 2 * visits chunks of a causal sequence has work in proportion to 2 i + 1; place r in the ring has
-        chunks r and 2 * visits - 1 - r.
+        Place r in the ring has chunks r and 2 * visits - 1 - r of the 2 * visits chunks of a causal sequence.
+        `window` is the most keys that a token attends to, itself included; None for all before it.
         """
         if self.recompute != "full":
             return 0.0
         chunks = 2 * self.visits
+        reach = chunks if window is None else min(chunks, window * chunks / self.tokens)
 
-        def left(chunk: int) -> float:
-            tokens = min(1.0, max(0.0, (1 - self.keep) * chunks - chunk))  # of this chunk, that are not kept
-            return tokens * (2 * chunk + tokens)
+        def pairs(stop: float) -> float:
+            """Return the pairs of the queries in the first `stop` chunks, in units of a square of one chunk."""
+            return stop**2 / 2 if stop < reach else reach**2 / 2 + (stop - reach) * reach
 
-        return max(left(place) + left(chunks - 1 - place) for place in range(self.visits)) / (2 * chunks)
+        def left(chunk: int, keep: float) -> float:
+            tokens = min(1.0, max(0.0, (1 - keep) * chunks - chunk))  # of this chunk, that are not kept
+            return pairs(chunk + tokens) - pairs(chunk)
+
+        def most_left(keep: float) -> float:
+            return max(left(place, keep) + left(chunks - 1 - place, keep) for place in range(self.visits))
+
+        return most_left(self.keep) / most_left(0.0)
 
     def _kept_chunks(self, place: int) -> float:
         chunks = 2 * self.visits

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from burst_plugin.planning.links import Links, Load
 from burst_plugin.schedule.schedule import Schedule
-from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.topology import Link, Topology
 
 __all__ = ["Period", "Run", "seconds_by_link", "simulate"]
 
@@ -56,7 +56,7 @@ def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, 
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:
         src = t.src % drawn
-        seconds = load.bytes_of(t.traffic) / schedule.parts / links.bytes_per_s(t.link, topology.node(src))
+        seconds = load.bytes_of(t) / schedule.parts / links.bytes_per_s(t.link, topology.node(src))
         sent[t.link][_nic_of(topology, links, t.link, src)] += seconds
     return {
         link: _ranks_sharing_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
@@ -98,7 +98,7 @@ class _Simulation:
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
         visits_s = [load.visit_s / links.speed(rank) for rank in self._ranks]
-        self._work_s = [[share * visits_s[rank] for share in schedule.work(rank)] for rank in self._ranks]
+        self._work_s = [[share * visits_s[rank] for share in load.work(schedule, rank)] for rank in self._ranks]
         self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
         self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
@@ -203,7 +203,6 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Messa
     streams: dict[Hashable, int] = {}
     nics: dict[Hashable, int] = {}
     bytes_per_s = list[float]()
-    nbytes = {traffic: max(load.bytes_of(traffic) / schedule.parts, 1.0) for traffic in Traffic}
 
     def nic(way: str, link: Link, rank: int) -> int:
         number = nics.setdefault((way, link, _nic_of(topology, links, link, rank)), len(nics))
@@ -217,7 +216,7 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Messa
         src, dst = t.src % drawn, t.dst % drawn
         distance = (t.dst // width - t.src // width) % nodes, (t.dst - t.src) % width
         stream = streams.setdefault((t.traffic, t.link, src, distance), len(streams))
-        ends, size = (src,) if src == dst else (src, dst), nbytes[t.traffic]
+        ends, size = (src,) if src == dst else (src, dst), max(load.bytes_of(t) / schedule.parts, 1.0)
         both = nic("out", t.link, src), nic("in", t.link, dst)
         messages.append(_Message(t.issue, t.due, ends, stream, both, links.latency_s(t.link), size, size))
     return messages, bytes_per_s

@@ -20,24 +20,17 @@ from burst_plugin.topology import Topology
 
 __all__ = ["bound_by", "step_seconds", "tokens_per_second"]
 
+_ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
 
 
 def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of an optimizer step by what they are spent on."""
     layers = model.layers / setting.pipeline
-    forward, backward = _attention(model, setting, cluster)
-    layers_and_chunks = layers * setting.head_chunks
-    again = setting.again_share
-    computed_s = forward.compute_s * (1 + again) + backward.compute_s
-    waited_s = forward.time_s * (1 + again) + backward.time_s - computed_s
     micro = {
         "linear layers": _linear_layers(model, setting, cluster) * layers,
         "head and loss": _head(model, setting, cluster) / setting.pipeline,
-        "attention, forward": forward.compute_s * layers_and_chunks,
-        "attention, forward again": forward.compute_s * again * layers_and_chunks,
-        "attention, backward": backward.compute_s * layers_and_chunks,
-        "ring and exchange of heads, not hidden": max(0.0, waited_s) * layers_and_chunks,
+        **_attention(model, setting, cluster),
         "tensor parallelism": _tensor_parallel(model, setting, cluster) * layers,
     }
     layer_s = sum(micro.values()) - micro["head and loss"]
@@ -45,7 +38,7 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
     micro["weights gathered, not hidden"] = max(0.0, _gathered_weights(model, setting, cluster) - layer_s)
     spent = {name: seconds * setting.microbatches for name, seconds in micro.items()}
     spent["pipeline bubble"] = (setting.pipeline - 1) * sum(micro.values())
-    # Gradients are reduced behind the backward pass of the last sequence, about two thirds of its time.
+    # Gradients are reduced behind the backward pass of the last micro-batch, about two thirds of its time.
     reduced_s = _data_parallel(model, setting, cluster) - sum(micro.values()) * 2 / 3
     spent["gradients and weights, not hidden"] = max(0.0, reduced_s)
     spent["optimizer"] = _optimizer(model, setting, cluster)
@@ -69,19 +62,35 @@ def bound_by(seconds: dict[str, float]) -> str:
     return f"{most}, {100 * by_group[most] / sum(by_group.values()):.0f} % of the time"
 
 
-def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[Price, Price]:
-    """Return the prices of both passes of one layer's causal attention, of one chunk of its heads."""
+def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of the attention of a stage's layers: of computing by pass, and of waiting for its data.
+
+    Windows as long as the sequence are plain causal attention.
+    """
     shapes = ring_shapes(model, replace(setting, ulysses=1))
     strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
-    return _priced(strategy, setting.topology, shapes, cluster)
+    spent = dict.fromkeys((*_ATTENTION, "ring and exchange of heads, not hidden"), 0.0)
+    for window, layers in model.layers_by_window:
+        within = window if window is not None and window < setting.tokens else None
+        forward, backward = _priced(strategy, setting.topology, shapes, cluster, within)
+        again = setting.again_share(within)
+        computed_s = forward.compute_s, again * forward.compute_s, backward.compute_s
+        waited_s = max(0.0, forward.time_s * (1 + again) + backward.time_s - sum(computed_s))
+        for name, seconds in zip(spent, (*computed_s, waited_s), strict=True):
+            spent[name] += seconds * layers * setting.head_chunks / setting.pipeline
+    return spent
 
 
 @lru_cache(maxsize=4096)
-def _priced(strategy: Strategy, topology: Topology, shapes: Shapes, cluster: Cluster) -> tuple[Price, Price]:
-    forward_s, backward_s = visit_seconds(shapes, cluster.peak_flops * cluster.attention_share, True)
+def _priced(
+    strategy: Strategy, topology: Topology, shapes: Shapes, cluster: Cluster, window: int | None
+) -> tuple[Price, Price]:
+    """Return the prices of both passes of one layer's attention, of one chunk of its heads."""
+    rate = cluster.peak_flops * cluster.attention_share
+    forward_s, backward_s = visit_seconds(shapes, rate, causal=window is None)
     return (
-        pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links),
-        pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links),
+        pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links, window=window),
+        pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links, window=window),
     )
 
 
@@ -95,17 +104,17 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
     """Return the seconds of one layer: 2 operations per token and weight forward, 4 backward, 2 if run again."""
     full, chunked = setting.recompute == "full", setting.mlp_chunk > 0
     mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
-    mlp = 2 * setting.tokens * model.active_mlp_parameters
-    projections = 2 * setting.tokens * model.attention_parameters
+    mlp = 2 * setting.tokens_at_once * model.active_mlp_parameters
+    projections = 2 * setting.tokens_at_once * model.attention_parameters
     of_chunks = 0.0
     if setting.head_chunks > 1:  # projected once more, but not back
-        of_chunks = projections - 2 * setting.tokens * model.hidden * model.heads * model.head_dim
+        of_chunks = projections - 2 * setting.tokens_at_once * model.hidden * model.heads * model.head_dim
     return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections + of_chunks, setting, cluster)
 
 
 def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """Return the seconds of the head, a linear layer too; in chunks its forward pass runs twice."""
-    forward = 2 * setting.tokens * model.embedding_parameters
+    forward = 2 * setting.tokens_at_once * model.embedding_parameters
     return _matmul_seconds((4 if setting.loss_chunk else 3) * forward, setting, cluster)
 
 
@@ -135,7 +144,7 @@ def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:
 
 
 def _gathered_weights(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Return the seconds per sequence to gather sharded weights twice, and scatter gradients, all in 16 bits."""
+    """Return the seconds per micro-batch to gather sharded weights twice, and scatter gradients, all in 16 bits."""
     if setting.zero != 3:
         return 0.0
     ranks = setting.context * setting.data

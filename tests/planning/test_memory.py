@@ -111,6 +111,26 @@ def test_a_step_in_chunks_takes_what_the_plan_says(
 
 @pytest.mark.huggingface
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize(("recompute", "vocab"), [("full", 256), ("full", 8192), ("none", 256)])
+@pytest.mark.parametrize("chunk", [0, 1024])
+def test_a_micro_batch_takes_what_its_sequences_take_together(recompute: str, vocab: int, chunk: int) -> None:
+    shape, chunks = replace(TINY, vocab=vocab), {"loss_chunk": chunk, "mlp_chunk": chunk}
+    setting = Setting(
+        tokens=4096,
+        code=measured_code(),
+        recompute=recompute,
+        batch=3,
+        micro_batch=3,
+        **chunks,  # type: ignore[arg-type]
+    )
+    expected, moment = said(shape, setting)
+    measured = activation_bytes(shape, setting, prepare=in_chunks).peak
+    print(f"{recompute} {vocab} {chunk}: {expected / measured:.4f} {moment}")
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
 @pytest.mark.parametrize(
     ("recompute", "loss_chunk", "mlp_chunk"),
@@ -247,14 +267,14 @@ def test_a_share_of_attention_is_kept_and_the_rest_computed_again() -> None:
     """In zigzag, rank r of P has chunks r and 2 P - 1 - r: half is kept of each rank, or three quarters of none."""
     for ranks in (1, 4, 8):
         setting = Setting(tokens=2**20, context=ranks, inner=ranks, code=GPU_CODE)
-        assert (replace(setting, keep=0.0).kept_share, replace(setting, keep=0.0).again_share) == (0, 1)
-        assert (replace(setting, keep=1.0).kept_share, replace(setting, keep=1.0).again_share) == (1, 0)
+        assert (replace(setting, keep=0.0).kept_share, replace(setting, keep=0.0).again_share()) == (0, 1)
+        assert (replace(setting, keep=1.0).kept_share, replace(setting, keep=1.0).again_share()) == (1, 0)
         half = replace(setting, keep=0.5)
         assert half.kept_share == 0.5
-        assert half.again_share == pytest.approx((2 * ranks - 1) / (4 * ranks))  # of the middle's chunk
+        assert half.again_share() == pytest.approx((2 * ranks - 1) / (4 * ranks))  # of the middle's chunk
     alone = replace(setting, context=1, inner=1)
     for keep in (0.1, 0.3, 0.75):  # whose chunks are cut
-        assert replace(alone, keep=keep).again_share == pytest.approx((1 - keep) ** 2)
+        assert replace(alone, keep=keep).again_share() == pytest.approx((1 - keep) ** 2)
     most = replace(setting, keep=0.75)
     assert most.kept_share == 1.0, "ranks 4 to 7 keep both chunks"
 

@@ -68,6 +68,20 @@ def test_time_follows_the_formulas() -> None:
     assert tokens_per_second(setting, 2.0) == 2 * 4096 / 2.0 / 8
 
 
+def test_a_micro_batch_of_several_sequences_computes_as_much_in_fewer_turns() -> None:
+    setting, cluster = Setting(tokens=2**16, code=FUSED, context=4, inner=4, pipeline=2, batch=8), Cluster()
+    one, four = (step_seconds(LLAMA, replace(setting, micro_batch=n), cluster) for n in (1, 4))
+    assert (setting.microbatches, replace(setting, micro_batch=4).microbatches) == (8, 2)
+    for name in ("linear layers", "head and loss", "attention, forward", "attention, backward"):
+        assert four[name] == pytest.approx(one[name])
+    assert four["pipeline bubble"] == pytest.approx(4 * one["pipeline bubble"], rel=0.01)
+    sharded = replace(setting, pipeline=1, zero=3)
+    slow = Cluster(intra_bytes_per_s=1e7)
+    gathered = [step_seconds(LLAMA, replace(sharded, micro_batch=n), slow) for n in (1, 4)]
+    weights = [each["weights gathered, not hidden"] for each in gathered]
+    assert weights[1] < weights[0] / 3, "weights are gathered once for a micro-batch"
+
+
 def test_heads_in_chunks_are_projected_once_more_and_attended_to_as_often() -> None:
     setting, cluster = Setting(tokens=M, code=PLAIN, context=8, inner=8, zero=3), Cluster()
     whole, chunked = (step_seconds(LLAMA, replace(setting, head_chunks=n), cluster) for n in (1, 4))

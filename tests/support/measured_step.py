@@ -53,7 +53,7 @@ def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _no
         prepare(model, setting)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        ids = torch.zeros(1, setting.tokens, dtype=torch.long)
+        ids = torch.zeros(setting.micro_batch, setting.tokens, dtype=torch.long)
         positions = torch.arange(setting.tokens)[None]
         with LiveBytes(device="meta") as live:
             model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
