@@ -14,7 +14,7 @@ import torch
 from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
 from burst_plugin.check.run import check, is_first
 from burst_plugin.check.settings import Settings
-from burst_plugin.cli.plan import heads, whole
+from burst_plugin.cli.plan import heads, tokens, whole
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
 __all__ = ["add_arguments", "lines"]
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernel", default="auto", help="a name, or module:attribute of your own, which is then checked, too")
     add("--heads", type=heads, default=(32, 8), metavar="Q/KV", help="of the model to tune for (default: 32/8)")
     add("--head-dim", type=whole("elements", 65_536), default=128, metavar="DIM", help="(default: %(default)s)")
-    add("--seq", type=whole("tokens", 10**12), default=131072, metavar="TOKENS", help="(default: %(default)s)")
+    add("--seq", type=tokens, default=131072, metavar="TOKENS", help="(default: %(default)s)")
     add("--mask", choices=("causal", "full"), default="causal", help="(default: %(default)s)")
     add("--profile", default="burst-profile.json", metavar="FILE", help="to write (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all findings, with figures, as JSON")

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from burst_plugin.cli import check, doctor, plan, plan_measured, plan_model
+from burst_plugin.cli import check, doctor
+from burst_plugin.cli.plan_modes import mode_of, wrong_option
 
 __all__ = ["main"]
 
@@ -16,7 +17,13 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(_plan_for(given)).parse_args(given)
+    parser, commands = _parser(mode_of(given))
+    wrong = wrong_option(given[1:]) if given[:1] == ["plan"] else None
+    if wrong is not None:
+        commands["plan"].error(wrong)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = _print(options)
         sys.stdout.flush()
@@ -26,16 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _plan_for(given: Sequence[str]) -> ModuleType:
-    """Return the plan that is asked for: of a model, on a measured cluster, or on one that is described.
-
-    Each takes other options.
-    """
-    asked = {word.split("=")[0] for word in given}
-    return plan_model if "--model" in asked else plan_measured if "--profile" in asked else plan
-
-
-def _parser(plan_for: ModuleType) -> argparse.ArgumentParser:
+def _parser(plan_for: ModuleType) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its commands by name."""
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
@@ -48,10 +47,10 @@ def _parser(plan_for: ModuleType) -> argparse.ArgumentParser:
             "described",
         ),
     ):
-        subparser = commands.add_parser(name, help=text)
+        subparser = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_arguments(subparser)
         subparser.set_defaults(command=name, lines=command.lines)
-    return parser
+    return parser, commands.choices
 
 
 def _print(options: argparse.Namespace) -> int:

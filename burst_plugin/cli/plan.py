@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -29,7 +30,7 @@ from burst_plugin.planning.uneven import uneven_in_words
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
-__all__ = ["add_arguments", "add_options", "heads", "lines", "report", "whole"]
+__all__ = ["add_arguments", "add_options", "heads", "lines", "progress_bar", "report", "tokens", "whole"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BAR_WIDTH = 30
@@ -42,6 +43,7 @@ _MOST_TOKENS = 10**12
 _MOST_HEADS = 100_000
 _MOST_HEAD_DIM = 65_536
 _RATES = (1e-3, 1e6)
+_SUFFIXES = MappingProxyType({"": 1, "k": 2**10, "m": 2**20, "g": 2**30})
 
 _DESCRIPTION = """\
 Estimate what one attention layer takes, forward and backward, with each
@@ -80,6 +82,18 @@ def whole(unit: str, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def tokens(text: str) -> int:
+    """Parse a number of tokens, such as 131072, 128k or 1.5m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower().replace(",", ""), re.ASCII)
+    value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    if not 1 <= value <= _MOST_TOKENS or value % 1:
+        raise argparse.ArgumentTypeError(
+            f"got {_short(text)}, expected a number of tokens such as 131072, 128k (131,072) or 1m (1,048,576), "
+            f"1 to {_MOST_TOKENS:,}"
+        )
+    return int(value)
 
 
 def _rate(unit: str) -> Callable[[str], float]:
@@ -132,8 +146,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "--seq": {
             "metavar": "TOKENS",
-            "type": whole("tokens", _MOST_TOKENS),
-            "help": "length of the whole sequence",
+            "type": tokens,
+            "help": "length of the whole sequence, such as 131072, 128k or 1m",
         },
         "--heads": {
             "metavar": "Q/KV",
@@ -232,7 +246,7 @@ def report(
     topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links, mesh_degree: int = 1
 ) -> Iterator[str]:
     """Yield the table of plans, the best of them, and what the columns mean. See `planner.plans`."""
-    progress, fixed = _progress_bar if sys.stderr.isatty() else None, {"mesh_degree": mesh_degree}
+    progress, fixed = progress_bar if sys.stderr.isatty() else None, {"mesh_degree": mesh_degree}
     best_first = plans(topology, shapes, visit_s, links, progress, fixed)
     bound_s = least_seconds(topology, shapes, visit_s, links, mesh_degree)
     yield from _rows(best_first, bound_s)
@@ -293,7 +307,7 @@ def _advice(best: Plan, nbytes: float) -> str:
     )
 
 
-def _progress_bar(done: int, total: int) -> None:
+def progress_bar(done: int, total: int) -> None:
     """Draw a progress bar on standard error, and erase it when all is done."""
     filled = _BAR_WIDTH * done // total
     bar = f"\rpricing [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}"

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from burst_plugin.cli.plan_report import report
+from burst_plugin.cli.plan import progress_bar, tokens
+from burst_plugin.cli.plan_report import gpus_in_words, report
 from burst_plugin.frameworks import FRAMEWORKS, framework
 from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.model_shape import MODELS, model_shape
 from burst_plugin.planning.setting import Cluster
-from burst_plugin.planning.training_plan import Candidate, Goal, longest, nearest, plans_that_fit, some_plan_fits
+from burst_plugin.planning.training_plan import (
+    Candidate,
+    Goal,
+    longest,
+    nearest,
+    plans_that_fit,
+    settings,
+    some_plan_fits,
+)
 
 __all__ = ["add_arguments", "lines"]
 
@@ -30,8 +38,7 @@ examples:
   burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
   burst plan --model qwen3_8b --max-tokens --gpus 8
 """
-_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-_MOST_TOKENS, _MOST_GPUS = 2**40, 2**17
+_MOST_GPUS = 2**17
 _MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
 
 # Of `Cluster`: what it is, in the unit of the option, and how many of the field's units that is.
@@ -47,17 +54,6 @@ _RATES = {
     "pcie_bytes_per_s": ("GB/S", 1e9, "rate between a GPU and its host, in one direction, all GPUs at once"),
     "host_bytes_per_s": ("GB/S", 1e9, "rate of a node's memory"),
 }
-
-
-def _tokens(text: str) -> int:
-    """Parse a number of tokens, such as 131072, 128k or 1.5m."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower().replace(",", ""), re.ASCII)
-    value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
-    if not 1 <= value <= _MOST_TOKENS or value % 1:
-        raise argparse.ArgumentTypeError(
-            f"got {text[:40]!r}, expected a number of tokens such as 131072, 128k (131,072) or 1m (1,048,576)"
-        )
-    return int(value)
 
 
 def _count(text: str) -> int:
@@ -84,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", required=True, help=f"{', '.join(MODELS)}, or the path of a config.json"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seq", metavar="TOKENS", type=_tokens, help="length of a sequence, such as 131072 or 1m")
+    what.add_argument("--seq", metavar="TOKENS", type=tokens, help="length of a sequence, such as 131072 or 1m")
     what.add_argument("--max-tokens", action="store_true", help="find the longest sequence that fits")
     what.add_argument(
         "--flags",
@@ -95,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N", type=_count, default=8, help="GPUs of all nodes (default: 8)")
     parser.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(default: 8)")
     parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="(default: %(default)s)")
-    parser.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences per step (default: 1)")
+    parser.add_argument("--batch", metavar="N", type=_count, help="sequences per step (default: 1)")
     parser.add_argument(
         "--fused-norms",
         action="store_true",
@@ -126,13 +122,15 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.flags is not None:
         yield from _given(options, goal)
         return
+    status = _Status()
     if options.max_tokens:
-        goal = replace(goal, tokens=longest(goal))
+        goal = replace(goal, tokens=longest(goal, status.trying))
+        status.end()
         if not goal.tokens:
             raise ValueError(_nothing_fits(replace(goal, tokens=2**16)))
         yield f"The longest sequence that fits, to 65,536: {goal.tokens:,} tokens ({goal.tokens / 2**20:.2f}m)."
         yield ""
-    best_first = plans_that_fit(goal)
+    best_first = plans_that_fit(goal, progress_bar if status.is_shown else None)
     if not best_first:
         raise ValueError(_nothing_fits(goal))
     # Before anything is printed: whoever reads that may stop after a few lines.
@@ -146,15 +144,26 @@ def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
     planning = framework(options.framework).planning()
     if not hasattr(planning, "setting_of"):
         raise ValueError(f"--flags: what {options.framework} is given cannot be read; use --seq")
+    for name in ("batch", "emit"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} does not go with --flags, which says all of the run; leave it out")
     try:
         text = sys.stdin.read() if str(options.flags) == "-" else options.flags.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(
+            f"--flags {options.flags} cannot be read: {reason}; give a file with flags, or - for standard input"
+        ) from error
+    try:
         setting = planning.setting_of(text, goal.cluster.gpus, goal.cluster.gpus_per_node)
-    except (OSError, ValueError) as error:
+        planning.check_model(text, goal.model, setting)
+    except ValueError as error:
         raise ValueError(f"--flags {options.flags}: {error}") from error
-    if not setting.tokens:
-        raise ValueError(f"--flags {options.flags}: there is no --seq-length among them")
     goal = replace(goal, tokens=setting.tokens, batch=setting.batch)
-    yield from report(goal, options.framework, [Candidate.of(goal, setting)], is_given=True)
+    first, *others = report(goal, options.framework, [Candidate.of(goal, setting)], is_given=True)
+    yield first
+    yield from planning.unpriced(text, setting)
+    yield from others
 
 
 def _goal(options: argparse.Namespace) -> Goal:
@@ -167,39 +176,68 @@ def _goal(options: argparse.Namespace) -> Goal:
     cluster = Cluster(nodes=options.gpus // per_node, gpus_per_node=per_node, **rates)
     space = framework(options.framework).planning().space(options.fused_norms)
     return Goal(
-        model=model_shape(options.model), tokens=options.seq or 0, cluster=cluster, space=space, batch=options.batch
+        model=model_shape(options.model),
+        tokens=options.seq or 0,
+        cluster=cluster,
+        space=space,
+        batch=options.batch or 1,
     )
 
 
+class _Status:
+    """What is tried, on one line of standard error if that is a terminal."""
+
+    def __init__(self) -> None:
+        self.is_shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        if self.is_shown:
+            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+    def trying(self, tokens_tried: int) -> None:
+        """Show which sequence is tried."""
+        self.say(f"trying {tokens_tried:,} tokens")
+
+    def end(self) -> None:
+        """Erase the line."""
+        self.say("")
+        self.say("\r")
+
+
 def _nothing_fits(goal: Goal) -> str:
-    """Return what the nearest plan lacks, and what would make the sequence fit."""
-    found = nearest(goal)
-    if found is None:
-        return (
-            f"{goal.tokens:,} tokens cannot be cut over {goal.cluster.gpus} GPUs; use a multiple of "
-            f"{2 * goal.cluster.gpus}"
-        )
-    gpu, host = found.memory.gpu_bytes / GIB, found.memory.host_bytes / GIB
-    lacks, sizes = [], []
-    if gpu > goal.cluster.gpu_gib:
-        lacks.append(f"a GPU needs {gpu:.1f} GiB of {goal.cluster.gpu_gib:g}")
-        sizes.append(f"GPUs of {gpu + 0.1:.1f} GiB")
-    if host > goal.cluster.host_gib:
-        lacks.append(f"a host needs {host:.0f} GiB of {goal.cluster.host_gib:g}")
-        sizes.append(f"hosts of {host + 1:.0f} GiB")
-    ways = [" and ".join(sizes)]
-    most = longest(goal)
+    """Return what the nearest plans lack, and what would fit, having said that it takes a while to find out."""
+    cluster, status = goal.cluster, _Status()
+    size = gpus_in_words(cluster.gpus)
+    if next(settings(goal), None) is None:
+        return f"{goal.tokens:,} tokens cannot be cut over {size}; use a multiple of {2 * cluster.gpus}"
+    print(f"burst plan: nothing fits on {size}; looking for what would, which may take a minute", file=sys.stderr)
+    lacks, ways = [], []
+    for needed in nearest(goal):
+        gpu, host = needed.gpu_bytes / GIB, needed.host_bytes / GIB
+        lacking, sizes = [], []
+        if gpu > cluster.gpu_gib:
+            lacking.append(f"a GPU needs {gpu:.1f} GiB of {cluster.gpu_gib:g}")
+            sizes.append(f"GPUs of {gpu + 0.1:.1f} GiB")
+        if host > cluster.host_gib:
+            lacking.append(f"a host needs {host:.0f} GiB of {cluster.host_gib:g}")
+            sizes.append(f"hosts of {host + 1:.0f} GiB")
+        lacks.append(" and ".join(lacking))
+        ways.append(" and ".join(sizes))
+    most = longest(goal, status.trying)
     ways += [f"sequences of {most:,} tokens"] if most else []
     times = 2
     while times <= _MORE_NODES:
-        more = replace(goal, cluster=replace(goal.cluster, nodes=times * goal.cluster.nodes))
+        more = replace(goal, cluster=replace(cluster, nodes=times * cluster.nodes))
+        status.say(f"trying {gpus_in_words(more.cluster.gpus)}")
         if some_plan_fits(more):
-            ways.append(f"{more.cluster.gpus} GPUs")
+            ways.append(gpus_in_words(more.cluster.gpus))
             break
         times *= 2
+    status.end()
     return (
-        f"{goal.model.name} on {goal.tokens:,} tokens does not fit on {goal.cluster.gpus} GPUs: with the nearest "
-        f"plan {' and '.join(lacks)}; what would fit: {', or '.join(ways)}"
+        f"{goal.model.name} on {goal.tokens:,} tokens does not fit on {size}: with the nearest plan "
+        f"{', or with another '.join(lacks)}; what would fit: {', or '.join(ways)}"
     )
 
 

@@ -11,7 +11,7 @@ from burst_plugin.planning.setting import Setting
 from burst_plugin.planning.step_time import bound_by
 from burst_plugin.planning.training_plan import Candidate, Goal, fits, reasons
 
-__all__ = ["report"]
+__all__ = ["gpus_in_words", "report", "seconds_in_words"]
 
 _RECOMPUTED = {
     "none": "nothing is computed again",
@@ -32,17 +32,25 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
     cluster = goal.cluster
     yield (
         f"{goal.model.name} ({goal.model.parameters / 1e9:.2f} G parameters) on {goal.tokens:,} tokens, {title}, "
-        f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:g} GiB: {best.step_s:.0f} s per step, "
-        f"{best.tokens_per_s:.0f} tokens/s per GPU, {best.memory.gpu_bytes / GIB:.1f} GiB"
-        f"{'' if fits(best.memory, cluster) else ' (does not fit)'}"
+        f"{cluster.nodes} x {gpus_in_words(cluster.gpus_per_node)} of {cluster.gpu_gib:g} GiB: "
+        f"{seconds_in_words(best.step_s)} per step, {best.tokens_per_s:.0f} tokens/s per GPU, "
+        f"{best.memory.gpu_bytes / GIB:.1f} GiB{'' if fits(best.memory, cluster) else ' (does not fit)'}"
     )
+    if goal.model.windowed:
+        count = f"{goal.model.windowed} of {goal.model.layers} layers"
+        yield f"Attention: windows of {goal.model.window:,} tokens in {count}"
     yield ""
-    yield "Given" if is_given else f"Chosen, of {len(best_first)} ways that fit"
+    ways = f"{len(best_first)} ways that fit" if len(best_first) > 1 else "1 way that fits"
+    yield "Given" if is_given else f"Chosen, of {ways}"
     yield from _chosen(goal, best)
     yield ""
     yield from _memory(best)
     yield ""
-    yield from _table("Seconds per step", best.seconds, best.step_s, "s")
+    if best.step_s >= 1:
+        yield from _table("Seconds per step", best.seconds, best.step_s, "s")
+    else:
+        parts = {name: 1e3 * seconds for name, seconds in best.seconds.items()}
+        yield from _table("Milliseconds per step", parts, 1e3 * best.step_s, "ms")
     yield f"  bound by {bound_by(best.seconds)}"
     if not is_given:
         yield ""
@@ -52,6 +60,17 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
             "PyTorch may hold half as much again as tensors take, and gives that back where memory is short. Against "
             "fragmentation try PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return seconds, or milliseconds if there is less than one, with two digits or more."""
+    number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
+    return f"{number:.0f} {unit}" if number >= 9.95 else f"{number:.1f} {unit}"
+
+
+def gpus_in_words(count: int) -> str:
+    """Return a number of GPUs."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
@@ -93,7 +112,7 @@ def _runner_up(goal: Goal, best_first: list[Candidate]) -> Iterator[str]:
             options = ", ".join(f"{name} = {value}" for name, value in strategy_options(goal.model, setting).items())
             yield (
                 f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"
-                f"{'; optimizer on the host' if setting.offload_optimizer else ''}: {each.step_s:.0f} s, "
+                f"{'; optimizer on the host' if setting.offload_optimizer else ''}: {seconds_in_words(each.step_s)}, "
                 f"{each.tokens_per_s:.0f} tokens/s per GPU, {each.memory.gpu_bytes / GIB:.1f} GiB"
             )
             return

@@ -27,6 +27,7 @@ __all__ = [
     "parsed_layout",
     "parsed_strategy",
     "resets_attention_mask",
+    "strategy_of",
     "written",
 ]
 
@@ -163,8 +164,13 @@ def parsed_strategy() -> Strategy | None:
         return None
     profile = getattr(args, _PROFILE, None)
     if profile is None:
-        return Strategy.of(None, **_given(args))
+        return strategy_of(args)
     return Strategy.from_profile(profile, model=_attention_sizes(args), **_given(args))
+
+
+def strategy_of(args: Any) -> Strategy:
+    """Return the strategy that parsed --burst-* flags ask for, without a profile."""
+    return Strategy.of(None, **_given(args))
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from burst_plugin.megatron import plan_flags
+from burst_plugin.megatron.plan_flags import check_model, unpriced
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options
 from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
 from burst_plugin.planning.training_plan import Space
-from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Topology
 
-__all__ = ["files", "setting_of", "space", "usage"]
+__all__ = ["check_model", "files", "setting_of", "space", "unpriced", "usage"]
 
 _FILE = "megatron_flags.txt"
 _RECOMPUTE = {
@@ -34,7 +33,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
     lines = [
         *_model(model),
         f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens} --position-embedding-type rope",
-        f"--micro-batch-size 1 --global-batch-size {setting.batch}",
+        f"--micro-batch-size {setting.micro_batch} --global-batch-size {setting.batch}",
         *_parallel(setting),
         _RECOMPUTE[setting.recompute],
         "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce "
@@ -52,53 +51,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
 
 def setting_of(text: str, gpus: int, per_node: int) -> Setting:
     """Return the setting that a command line, or a file of flags, asks for; raise ValueError if it cannot be run."""
-    words = shlex.split(text, comments=True)
-
-    def value(flag: str, default: str = "1", place: int = 1) -> str:
-        places = [n for n, word in enumerate(words) if word == flag]
-        if places and places[-1] + place >= len(words):
-            raise ValueError(f"{flag} has no value; give flags as the script takes them")
-        return words[places[-1] + place] if places else default
-
-    tensor, context = int(value("--tensor-model-parallel-size")), int(value("--context-parallel-size"))
-    pipeline = int(value("--pipeline-model-parallel-size"))
-    if gpus % (tensor * context * pipeline):
-        raise ValueError(
-            f"{tensor} x {context} x {pipeline} (TP x CP x PP) does not divide {gpus} GPUs; give --gpus a multiple"
-        )
-    inner = int(value("--hierarchical-context-parallel-sizes", str(min(context, max(1, per_node // tensor)))))
-    granularity = value("--recompute-granularity", "none")
-    return Setting(
-        tokens=int(value("--seq-length", "0")),
-        code=space(True).code,
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        data=gpus // (tensor * context * pipeline),
-        inner=inner,
-        batch=int(value("--global-batch-size")),
-        recompute="mlp" if granularity == "selective" else granularity,
-        keep=Strategy(keep_attention=_share(value("--burst-keep-attention", "none"))).kept_share,
-        loss_chunk=int(value("--burst-loss-chunk", "0")),
-        mlp_chunk=int(value("--burst-mlp-chunk", "0")),
-        offload="--burst-offload" in words,
-        offload_optimizer="--optimizer-cpu-offload" in words,
-        ulysses=_ulysses_degree(value, Topology(-(-context // inner), inner)),
-        parts=int(value("--burst-parts")),
-    )
-
-
-def _ulysses_degree(value: Callable[[str, str], str], topology: Topology) -> int:
-    """Return the degree that the flags ask for, itself or by a preset; other options of it change no memory."""
-    degree, preset = value("--burst-ulysses-degree", ""), value("--burst-preset", "")
-    options: dict[str, object] = {"preset": preset} if preset else {}
-    if degree:
-        options["ulysses_degree"] = int(degree) if degree.isdigit() else degree
-    return Strategy.of(None, **options).on(topology).degree
-
-
-def _share(text: str) -> float | str:
-    return float(text) if text[:1].isdigit() else text
+    return plan_flags.setting_of(text, gpus, per_node, space(True).code)
 
 
 def usage(folder: str) -> str:

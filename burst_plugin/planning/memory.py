@@ -38,12 +38,21 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
 
-__all__ = ["BUCKET", "GIB", "Memory", "memory"]
+__all__ = ["BUCKET", "GIB", "Memory", "memory", "surely_too_large"]
 
 GIB = 2**30
 _STRATEGY = Strategy()
 _ROWS = 256  # of a block, enough to tell a window's share of it
 BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, where weights are sharded
+
+
+def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> bool:
+    """Return whether what is there all the time, and what waits, is more than a GPU or a host has: found out fast."""
+    if sum(_host(model, setting, cluster).values()) > cluster.host_gib * GIB:
+        return True
+    waits = 0.0 if setting.offload else sum(_kept(model, setting))
+    states = sum(_states(model, setting).values())
+    return states + waits + cluster.margin_gib * GIB > cluster.gpu_gib * GIB
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ longest(goal)                                    # the most tokens for which the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from burst_plugin.planning.layer_memory import chunk_of_heads
-from burst_plugin.planning.memory import GIB, Memory, memory
+from burst_plugin.planning.memory import GIB, Memory, memory, surely_too_large
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Code, Setting
 from burst_plugin.planning.step_time import step_seconds, tokens_per_second
@@ -33,6 +33,7 @@ __all__ = [
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
 _STEP = 2**16  # tokens to which the longest sequence is found
+_BEYOND_REASON = 2.0  # times what another plan lacks
 _ALIKE = 1.01  # plans whose times differ by less are ordered by how plain they are
 
 LEVERS = {
@@ -185,10 +186,17 @@ def fits(found: Memory, cluster: Cluster) -> bool:
     return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
 
 
-def plans_that_fit(goal: Goal) -> list[Candidate]:
-    """Return all settings that fit, the fastest first; of those about as fast, the one with less switched on."""
-    found = []
-    for setting in settings(goal):
+def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
+    """Return all settings that fit, the fastest first; of those about as fast, the one with less switched on.
+
+    `progress` is called with how many settings have been priced and how many there are.
+    """
+    found, every = [], list(settings(goal))
+    for done, setting in enumerate(every, start=1):
+        if progress is not None:
+            progress(done, len(every))
+        if surely_too_large(goal.model, setting, goal.cluster):
+            continue
         needed = memory(goal.model, setting, goal.cluster)
         if fits(needed, goal.cluster):
             found.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
@@ -205,30 +213,53 @@ def plans_that_fit(goal: Goal) -> list[Candidate]:
     return sorted(found, key=order)
 
 
-def nearest(goal: Goal) -> Candidate | None:
-    """Return the setting that lacks least where none fits; None if the sequence cannot be cut at all."""
-    best: tuple[float, Setting] | None = None
+def nearest(goal: Goal) -> list[Memory]:
+    """Return the memory of the settings that lack least where none fits, [] if the sequence cannot be cut at all.
+
+    First comes the one with the smallest hosts of those that fit into GPUs as they are, or, where none does, the one
+    that lacks the smallest share of either. Second, if it asks for GPUs not beyond all reason, the one with the
+    smallest GPUs of those that fit into hosts as they are.
+    """
+    gpu_bytes, host_bytes = goal.cluster.gpu_gib * GIB, goal.cluster.host_gib * GIB
+    on_hosts: Memory | None = None
+    on_gpus: Memory | None = None
+    on_both: Memory | None = None
+
+    def share(needed: Memory) -> float:
+        return max(needed.gpu_bytes / gpu_bytes, needed.host_bytes / host_bytes)
+
     for setting in settings(goal):
         needed = memory(goal.model, setting, goal.cluster)
-        lacks = max(
-            needed.gpu_bytes / (goal.cluster.gpu_gib * GIB), needed.host_bytes / (goal.cluster.host_gib * GIB)
-        )
-        if best is None or lacks < best[0]:
-            best = lacks, setting
-    if best is None:
-        return None
-    return Candidate.of(goal, best[1])
+        if needed.gpu_bytes <= gpu_bytes and (on_hosts is None or needed.host_bytes < on_hosts.host_bytes):
+            on_hosts = needed
+        if needed.host_bytes <= host_bytes and (on_gpus is None or needed.gpu_bytes < on_gpus.gpu_bytes):
+            on_gpus = needed
+        if on_both is None or share(needed) < share(on_both):
+            on_both = needed
+    if on_both is None:
+        return []
+    first = on_hosts or on_both
+    is_second = on_gpus is not None and on_gpus != first and share(on_gpus) <= _BEYOND_REASON * share(on_both)
+    return [first, on_gpus] if is_second and on_gpus is not None else [first]
 
 
 def some_plan_fits(goal: Goal) -> bool:
     """Return whether any setting fits."""
-    return any(fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in settings(goal))
+    if goal.cluster.process_gib * goal.cluster.gpus_per_node > goal.cluster.host_gib:
+        return False  # whatever the setting
+    possible = (each for each in settings(goal) if not surely_too_large(goal.model, each, goal.cluster))
+    return any(fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in possible)
 
 
-def longest(goal: Goal) -> int:
-    """Return the most tokens, a multiple of 65,536, for which a setting fits; 0 if there are none."""
+def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
+    """Return the most tokens, a multiple of 65,536, for which a setting fits; 0 if there are none.
+
+    `trying` is called with every number of tokens that is tried.
+    """
 
     def fit(steps: int) -> bool:
+        if trying is not None:
+            trying(steps * _STEP)
         return some_plan_fits(replace(goal, tokens=steps * _STEP))
 
     if not fit(1):
@@ -258,7 +289,8 @@ def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
         elif host_gib > goal.cluster.host_gib:
             found[name] = f"without it a host needs {host_gib:.0f} GiB"
         elif slower_s > 0:
-            found[name] = f"without it a step takes {slower_s:.1f} s more"
+            seconds = f"{slower_s:.1f} s" if slower_s >= 0.05 else f"{1e3 * slower_s:.1f} ms"
+            found[name] = f"without it a step takes {seconds} more"
         else:
             found[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
     return found

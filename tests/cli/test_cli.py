@@ -220,10 +220,13 @@ def test_plan_draws_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monk
             for name, expected in (
                 ("--nodes", "expected a whole number of nodes, 1 to 100,000"),
                 ("--ranks-per-node", "expected a whole number of ranks, 1 to 1,024"),
-                ("--seq", "expected a whole number of tokens, 1 to 1,000,000,000,000"),
                 ("--head-dim", "expected a whole number of elements, 1 to 65,536"),
             )
             for value in ("0", "-1", "1.5", "nan", "1" * 22, "٣", "1" * 5000)
+        ),
+        *(
+            ("--seq", value, "such as 131072, 128k (131,072) or 1m (1,048,576), 1 to 1,000,000,000,000")
+            for value in ("0", "-1", "1.5", "nan", "1" * 22, "٣", "1" * 5000, "1x", "k", "1.0000001m")
         ),
         *(
             ("--heads", value, "expected query heads / key/value heads, such as 32/8, each 1 to 100,000")
@@ -243,6 +246,44 @@ def test_plan_refuses_what_cannot_be(
     assert last.startswith(f"burst plan: error: argument {option}: got ")
     assert last.endswith(expected)
     assert len(last) < 200
+
+
+def test_plan_takes_tokens_with_a_suffix(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*PLAN, "--ranks-per-node", "2", "--heads", "4/1", "--inter-gb-s", "45")
+    for text in ("1m", "1,048,576", "1024K"):
+        assert main([*asked, "--seq", text]) == 0
+        assert "262144 tokens per rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("--model", "llama3_8b", "--nodes", "2"),
+            "--nodes is an option of `burst plan --profile` and `burst plan`, not of `burst plan --model`: give --",
+        ),
+        (
+            ("--seq", "1m", "--gpus", "8"),
+            "--gpus is an option of `burst plan --model`, not of `burst plan`: add --model",
+        ),
+        (
+            ("--profile", "x", "--gpus=8"),
+            "--gpus is an option of `burst plan --model`, not of `burst plan --profile`",
+        ),
+        (("--model", "x", "--profile", "y"), "--model and --profile exclude each other"),
+        (("--mode", "llama3_8b"), "--mode is not an option (did you mean --model?)"),
+        (("--model", "llama3_8b", "--seq", "1m", "--gpu", "8"), "--gpu is not an option (did you mean --gpus?)"),
+        (("--model", "llama3_8b", "--num-layers", "2"), "--num-layers is not an option; see `burst plan --model"),
+        (("extra", "--model", "llama3_8b", "--seq", "1m"), "unrecognized arguments: extra"),
+    ],
+)
+def test_options_of_another_plan_are_named(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *words])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"burst plan: error: {expected}")
 
 
 def test_plan_refuses_sequences_shorter_than_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:

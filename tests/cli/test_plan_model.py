@@ -164,11 +164,13 @@ def test_a_command_line_is_priced_as_it_is(tmp_path: Path, capsys: pytest.Captur
     assert "Runner-up" not in again
     assert " (does not fit)\n" in printed(capsys, *NODE[:-1], "20", "--flags", flags)
     (tmp_path / "none").write_text("--context-parallel-size 3")
+    assert "there is no --seq-length among the flags" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
+    (tmp_path / "none").write_text("--seq-length 1048576 --context-parallel-size 3")
     assert "3 x 1 (TP x CP x PP) does not divide 8" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
-    (tmp_path / "none").write_text("--context-parallel-size 4")
-    assert "there is no --seq-length among them" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
     (tmp_path / "none").write_text("--context-parallel-size")
-    assert "--context-parallel-size has no value" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
+    assert "--context-parallel-size: expected one argument" in refused(
+        capsys, *NODE, "--flags", str(tmp_path / "none")
+    )
     assert "cannot be read; use --seq" in refused(capsys, *NODE, "--framework", "deepspeed", "--flags", flags)
 
 
@@ -182,5 +184,118 @@ def test_flags_may_name_a_preset() -> None:
         ("", 1),
     ):
         assert setting_of(flags + words, 16, 8).ulysses == degree
-    with pytest.raises(ValueError, match="preset='usb' is not valid"):
+    with pytest.raises(ValueError, match="--burst-preset: invalid choice: 'usb'"):
         setting_of(flags + "--burst-preset usb", 16, 8)
+
+
+MODEL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --vocab-size 128256 "
+)
+RUN = (
+    "--seq-length 131072 --tensor-model-parallel-size 2 --context-parallel-size 2 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 "
+)
+USUAL = "--bf16 --use-distributed-optimizer --sequence-parallel --cp-comm-type burst "
+
+
+def test_flags_are_read_as_megatron_reads_them() -> None:
+    plain = setting_of(f"{MODEL}{RUN}{USUAL}--burst-loss-chunk 1024 --burst-offload", 8, 8)
+    assert (plain.tokens, plain.tensor, plain.context, plain.data) == (131072, 2, 2, 2)
+    assert (plain.loss_chunk, plain.offload, plain.micro_batch) == (1024, True, 1)
+    assert plain.batch == 2, "without --global-batch-size a micro-batch for each data-parallel rank"
+    for same in (
+        f"{MODEL}{RUN}{USUAL}--seq-length=131072 --burst-loss-chunk=1024 --burst-offload",
+        f"{MODEL}{RUN}{USUAL}--seq-length 1 --burst-loss-chunk 1024 --burst-offload --seq-length \\\n 131072",
+        f"torchrun --nproc-per-node 8 -m x -- pretrain_gpt.py {RUN}{USUAL}--burst-loss-chunk 1024 --burst-offload",
+        f"{RUN}{USUAL}--burst-loss-chunk 1024 --burst-offload --global-batch-size 2 --new 3 # --burst-mlp-chunk 1",
+    ):
+        assert setting_of(same, 8, 8) == plain
+    assert setting_of(f"{RUN}--micro-batch-size 4", 8, 8).batch == 8
+    assert setting_of(f"{RUN}--burst-offload --no-burst-offload", 8, 8).offload is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--seq-length 128k", "--seq-length: got '128k', which Megatron does not read; write 131072"),
+        ("--seq-length $SEQ", "give the value, not the variable of a shell"),
+        ("--micro-batch-size 0", "--micro-batch-size: got '0', expected a whole number from 1 on"),
+        (
+            "--global-batch-size 7",
+            "--global-batch-size 7 is not a multiple of --micro-batch-size 1 times the 2 data-",
+        ),
+        ("--micro-batch-size 4 --global-batch-size 4", "use a multiple of 8"),
+        ("--seq-length 131073", "--seq-length 131073 is not a multiple of 4, twice --context-parallel-size"),
+        ("--hierarchical-context-parallel-sizes 4 4", "is for 16 ranks, not for --context-parallel-size 2"),
+        ("--recompute-granularity partial", "--recompute-granularity: invalid choice: 'partial'"),
+        (
+            "--num-layers 2 --hidden-size 64",
+            "--num-layers 2 (the model has 32), --hidden-size 64 (the model has 4096)",
+        ),
+        (MODEL.replace("--num-query-groups 8", ""), "no --num-query-groups (the model has 8 key/value heads)"),
+        (
+            "--window-size 4095,0 --window-attn-skip-freq 2",
+            "windows of 4096 keys in 16 of 32 layers (the model has none",
+        ),
+        ("--window-size 4095,0 --window-attn-skip-freq [1]*4+[0]*28", "windows of 4096 keys in 4 of 32 layers"),
+        ("--window-size wide", "--window-size wide --window-attn-skip-freq None cannot be read"),
+    ],
+)
+def test_flags_that_cannot_be_priced_are_refused_by_name(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flags").write_text(RUN + USUAL + flags)
+    assert message in refused(capsys, *NODE, "--flags", str(tmp_path / "flags"))
+
+
+def test_what_has_no_price_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flags"
+    path.write_text(f"{MODEL}{RUN}{USUAL}--micro-batch-size 1")
+    assert "riced" not in printed(capsys, *NODE, "--flags", str(path))
+    path.write_text(f"{RUN}--cp-comm-type burst --bf16 --fp8-format hybrid --burst-schedule direct")
+    out = printed(capsys, *NODE, "--flags", str(path)).splitlines()
+    assert out[1] == "Not priced: --fp8-format hybrid; --burst-schedule direct."
+    assert out[2] == "Priced as if the flags had --use-distributed-optimizer --sequence-parallel, which they lack."
+
+
+def test_micro_batches_count_in_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, said = tmp_path / "flags", {}
+    for size in (1, 4):
+        path.write_text(f"{MODEL}{RUN}{USUAL}--micro-batch-size {size}")
+        out = printed(capsys, *NODE, "--flags", str(path))
+        found = re.search(r"(\d+) s per step, .* ([\d.]+) GiB", out.splitlines()[0])
+        layers = re.search(r"inputs of layers +([\d.]+) GiB", out)
+        assert found is not None
+        assert layers is not None
+        said[size] = int(found[1]), float(found[2]), float(layers[1])
+    assert said[4][0] == pytest.approx(4 * said[1][0], rel=0.05), "a step has four times the sequences"
+    assert said[4][1] > said[1][1] + 3 * said[1][2]
+    assert said[4][2] == pytest.approx(4 * said[1][2], rel=0.01)
+
+
+def test_a_model_with_windows_is_said_to_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    more = {"vocab_size": 32000, "model_type": "mistral", "intermediate_size": 14336, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | more))
+    (tmp_path / "flags").write_text(f"{RUN}{USUAL}--window-size 4095,0")
+    asked = ("plan", "--model", str(tmp_path), "--flags", str(tmp_path / "flags"))
+    assert "\nAttention: windows of 4,096 tokens in 32 of 32 layers\n" in printed(capsys, *asked)
+    (tmp_path / "flags").write_text(f"{RUN}{USUAL}--num-layers 32")
+    assert "no --window-size (the model has 4096 keys in 32)" in refused(capsys, *asked)
+
+
+def test_small_steps_and_one_gpu_are_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", "--model", "llama3_8b", "--seq", "4k", "--gpus", "1")
+    out = printed(capsys, *asked, "--gpu-gib", "200")
+    assert re.search(r"1 x 1 GPU of 200 GiB: \d+ ms per step", out)
+    assert re.search(r"\nMilliseconds per step\n(.*\n)*  together +\d+\.\d ms\n", out)
+    assert " does not fit on 1 GPU: " in refused(capsys, *asked, "--gpu-gib", "20", "--host-gib", "10")
+
+
+def test_a_search_for_what_fits_says_that_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NODE, "--seq", "1m", "--host-gib", "10"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "burst plan: nothing fits on 8 GPUs; looking for what would, which may take a minute"
+    assert said[1].endswith("a host needs 64 GiB of 10; what would fit: hosts of 65 GiB")
+    assert len(said) == 2

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from burst_plugin.planning.memory import GIB, memory
+from burst_plugin.planning.memory import GIB, memory, surely_too_large
 from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape
 from burst_plugin.planning.run_options import layout_in_words, strategy_options
 from burst_plugin.planning.setting import RECOMPUTE, Cluster, Code, Setting
 from burst_plugin.planning.step_time import bound_by, step_seconds, tokens_per_second
-from burst_plugin.planning.training_plan import Goal, Space, longest, nearest, plans_that_fit, reasons, settings
+from burst_plugin.planning.training_plan import Goal, Space, fits, longest, nearest, plans_that_fit, reasons, settings
 
 M = 2**20
 LLAMA = MODELS["llama3_8b"]
@@ -179,13 +179,30 @@ def test_reasons_are_true() -> None:
 def test_the_nearest_lacks_least() -> None:
     some = goal(tokens=16 * M)
     assert plans_that_fit(some) == []
-    found = nearest(some)
-    assert found is not None
+    (found,) = nearest(some)
     for each in settings(some):
         needed = memory(LLAMA, each, some.cluster)
         lacks = max(needed.gpu_bytes / 80, needed.host_bytes / 2048)
-        assert lacks >= max(found.memory.gpu_bytes / 80, found.memory.host_bytes / 2048)
-    assert nearest(goal(CUT, tokens=M + 1)) is None, "an odd number of tokens cannot be cut"
+        assert lacks >= max(found.gpu_bytes / 80, found.host_bytes / 2048)
+    assert nearest(goal(CUT, tokens=M + 1)) == [], "an odd number of tokens cannot be cut"
+
+
+def test_where_larger_hosts_suffice_no_larger_gpus_are_wanted() -> None:
+    (found,) = nearest(goal(host_gib=10.0))
+    assert found.gpu_bytes <= 80 * GIB
+    assert found.host_bytes == 64 * GIB, "of 8 processes, with nothing on the host besides"
+    on_hosts, on_gpus = nearest(goal(host_gib=70.0, gpu_gib=60.0))
+    assert on_hosts.gpu_bytes <= 60 * GIB
+    assert on_gpus.host_bytes <= 70 * GIB
+    assert on_gpus.gpu_bytes > 60 * GIB
+
+
+@pytest.mark.parametrize("space", [CUT, SHARDED])
+def test_what_is_surely_too_large_does_not_fit(space: Space) -> None:
+    some = goal(space, tokens=4 * M)
+    too_large = [each for each in settings(some) if surely_too_large(LLAMA, each, some.cluster)]
+    assert len(too_large) > 100
+    assert not any(fits(memory(LLAMA, each, some.cluster), some.cluster) for each in too_large)
 
 
 def test_what_a_plan_says_to_a_run() -> None:
