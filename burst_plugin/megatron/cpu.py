@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -80,7 +81,7 @@ def enable(*, force: bool = False) -> list[str]:
     lines.append("tensors: type() answers torch.cuda.*")
     vars(torch)["Generator"] = _Generator
     lines.append("generators: those of device cuda are the CPU's")
-    lines.append(_keep_messages())
+    lines.append(_send_as_from_a_gpu())
     setattr(torch.cuda, _REPORT, lines)
     return list(lines)
 
@@ -183,19 +184,30 @@ def _tensor_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = F
 # -------------------------------------------------------------------------------------------------- messages
 
 
-def _keep_messages() -> str:
-    """Keep the memory of a message until it is sent, like the stream that sends it on a GPU.
+def _send_as_from_a_gpu() -> str:
+    """Send messages as from a GPU.
 
     Megatron's interleaved schedule replaces the memory of tensors that a pipeline stage has sent
     (`deallocate_pipeline_outputs`) while gloo still waits for the receiver. gloo holds the tensor, not its memory,
     and would then send whatever has been written there since. An alias holds the memory.
+
+    The sizes of what experts exchange become arrays where Megatron moves them off the GPU. Here they are on the CPU
+    and stay tensors, which torch does not take as sizes.
     """
 
     def send(original: Any, group: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return original(group, [tensor.detach() for tensor in tensors], *args, **kwargs)
 
+    def all_to_all(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(given.arguments.get(name), torch.Tensor):
+                given.arguments[name] = given.arguments[name].tolist()
+        return original(*given.args, **given.kwargs)
+
     wrap(dist.ProcessGroup, "send", send)
-    return "torch.distributed: what is being sent keeps its memory"
+    wrap(dist, "all_to_all_single", all_to_all)
+    return "torch.distributed: what is being sent keeps its memory; sizes of parts that are sent may be tensors"
 
 
 # ------------------------------------------------------------------------------------- compilers, environment

@@ -11,11 +11,15 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import typing_extensions
 
+from burst_plugin.frameworks.wrapping import wrap
+
 __all__ = ["is_checkout", "prepare_training_scripts"]
 
+_LOCAL_ATTENTION = "megatron.core.transformer.dot_product_attention"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 # Functions that compile or warm up CUDA code, or insist on it, by module; here they do nothing. Not every release has
 # all of them.
@@ -52,11 +56,42 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
         present = {module: name for module, name in unneeded.items() if _exists(module)}
         for module, name in present.items():
             vars(importlib.import_module(module))[name] = _nothing
-    return [f"megatron: {', '.join(present.values())} do nothing"]
+        wrap(importlib.import_module(_LOCAL_ATTENTION).DotProductAttention, "__init__", _with_head_dims)
+    _have_classes_for_mocks()
+    return [
+        f"megatron: {', '.join(present.values())} do nothing",
+        "megatron: classes of Transformer Engine are empty; DotProductAttention takes head dims of latent attention",
+    ]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing, in place of functions that compile or warm up CUDA code."""
+
+
+def _with_head_dims(
+    original: Callable[..., None],
+    core: Any,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Build Megatron's own core attention for multi-latent attention, too, whose values may have another head dim."""
+    original(core, *args, **kwargs)
+    if v_channels is not None:
+        core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
+
+
+def _have_classes_for_mocks() -> None:
+    """Put an empty class in place of each mock that stands for a class, so that `isinstance` takes it.
+
+    Without Transformer Engine, Megatron has mocks in place of classes that would be derived from that package's.
+    """
+    classes: dict[int, type] = {}
+    for module in [sys.modules[name] for name in sys.modules if name.startswith("megatron.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, NonCallableMock) and name[0].isupper():
+                vars(module)[name] = classes.setdefault(id(value), type(name, (), {}))
 
 
 def _exists(module: str) -> bool:
