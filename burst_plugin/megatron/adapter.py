@@ -16,23 +16,26 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import Multimod
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.random import CheckpointFunction
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.activations.kept_attention import follow_checkpoint_class
 from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.refusal import exit_if_refused
 from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.megatron.arguments import (
     add_arguments,
     burst_is_possible,
     burst_is_requested,
     mend_help,
+    option_of,
 )
 from burst_plugin.megatron.choice import ChosenCoreAttention
 from burst_plugin.megatron.chunked_loss import follow_losses
 from burst_plugin.megatron.chunked_mlp import chunk_mlp
-from burst_plugin.megatron.config import asks_for_burst, is_hybrid, spreads_sequences
+from burst_plugin.megatron.config import asks_for_burst, is_hybrid, misspelt_kind, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.distillation import stamp_logits
 from burst_plugin.megatron.documents import follow_documents
@@ -93,6 +96,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
     wrap(MambaLayer, "__init__", partial(_refuse_mamba, adapter))
+    wrap(DotProductAttention, "__init__", _refuse_whole_sequences)
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
@@ -132,6 +136,10 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
+    misspelt = misspelt_kind(config.cp_comm_type)
+    if spreads_sequences(config) and misspelt is not None:
+        asked, right = option_of("cp_comm_type", misspelt), option_of("cp_comm_type", "burst")
+        raise ValueError(f"{asked} is not known: write {right}")
     if spreads_sequences(config) and not asks_for_burst(config) and burst_is_possible():
         _warn_of_another_kind(config.cp_comm_type)
     _refuse_other_attention(config, adapter.registry.layout)
@@ -209,6 +217,17 @@ def _refuse_mamba(
     original(layer, config, *args, **kwargs)
 
 
+def _refuse_whole_sequences(original: Callable[..., None], core: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Build Megatron's own core attention, or raise ValueError where it would take shards for whole sequences."""
+    if config.context_parallel_size > 1:
+        size, kind = (option_of(name, getattr(config, name)) for name in ("context_parallel_size", "cp_comm_type"))
+        raise ValueError(
+            f"{size} with {kind} is not possible in layers with Megatron's DotProductAttention, which has no context "
+            f"parallelism: write {option_of('cp_comm_type', 'burst')}, or take Transformer Engine's attention"
+        )
+    original(core, config, *args, **kwargs)
+
+
 def _refuse_mixer(kind: object, config: Any, layout: str) -> None:
     if is_hybrid(config):
         option, tokens, instead = "hybrid_context_parallel", "consecutive ones", "context_parallel_size"
@@ -236,8 +255,8 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
     if asks_for_burst(given["config"]):
         if kind in ("learned_absolute", "relative"):
             raise ValueError(
-                f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model "
-                "counts positions of every rank's shard from 0; use 'rope'"
+                f"{option_of('position_embedding_type', kind)} is not supported here with cp_comm_type='burst': this "
+                "model counts positions of every rank's shard from 0; use rope"
             )
         if is_hybrid(given["config"]):
             raise ValueError(
@@ -284,8 +303,9 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
 
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
-    refuse_flags()
-    follow_flag()
+    with exit_if_refused():
+        refuse_flags()
+        follow_flag()
     stamp_logits(adapter.registry)
     mend_server()
     result = original(*args, **kwargs)

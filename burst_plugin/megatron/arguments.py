@@ -22,6 +22,7 @@ __all__ = [
     "cuts_documents_as_one",
     "flag_of",
     "mend_help",
+    "option_of",
     "options_that_are_set",
     "parsed_arguments",
     "parsed_layout",
@@ -44,6 +45,16 @@ _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     }
 )
 _OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
+# Arguments whose flags have another name than they have.
+_UNLIKE: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu_offloading": "--cpu-offloading-num-layers",
+        "fp4": "--fp4-format {}",
+        "fp8": "--fp8-format {}",
+        "use_inference_optimized_layers": "--transformer-impl inference_optimized",
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank {}",
+    }
+)
 _OPTIONS = tuple(option for option in fields(Strategy) if option.name not in _WITHOUT_FLAG)
 
 
@@ -130,9 +141,21 @@ def burst_is_requested() -> bool:
 
 
 def flag_of(name: str, value: Any = True) -> str:
-    """Return a flag as it is written on the command line."""
-    shown = "" if value is True else f" {getattr(value, 'name', value)}"
-    return "--" + name.replace("_", "-") + shown
+    """Return a flag as it is written on the command line, by its name among the parsed arguments."""
+    if name in _UNLIKE:
+        return _UNLIKE[name].format(value)
+    shown = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
+    return "--" + name.replace("_", "-") + ("" if value is True else f" {shown}")
+
+
+def option_of(name: str, value: Any = None) -> str:
+    """Return a field of TransformerConfig as its user writes it: as a flag where Megatron's parser ran.
+
+    value: shown beside the name, unless None.
+    """
+    if hasattr(parsed_arguments(), name):
+        return flag_of(name, True if value is None else value)
+    return name if value is None else f"{name}={value!r}"
 
 
 def _dest(option: str) -> str:

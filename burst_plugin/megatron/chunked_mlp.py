@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_plugin.activations.chunked_mlp import chunked_mlp
 from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
+from burst_plugin.megatron.arguments import option_of
 from burst_plugin.strategy import Strategy
 
 __all__ = ["chunk_mlp"]
@@ -40,12 +41,13 @@ def chunk_mlp(layer: Any, strategy: Strategy) -> None:
         return
     config = layer.config
     values = {name: getattr(config, name) for name in _REFUSED if hasattr(config, name)}
-    reasons = [f"{name}={value!r}: {why}" for name, value, why in broken_rules(_REFUSED, values)]
+    reasons = [f"{option_of(name, value)}: {why}" for name, value, why in broken_rules(_REFUSED, values)]
     if not isinstance(layer.mlp, MLP) or type(layer.mlp).forward is not MLP.forward:
         reasons.append(f"a layer has {type(layer.mlp).__name__} as its MLP: only Megatron's own MLP can be cut")
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if asked < ranks:
-        reasons.append(f"sequence_parallel gathers a token of each of {ranks} ranks at least: use {ranks} or more")
+        gathers = option_of("sequence_parallel")
+        reasons.append(f"{gathers} gathers a token of each of {ranks} ranks at least: use {ranks} or more")
     if reasons:
         raise ValueError(f"mlp_chunk={asked} (--burst-mlp-chunk) is not possible here: {'; '.join(reasons)}")
     layer.mlp.forward = _ChunkedForward(layer.mlp, asked // ranks)
@@ -72,7 +74,7 @@ class _ChunkedForward(ReplacedForward):
         if bias is not None and not any(bias is each for each in trained):
             raise ValueError(
                 f"mlp_chunk={self.chunk}: linear_fc2 returned a bias that is not its parameter, and would get no "
-                "gradient; use disable_bias_linear, or mlp_chunk=0"
+                "gradient; use --disable-bias-linear (add_bias_linear=False), or mlp_chunk=0"
             )
         return out, bias
 
@@ -87,12 +89,12 @@ def _adds_itself(parameter: Tensor) -> bool:
     if hasattr(parameter, "__fsdp_param__"):
         raise ValueError(
             "mlp_chunk does not go together with gradient_accumulation_fusion and Megatron-FSDP, which keeps the "
-            "gradient of the last chunk; use no_gradient_accumulation_fusion"
+            "gradient of the last chunk; use --no-gradient-accumulation-fusion"
         )
     main_grad: Any = getattr(parameter, "main_grad", None)
     if main_grad is not None and main_grad.dtype != torch.float32:
         raise ValueError(
             f"mlp_chunk with gradient_accumulation_fusion would sum chunks in {main_grad.dtype}; use "
-            "accumulate_allreduce_grads_in_fp32, or no_gradient_accumulation_fusion"
+            "--accumulate-allreduce-grads-in-fp32, or --no-gradient-accumulation-fusion"
         )
     return True

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
+from burst_plugin.megatron.arguments import option_of
 from burst_plugin.megatron.releases import newer_and_irrelevant
 
 __all__ = [
     "HONOURED",
-    "NOT_DYNAMIC",
     "REFUSED",
+    "REFUSED_LATER",
     "asks_for_burst",
     "is_hybrid",
     "is_irrelevant",
+    "misspelt_kind",
     "problems",
+    "problems_of_changing_groups",
     "spreads_sequences",
     "unknown_fields",
 ]
@@ -64,35 +68,44 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
-        "experimental_attention_variant": Rule(off, "use standard attention"),
+        "experimental_attention_variant": Rule(off, "leave it out, for standard attention"),
         "attention_backend": Rule(
             one_of("auto", "flash", "fused", None),
-            "use --attention-backend auto, flash or fused; kernels are chosen by --burst-kernel",
+            "use auto, flash or fused; kernels are chosen by --burst-kernel, or Strategy(kernel=...)",
         ),
         "fp8_dot_product_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
         "fp8_multi_head_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
-        "use_kitchen_attention": Rule(off, "switch use_kitchen_attention off"),
-        "enable_cuda_graph": Rule(off, "switch CUDA graphs off"),
-        "external_cuda_graph": Rule(off, "switch CUDA graphs off"),
-        "cuda_graph_impl": Rule(one_of("none"), "use cuda_graph_impl='none'"),
-        "batch_invariant_mode": Rule(off, "switch batch_invariant_mode off"),
+        "use_kitchen_attention": Rule(off, "switch it off"),
+        "enable_cuda_graph": Rule(off, "switch it off"),
+        "external_cuda_graph": Rule(off, "switch it off"),
+        "cuda_graph_impl": Rule(
+            one_of("none"), "use none, which --enable-cuda-graph and --external-cuda-graph change"
+        ),
+        "batch_invariant_mode": Rule(off, "switch it off"),
         "flash_decode": Rule(off, "it is for inference on one rank; switch it off"),
         "cache_mla_latents": Rule(off, "it is for inference on one rank; switch it off"),
         "use_inference_optimized_layers": Rule(off, "it is for inference on one rank; switch it off"),
-        "transformer_impl": Rule(
-            one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
-        ),
+        "transformer_impl": Rule(one_of("local", "transformer_engine"), "use local or transformer_engine"),
         "overlap_moe_expert_parallel_comm": Rule(
             off, "alternating layers of two microbatches have not been tried on a ring; switch it off"
         ),
-        "cpu_offloading": Rule(off, "switch cpu_offloading off"),
+        "cpu_offloading": Rule(off, "switch it off"),
         "offload_modules": Rule(lambda names: "core_attn" not in (names or ()), "take core_attn out of it"),
     }
 )
 
-NOT_DYNAMIC = (
-    "its groups change with every microbatch, and rotate in another way; use context_parallel_size with "
-    "--burst-layout auto, by which short documents stay on one rank, and longer ones inside a node if they fit"
+# Fields that Megatron-core 0.16 does not have. No release has the last two yet, which are of Megatron's branch `dev`.
+REFUSED_LATER: Mapping[str, Rule] = MappingProxyType(
+    {
+        "flash_attention_version": Rule(one_of(None), "leave it out; kernels are chosen by --burst-kernel"),
+        "dynamic_context_parallel": Rule(
+            off,
+            "its groups change with every microbatch, and rotate in another way; use --context-parallel-size with "
+            "--burst-layout auto, by which short documents stay on one rank, and longer ones inside a node if they "
+            "fit",
+        ),
+        "cp_partition_mode": Rule(one_of("zigzag", None), "batches are cut as releases do; use zigzag"),
+    }
 )
 
 # What happens before or after the core attention, or outside attention altogether.
@@ -159,6 +172,15 @@ def is_irrelevant(name: str) -> bool:
     return name in _IRRELEVANT or name in _OF_REFUSED_VARIANTS or newer_and_irrelevant(name)
 
 
+def misspelt_kind(cp_comm_type: Any) -> str | None:
+    """Return an item of a cp_comm_type that is nearly "burst", or None."""
+    kinds = cp_comm_type if isinstance(cp_comm_type, list) else [cp_comm_type]
+    for kind in kinds:
+        if kind != "burst" and get_close_matches(str(kind).lower(), ["burst", "burst_attention", "burst_plugin"]):
+            return str(kind)
+    return None
+
+
 def is_hybrid(config: Any) -> bool:
     """Return whether every microbatch brings its own context-parallel group."""
     return bool(getattr(config, "hybrid_context_parallel", False))
@@ -176,44 +198,45 @@ def asks_for_burst(config: Any) -> bool:
 
 
 def _is_dynamic(config: Any) -> bool:
-    """Return whether Megatron chooses how to spread each microbatch, which it can since 0.20."""
+    """Return whether Megatron chooses how to spread each microbatch, as its branch `dev` can."""
     return bool(getattr(config, "dynamic_context_parallel", False))
 
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     """Return what in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
-    values = {name: getattr(config, name) for name in REFUSED if hasattr(config, name)}
+    refused = {**REFUSED, **REFUSED_LATER}
+    values = {name: getattr(config, name) for name in refused if hasattr(config, name)}
     reasons = [
-        f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken_rules(REFUSED, values)
+        f"{option_of(name, value)} is not supported: {instead}"
+        for name, value, instead in broken_rules(refused, values)
     ]
+    window, softmax, dropout = (
+        option_of(name, getattr(config, name)) for name in ("window_size", "softmax_type", "attention_dropout")
+    )
     if windowed and attention_type == "cross":
-        reasons.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
+        reasons.append(f"{window} is not supported in cross attention: leave it out")
     elif windowed and not _is_window(config.window_size):
-        reasons.append(
-            f"window_size={config.window_size!r} is not valid: use a pair (left, right), each 0 or more, or -1 "
-            "for no bound"
-        )
+        reasons.append(f"{window} is not valid: use a pair (left, right), each 0 or more, or -1 for no bound")
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
-        reasons.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
+        reasons.append(f"{softmax} is not valid: use vanilla, off-by-one or learnable")
     if not 0 <= config.attention_dropout < 1:
-        reasons.append(f"attention_dropout={config.attention_dropout} is not valid: use a share from 0 to below 1")
-    for name in ("mtp_num_layers", "is_hybrid_model"):
-        if is_hybrid(config) and getattr(config, name, None):
-            reasons.append(
-                f"{name}={getattr(config, name)} is not supported with hybrid_context_parallel: outside of attention "
-                "it takes a rank's tokens for consecutive ones; use context_parallel_size"
-            )
-    if _is_dynamic(config):
-        reasons.append(f"dynamic_context_parallel=True is not supported: {NOT_DYNAMIC}")
-    mode = getattr(config, "cp_partition_mode", None)
-    if mode not in (None, "zigzag"):
+        reasons.append(f"{dropout} is not valid: use a share from 0 to below 1")
+    return reasons + (problems_of_changing_groups(config) if is_hybrid(config) else [])
+
+
+def problems_of_changing_groups(config: Any) -> list[str]:
+    """Return what a TransformerConfig has that hybrid_context_parallel, whose groups change, cannot honour."""
+    hybrid, size = option_of("hybrid_context_parallel"), option_of("context_parallel_size")
+    reasons = [
+        f"{option_of(name, getattr(config, name))} is not supported with {hybrid}: outside of attention it takes a "
+        f"rank's tokens for consecutive ones; use {size}"
+        for name in ("mtp_num_layers", "is_hybrid_model")
+        if getattr(config, name, None)
+    ]
+    if config.attention_dropout:
         reasons.append(
-            f"cp_partition_mode={mode!r} is not supported: batches are cut as Megatron always has; use zigzag"
-        )
-    if config.attention_dropout and is_hybrid(config):
-        reasons.append(
-            f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "
-            "ranks draw different numbers: set it to 0"
+            f"{option_of('attention_dropout', config.attention_dropout)} is not supported with {hybrid}, whose ranks "
+            "draw different numbers: set it to 0"
         )
     return reasons
 
@@ -228,7 +251,7 @@ def unknown_fields(config: Any) -> list[str]:
     Fields that classes outside Megatron-core add are for their own use, such as dozens in model providers of NeMo and
     Bridge.
     """
-    known = {*HONOURED, *REFUSED}
+    known = {*HONOURED, *REFUSED, *REFUSED_LATER}
     of_megatron = next((kind for kind in type(config).__mro__ if kind.__module__.startswith("megatron.core.")), None)
     return [
         field.name

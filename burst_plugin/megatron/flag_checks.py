@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
+from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.megatron.arguments import (
     PACKS,
     RESETS,
@@ -18,7 +18,13 @@ from burst_plugin.megatron.arguments import (
     parsed_arguments,
     parsed_layout,
 )
-from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
+from burst_plugin.megatron.config import (
+    REFUSED,
+    REFUSED_LATER,
+    is_hybrid,
+    misspelt_kind,
+    problems_of_changing_groups,
+)
 from burst_plugin.megatron.releases import Version, parse_version
 from burst_plugin.strategy import Strategy
 
@@ -35,13 +41,18 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
             "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
             f"{_PACK}",
         ),
-        "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
+        "perform_rl_step": Rule(
+            off,
+            "releases until 0.19 give all ranks whole sequences, and later ones cut rollouts by themselves, for "
+            "Transformer Engine's attention; use --context-parallel-size 1, or from 0.20 on --cp-comm-type p2p",
+        ),
         "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`"),
-        "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
         "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
-        "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
 )
+
+# Arguments that pretrain_mamba.py and pretrain_hybrid.py alone take; the first since 0.17, others until then.
+_HYBRID_MODELS = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
 
 _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
@@ -61,22 +72,27 @@ def refuse_flags() -> None:
     if args is None:
         return
     reasons: list[str] = []
-    if not burst_is_possible():
+    if misspelt := misspelt_kind(getattr(args, "cp_comm_type", None)):
+        reasons = [f"--cp-comm-type {misspelt} is not known: write --cp-comm-type burst"]
+    elif not burst_is_possible():
         given = map(flag_of, options_that_are_set(args))
         reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in given]
         if args.context_parallel_size > 1:
             _warn(
-                f"--context-parallel-size {args.context_parallel_size} without --cp-comm-type burst: Megatron's own "
-                "context parallelism runs, not burst attention"
+                f"--context-parallel-size {args.context_parallel_size} with {flag_of('cp_comm_type', _kinds(args))}: "
+                "Megatron's own context parallelism runs, which needs Transformer Engine, and not burst attention; "
+                "write --cp-comm-type burst for that"
             )
     elif args.context_parallel_size > 1 or _brings_groups(args):
-        reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
-        if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
+        reasons = _problems(args, {**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS})
+        if is_hybrid(args):
+            reasons += problems_of_changing_groups(args)
+        if getattr(args, "sft", False) and is_hybrid(args):
             reasons.append(
                 "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
                 "rotates them in another way; drop one of them"
             )
-        kinds = sorted(set(args.cp_comm_type))
+        kinds = _kinds(args)
         if parsed_layout() != Strategy.layout and kinds != ["burst"]:
             reasons.append(
                 f"{flag_of('burst_layout', parsed_layout())} needs --cp-comm-type burst in all layers, got "
@@ -106,6 +122,12 @@ def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
         reasons.append(
             f"{flag_of(flags[0])} is not supported with --hybrid-context-parallel: use --context-parallel-size alone"
         )
+    hybrid = next((name for name in _HYBRID_MODELS if getattr(args, name, None)), None)
+    if RESETS in flags and hybrid is not None:
+        reasons.append(
+            f"{flag_of(RESETS)} is not supported with {flag_of(hybrid)}, whose models do not hand on where documents "
+            f"begin: drop it, or {_PACK}"
+        )
     if RESETS in flags:
         args.create_attention_mask_in_dataloader = False
     if parsed_layout() == Strategy.layout:
@@ -129,6 +151,11 @@ def _warn(text: str) -> None:
     """Warn once for all ranks, since their flags are the same."""
     if getattr(parsed_arguments(), "rank", 0) == 0:
         warnings.warn(text, stacklevel=3)
+
+
+def _kinds(args: Any) -> list[str]:
+    """Return the kinds of context parallelism of all layers, each once."""
+    return sorted(set(args.cp_comm_type or ["p2p"]))
 
 
 def _brings_groups(args: Any) -> bool:

@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_config
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
+from burst_plugin.megatron.arguments import option_of
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 
@@ -89,13 +90,15 @@ def check_inference(model: Any, context: Any, given: Mapping[str, Any]) -> None:
         reasons.append("the model is in training mode: call model.eval()")
     values = {name: getattr(config, name) for name in _REFUSED if hasattr(config, name)}
     broken = broken_rules(_REFUSED, values)
-    reasons += [f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken]
+    reasons += [f"{option_of(name, value)} is not supported: {instead}" for name, value, instead in broken]
     if is_hybrid(config):
-        reasons.append("hybrid_context_parallel is not supported: use context_parallel_size")
+        hybrid, size = option_of("hybrid_context_parallel"), option_of("context_parallel_size")
+        reasons.append(f"{hybrid} is not supported: use {size}")
     if config.multi_latent_attention and config.apply_rope_fusion:
         reasons.append("apply_rope_fusion with multi-latent attention is not supported: use --no-rope-fusion")
     if model.position_embedding_type == "mrope":
-        reasons.append("position_embedding_type='mrope' is not supported: use context_parallel_size=1")
+        kind = option_of("position_embedding_type", "mrope")
+        reasons.append(f"{kind} is not supported: use {option_of('context_parallel_size', 1)}")
     reasons += [
         f"{name} is not supported: leave it out"
         for name, value in given.items()

@@ -57,10 +57,10 @@ def _repairs_left_out() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    from burst_plugin.megatron.config import REFUSED
+    from burst_plugin.megatron.config import REFUSED, REFUSED_LATER
     from burst_plugin.megatron.flag_checks import REFUSED_FLAGS
 
     # Only flags that this release cannot honour; earlier releases have more of them.
     flags = {name: rule for name, rule in REFUSED_FLAGS.items() if not rule.allowed(True)}
-    for name, rule in {**REFUSED, **flags}.items():
+    for name, rule in {**REFUSED, **REFUSED_LATER, **flags}.items():
         yield f"  {name}: {rule.instead}"

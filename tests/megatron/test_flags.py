@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import io
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import report
-from burst_plugin.megatron.adapter import _choose_core_attention
+from burst_plugin.megatron.adapter import _choose_core_attention, _refuse_whole_sequences
 from burst_plugin.megatron.arguments import add_arguments, mend_help, parsed_arguments, parsed_strategy
-from burst_plugin.megatron.config import REFUSED
+from burst_plugin.megatron.config import REFUSED, REFUSED_LATER
 from burst_plugin.megatron.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
 
@@ -75,7 +80,34 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
         ),
         (
             {"cp_comm_type": ["p2p", "burst"], "batch_invariant_mode": True},
-            "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
+            "--batch-invariant-mode is not supported: switch it off",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            "--cuda-graph-impl local is not supported: use none, which --enable-cuda-graph",
+        ),
+        (
+            {"transformer_impl": "inference_optimized"},
+            "--transformer-impl inference_optimized is not supported: use l",
+        ),
+        ({"cpu_offloading": True}, "--cpu-offloading-num-layers is not supported: switch it off"),
+        (
+            {"offload_modules": ["mlp", "core_attn"]},
+            "--offload-modules mlp core_attn is not supported: take core_att",
+        ),
+        ({"cp_comm_type": ["brust"]}, "--cp-comm-type brust is not known: write --cp-comm-type burst"),
+        ({"cp_comm_type": ["burst", "Burst"]}, "--cp-comm-type Burst is not known: write --cp-comm-type burst"),
+        (
+            {"reset_attention_mask": True, "hybrid_layer_pattern": "M*M*"},
+            "--reset-attention-mask is not supported with --hybrid-layer-pattern, whose models do not hand on where",
+        ),
+        (
+            {"reset_attention_mask": True, "is_hybrid_model": True},
+            "--reset-attention-mask is not supported with --is-hybrid-model, whose models do not hand on where",
+        ),
+        (
+            {"hybrid_context_parallel": True, "mtp_num_layers": 1},
+            "--mtp-num-layers 1 is not supported with --hybrid-context-parallel: outside of attention it takes",
         ),
         (
             {"cp_comm_type": ["p2p", "burst"], "reset_attention_mask": True},
@@ -86,7 +118,7 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             {"hybrid_context_parallel": True, "dataloader_inter_document_masking": True},
             "--dataloader-inter-document-masking is not supported with --hybrid-context-parallel: use --context-par",
         ),
-        ({"perform_rl_step": True}, "--perform-rl-step is not supported: before 0.20 it gives all ranks whole"),
+        ({"perform_rl_step": True}, "--perform-rl-step is not supported: releases until 0.19 give all ranks whole"),
         (
             {"context_parallel_size": 1, "dynamic_context_parallel": True},
             "--dynamic-context-parallel is not supported: its groups change with every microbatch",
@@ -95,7 +127,7 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
         ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models have no core attention"),
         (
             {"flash_attention_version": 3},
-            "--flash-attention-version 3 is not supported: kernels are chosen by --burst",
+            "--flash-attention-version 3 is not supported: leave it out; kernels are chosen by --burst",
         ),
         ({"cp_comm_type": ["p2p"], "burst_backward": "q"}, "--burst-backward needs --cp-comm-type burst: add that"),
         (
@@ -121,6 +153,13 @@ def test_every_refused_flag_is_tried_above() -> None:
     assert {name for changes, _ in mark.args[1] for name in changes} >= set(REFUSED_FLAGS)
 
 
+def test_what_to_write_instead_names_no_fields() -> None:
+    """Whoever writes flags has never seen the fields of TransformerConfig."""
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig) if "_" in field.name}
+    for name, rule in {**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS}.items():
+        assert not [field for field in fields if field in rule.instead], (name, rule.instead)
+
+
 def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _parse(sft=True)
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
@@ -137,7 +176,7 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_refused_option_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
-    refused = (*REFUSED, *REFUSED_FLAGS)
+    refused = (*REFUSED, *REFUSED_LATER, *REFUSED_FLAGS)
     assert [name for name in refused if name not in page and "--" + name.replace("_", "-") not in page] == []
 
 
@@ -153,8 +192,8 @@ def test_quantizers_that_are_left_out_are_warned_of() -> None:
 
 
 def test_all_flags_are_told_of_at_once() -> None:
-    _parse(fp8_dot_product_attention=True, batch_invariant_mode=True, use_legacy_models=True)
-    with pytest.raises(ValueError, match="--fp8-dot-product-attention") as caught:
+    _parse(flash_decode=True, batch_invariant_mode=True, use_legacy_models=True)
+    with pytest.raises(ValueError, match="--flash-decode") as caught:
         refuse_flags()
     assert len(str(caught.value).splitlines()) == 4
 
@@ -186,16 +225,22 @@ def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytes
     assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=expected, ulysses_degree=2)
 
 
-def _start(rank: int) -> None:
+def _start(rank: int) -> tuple[object, str]:
+    """Return the exit status of a rank whose flags are refused, and what it has printed."""
     _parse(batch_invariant_mode=True)
-    build(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+    if rank == 0:
+        time.sleep(0.5)  # the other rank must not end the run before this one has said why
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit) as left:
+        build(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+    return left.value.code, printed.getvalue()
 
 
-def test_every_rank_stops_before_groups_are_made() -> None:
-    for outcome in run_ranks_outcomes(_start, 2):
-        assert outcome.error is not None
-        assert "refuse_flags()" in outcome.error
-        assert "--batch-invariant-mode is not supported" in outcome.error
+def test_every_rank_stops_before_groups_are_made_and_one_says_why() -> None:
+    message = (
+        "burst_plugin: burst attention cannot run with these flags:\n"
+        "  --batch-invariant-mode is not supported: switch it off\n"
+    )
+    assert run_ranks(_start, 2) == [(1, message), (1, "")]
 
 
 def _rings(rank: int, kinds: list[str]) -> int:
@@ -229,7 +274,10 @@ def test_documents_are_kept_apart_without_square_masks(flag: str) -> None:
 def test_a_ring_that_was_not_asked_for_and_masks_of_all_pairs_warn() -> None:
     square = {"create_attention_mask_in_dataloader": True, "seq_length": 131072}
     for changes, message in (
-        ({"cp_comm_type": ["p2p"]}, "--context-parallel-size 2 without --cp-comm-type burst"),
+        (
+            {"cp_comm_type": ["p2p"]},
+            "--context-parallel-size 2 with --cp-comm-type p2p: Megatron's own .* write --cp",
+        ),
         (square, "131072 x 131072, 128 GiB .* add --no-create-attention-mask-in-dataloader"),
     ):
         _parse(**changes)
@@ -293,3 +341,19 @@ def test_a_model_that_did_not_ask_is_told_where_no_flags_were_read(kind: str | N
     layer = argparse.Namespace(modules=list)
     with pytest.warns(UserWarning, match=f"not asked for by a model's TransformerConfig.*cp_comm_type={kind!r}"):
         _choose_core_attention(ADAPTER, lambda *args: None, layer, config, None)
+
+
+def test_a_misspelt_kind_is_refused_when_a_layer_is_built() -> None:
+    config = argparse.Namespace(context_parallel_size=2, cp_comm_type="brust", hybrid_context_parallel=False)
+    with pytest.raises(ValueError, match="cp_comm_type='brust' is not known: write cp_comm_type='burst'"):
+        _choose_core_attention(ADAPTER, lambda *args: None, argparse.Namespace(), config, None)
+
+
+def test_attention_of_megatron_that_has_no_context_parallelism_says_what_to_write() -> None:
+    config = argparse.Namespace(context_parallel_size=2, cp_comm_type="p2p")
+    message = "context_parallel_size=2 with cp_comm_type='p2p' is not possible .* write cp_comm_type='burst', or"
+    with pytest.raises(ValueError, match=message):
+        _refuse_whole_sequences(lambda *args: None, None, config)
+    _parse(cp_comm_type=["p2p"])
+    with pytest.raises(ValueError, match=r"--cp-comm-type p2p is not possible .* write --cp-comm-type burst, or"):
+        _refuse_whole_sequences(lambda *args: None, None, config)
