@@ -9,6 +9,7 @@ folded ones train the model. At the end there is a picture, grpo.png. `--smoke` 
 """
 
 import argparse
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -185,6 +186,10 @@ def main() -> None:
     parser.add_argument("--out", default="grpo.png", help="the picture (default: grpo.png)")
     parser.add_argument("--smoke", action="store_true", help="two generations of a few tokens")
     options = parser.parse_args()
+    try:  # before training, and alike on all ranks
+        importlib.import_module("matplotlib")
+    except ImportError:
+        parser.exit(1, "grpo.py draws its picture with matplotlib, which is not installed: pip install matplotlib\n")
     sizes = (24, 6, 2) if options.smoke else (options.prompt, options.answer, options.steps)
     dist.init_process_group("gloo")
     cp = ContextParallel(dist.group.WORLD)

@@ -87,6 +87,21 @@ def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
     assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
+@pytest.mark.huggingface
+def test_the_example_of_grpo_misses_matplotlib_before_it_trains(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    script = tmp_path / "without_matplotlib.py"
+    lines = ["import runpy, sys", "sys.modules['matplotlib'] = None", "sys.argv = ['grpo.py', '--smoke']"]
+    script.write_text(
+        "\n".join([*lines, f"runpy.run_path({str(ROOT / 'examples' / 'grpo.py')!r}, run_name='__main__')"])
+    )
+    done = launched([str(script)], ranks=2, imports=_LLAMA)
+    assert done.returncode == 1
+    assert "grpo.py draws its picture with matplotlib, which is not installed: pip install matplotlib" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "step " not in done.stdout
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 #
 #     MEGATRON=... DATA=... TOKENIZER="..." bash pretrain.sh [--print | --smoke] [more flags of Megatron's]
 #
-#     --print    print the command instead of running it
+#     --print    print the command instead of running it; it names DATA and TOKENIZER where these are not set
 #     --smoke    the same script and flags with a tiny model on CPUs, on data made here: about a minute
 #
 # Environment (and what it is without):
@@ -14,7 +14,7 @@
 #                there. On several nodes MEGATRON, DATA and OUT are on a file system that all of them see
 #     MODEL      llama2_7b or llama3_8b (llama2_7b)
 #     TOKENS     length of a sequence: 128k, 1m, or 4m on 4 nodes (128k)
-#     NODES      of 8 GPUs: 1, 4 or 8 (1)
+#     NODES      of 8 GPUs: 1, 4 or 8 (1); `burst plan` finds layouts for other numbers, to be added to flags.env
 #     ITERS      optimizer steps (5000)
 #     LAUNCHER   torchrun: start this on every node, with NODE_RANK and MASTER_ADDR; slurm: by srun, see slurm.sbatch;
 #                deepspeed: start this once, with HOSTFILE if there are several nodes (torchrun)
@@ -34,10 +34,20 @@ mode=run
 case ${1:-} in
 --print | --smoke) mode=${1#--} && shift ;;
 -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;;
+[!-]*) die "$1 is not known; the first word is --print, --smoke or a flag of Megatron's" ;;
 esac
+for word in "$@"; do # no run starts for a slip in these two, which begin like no flag of Megatron's
+    case $word in
+    --print | --smoke) die "$word comes first, before flags of Megatron's" ;;
+    -[Ss]m* | --[Ss]m* | --som* | -[Pp]r[in]* | --[Pp]r[in]* | --pirnt) die "$word is not known; did you mean --print or --smoke?" ;;
+    esac
+done
 
 python=${PYTHON:-python3} model=${MODEL:-llama2_7b} tokens=${TOKENS:-128k} nodes=${NODES:-1}
 gpus_per_node=8
+if [ "$mode" = print ]; then # to look at a command, neither has to be there
+    DATA=${DATA:-DATA} TOKENIZER=${TOKENIZER:---tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER}
+fi
 [ -f "${MEGATRON:-}/pretrain_gpt.py" ] || die "MEGATRON='${MEGATRON:-}' is no Megatron-LM checkout: it has no pretrain_gpt.py"
 case $model in llama2_7b | llama3_8b) ;; *) die "MODEL=$model is not known; use llama2_7b or llama3_8b" ;; esac
 if [ "$mode" = smoke ]; then
@@ -73,7 +83,9 @@ if [ "$mode" = smoke ]; then
     iters=${ITERS:-20} gpus_per_node=$ranks
 else
     flags+="$(lookup "LENGTH_$(upper "$tokens")" "use TOKENS=128k, 1m or 4m") $GPU "
-    flags+="$(lookup "LAYOUT_$(upper "${model}_${tokens}_$nodes")" "use NODES=1, 4 or 8, or add a layout")"
+    batch=${flags##*--global-batch-size } batch=${batch%%[!0-9]*}
+    flags+="$(lookup "LAYOUT_$(upper "${model}_${tokens}_$nodes")" "use NODES=1, 4 or 8, or add a layout to flags.env, which burst plan finds:
+    burst plan --model $model --seq $tokens --gpus $((gpus_per_node * nodes)) --batch $batch --emit plan")"
     iters=${ITERS:-5000}
 fi
 # The tokenizer comes after the model, since its vocabulary counts.

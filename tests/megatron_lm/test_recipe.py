@@ -245,7 +245,11 @@ def test_a_job_that_is_submitted_from_elsewhere_is_told_so(slurm: dict[str, str]
         ({"MEGATRON": "/nowhere"}, "MEGATRON='/nowhere' is no Megatron-LM checkout"),
         ({"MODEL": "llama"}, "MODEL=llama is not known; use llama2_7b or llama3_8b"),
         ({"TOKENS": "2m"}, "flags.env has no LENGTH_2M; use TOKENS=128k, 1m or 4m"),
-        ({"NODES": "3"}, "flags.env has no LAYOUT_LLAMA2_7B_128K_3; use NODES=1, 4 or 8, or add a layout"),
+        (
+            {"NODES": "2"},
+            "flags.env has no LAYOUT_LLAMA2_7B_128K_2; use NODES=1, 4 or 8, or add a layout to flags.env, which "
+            "burst plan finds:\n    burst plan --model llama2_7b --seq 128k --gpus 16 --batch 32 --emit plan\n",
+        ),
         ({"DATA": ""}, "DATA is not set"),
         ({"TOKENIZER": ""}, "TOKENIZER is not set"),
         ({"NODES": "4"}, "NODES=4, but MASTER_ADDR is not set"),
@@ -259,12 +263,34 @@ def test_a_job_that_is_submitted_from_elsewhere_is_told_so(slurm: dict[str, str]
 def test_bad_settings_are_told_of(
     shown: dict[str, str], tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
-    mode = () if "NODES=4" in message else ("--print",)  # to look at a command, ranks are not needed
+    shows = "NODES=4" not in message and "is not set" not in message  # to look at a command, these are not needed
+    mode = ("--print",) if shows else ()
     (tmp_path / "text.idx").write_text("")
     done = pretrain(*mode, **{**shown, "DATA": str(tmp_path / "text"), **change})
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words", ["--smok", "--Smoke", "-smoke", "--pritn", "--prin", "smoke", "--exit-interval 5 --smoke"]
+)
+def test_a_slip_in_a_mode_starts_no_run(shown: dict[str, str], tmp_path: Path, words: str) -> None:
+    (tmp_path / "text.idx").write_text("")
+    started = tmp_path / "python"
+    started.write_text('#!/bin/sh\necho "$@"\n')
+    started.chmod(0o755)
+    done = pretrain(*words.split(), **{**shown, "DATA": str(tmp_path / "text"), "PYTHON": str(started)})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert words.split()[-1] in done.stderr
+    assert "--smoke" in done.stderr
+
+
+def test_a_command_is_shown_before_there_are_data(shown: dict[str, str]) -> None:
+    line = pretrain("--print", MEGATRON=shown["MEGATRON"], DATA="", TOKENIZER="").stdout.split()
+    assert line[line.index("--data-path") + 1] == "DATA"
+    assert line[line.index("--tokenizer-model") + 1] == "TOKENIZER"
 
 
 def test_data_that_is_not_there_stops_a_run(shown: dict[str, str]) -> None:
