@@ -7,27 +7,33 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
+from burst_plugin.frameworks.wrapping import wrap
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from burst_plugin.megatron import cpu
+from burst_plugin.megatron import cpu, cpu_scripts
 from tests.support.megatron_gpt import (
     GptRun,
     StepResult,
     build,
     forward_backward,
+    join,
     leave,
     one_step,
     random_tokens,
+    transformer_config,
 )
 
 pytestmark = pytest.mark.megatron
@@ -168,6 +174,61 @@ def test_redirection_holds_inside_backward() -> None:
         return [*found, torch.autograd.grad(Recomputed.apply(x).sum(), x)[0].tolist()]
 
     assert run_ranks(gradients, 1, init=False) == [[[2.0, 2.0]] * 3]
+
+
+def test_sizes_of_what_experts_exchange_may_be_tensors() -> None:
+    """On GPUs Megatron makes arrays of them as it moves them to the host."""
+
+    def exchange(rank: int) -> list[float]:
+        cpu.enable(force=True)
+        received = torch.empty(4)
+        sizes = torch.tensor([1, 3]) if rank == 0 else torch.tensor([3, 1])
+        sent = torch.arange(4.0) + 10 * rank
+        dist.all_to_all_single(received, sent, output_split_sizes=sizes, input_split_sizes=sizes)
+        return received.tolist()
+
+    assert run_ranks(exchange, 2) == [[0.0, 10.0, 11.0, 12.0], [1.0, 2.0, 3.0, 13.0]]
+
+
+def test_megatrons_own_attention_takes_values_of_another_head_dim() -> None:
+    """Multi-latent attention on one rank has no other attention without Transformer Engine."""
+
+    def attend(rank: int) -> list[float]:
+        join(GptRun(layers=1))
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.enums import AttnMaskType
+
+        wrap(DotProductAttention, "__init__", cpu_scripts._with_head_dims)
+        config = transformer_config(GptRun(layers=1, groups=8))
+        options = {"k_channels": 8, "v_channels": 6, "softmax_scale": 0.3}
+        core = DotProductAttention(config, 1, AttnMaskType.causal, "self", **options)  # type: ignore[arg-type]
+        q, k, v = (torch.randn(5, 2, 8, dim, requires_grad=True) for dim in (8, 8, 6))
+        masked = torch.ones(1, 1, 5, 5).triu(1).bool()
+        rows = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        expected = scaled_dot_product_attention(*rows, is_causal=True, scale=0.3).permute(2, 0, 1, 3).flatten(2)
+        results = [
+            (out, torch.autograd.grad(out.sin().sum(), (q, k, v))) for out in (core(q, k, v, masked), expected)
+        ]
+        (out, grads), (right, right_grads) = results
+        return [float((x - y).abs().max()) for x, y in zip((out, *grads), (right, *right_grads), strict=True)]
+
+    (errors,) = run_ranks(attend, 1)
+    assert max(errors) < 1e-6
+
+
+def test_mocks_in_place_of_classes_become_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isinstance` takes no mock, which Megatron has in place of classes that derive from Transformer Engine's."""
+    mock, other = MagicMock(), MagicMock()
+    modules = [types.ModuleType(f"megatron.{name}") for name in ("one", "two")]
+    for module in modules:
+        vars(module).update(TELinear=mock, TENorm=other, te=mock)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    cpu_scripts._have_classes_for_mocks()
+    one, two = (vars(module) for module in modules)
+    assert isinstance(one["TELinear"], type)
+    assert one["TELinear"] is two["TELinear"]
+    assert one["TELinear"] is not one["TENorm"]
+    assert one["te"] is mock, "packages stay mocks"
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -1,36 +1,54 @@
-"""The options of every release's TransformerConfig: examined one by one, whatever their names begin with."""
+"""Options of Megatron that the package and its page name are options of some release, by the text of its files."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+import re
 
 import pytest
 
-from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant
-from tests.support.megatron_lm import TAGS, checkout
+from burst_plugin.megatron.config import HONOURED, REFUSED, REFUSED_LATER
+from burst_plugin.megatron.flag_checks import REFUSED_FLAGS
+from burst_plugin.megatron.inference_checks import _REFUSED as REFUSED_IN_INFERENCE
+from tests.support.megatron_lm import ROOT, TAGS, checkout
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-CONFIGS = {
-    "megatron/core/model_parallel_config.py": ("ModelParallelConfig",),
-    "megatron/core/transformer/transformer_config.py": ("TransformerConfig", "MLATransformerConfig"),
+_OF_BRANCH_DEV = {"dynamic_context_parallel", "cp_partition_mode"}
+_NOT_MEGATRONS = {
+    "--cpu",
+    "--emit",
+    "--gpus",
+    "--help",
+    "--megatron",
+    "--model",
+    "--nnodes",
+    "--nproc-per-node",
+    "--seq",
 }
 
 
-def fields_of(tree: Path) -> set[str]:
-    """Return the names of all fields, from the text of a checkout, which this Python need not be able to import."""
-    names = set()
-    for file, classes in CONFIGS.items():
-        for node in ast.parse((tree / file).read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name in classes:
-                names |= {line.target.id for line in node.body if isinstance(line, ast.AnnAssign)}
-    return names
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Flags, fields of configurations, and the flags that are made of these fields, of all releases."""
+    found: set[str] = set()
+    for tag in TAGS:
+        tree = checkout(tag, tmp_path_factory.mktemp("megatron-lm"))
+        for file in (tree / "megatron").rglob("*.py"):
+            text = file.read_text(errors="replace")
+            found.update(re.findall(r"""["'](--[a-z][a-z0-9-]+)["']""", text))
+            found.update(re.findall(r"^    ([a-z][a-z0-9_]+) *: ", text, re.MULTILINE))
+    return found | {"--" + name.replace("_", "-") for name in found if not name.startswith("--")}
 
 
-@pytest.mark.parametrize("tag", TAGS)
-def test_every_field_has_been_examined(tag: str, tmp_path: Path) -> None:
-    names = fields_of(checkout(tag, tmp_path))
-    assert len(names) > 200
-    unknown = {name for name in names if name not in HONOURED and name not in REFUSED and not is_irrelevant(name)}
-    assert unknown == set(), f"decide what burst attention does with these: {sorted(unknown)}"
+def test_options_of_the_tables_exist(options: set[str]) -> None:
+    named = {*HONOURED, *REFUSED, *REFUSED_LATER, *REFUSED_FLAGS, *REFUSED_IN_INFERENCE}
+    unknown = {name for name in named if name not in options and "--" + name.replace("_", "-") not in options}
+    assert unknown == _OF_BRANCH_DEV, "the page says so of these two"
+
+
+def test_flags_of_the_page_exist(options: set[str]) -> None:
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) - _NOT_MEGATRONS
+    ours = {flag for flag in flags if flag.startswith("--burst-")}
+    negated = {flag for flag in flags if flag.startswith("--no-") and "--" + flag[5:] in options}
+    assert not sorted(flags - ours - negated - options)

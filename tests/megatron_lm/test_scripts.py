@@ -93,6 +93,30 @@ def test_interleaved_stages(tree: Path) -> None:
         assert run == pytest.approx(runs[0], abs=1e-5)
 
 
+_EXPERTS_MTP_MLA = """
+--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+--mtp-num-layers 1 --multi-latent-attention --micro-batch-size 1 --train-iters 3
+"""
+
+
+def test_experts_over_ranks_token_prediction_and_latent_attention(tree: Path) -> None:
+    """Without the ring, two ranks have a sample each; latent attention is Megatron's own there."""
+    flags, grouped = _EXPERTS_MTP_MLA.split(), ("--group-query-attention", "--num-query-groups", "4")
+    runs = [train(tree / "pretrain_gpt.py", 2, *cp, *flags, without=grouped) for cp in ([], CP2)]
+    whole, cut = map(losses, runs)
+    assert len(whole) == 3
+    assert cut == pytest.approx(whole, abs=1e-5)
+
+
+def test_refused_flags_are_told_once(tree: Path) -> None:
+    done = train(tree / "pretrain_gpt.py", 2, *CP2, "--cuda-graph-impl", "local")
+    assert done.returncode != 0
+    ours = done.stderr.split("torch/distributed/elastic")[0]  # then torchrun says that ranks have failed
+    assert ours.count("burst attention cannot run with these flags:") == 1
+    assert "\n  --cuda-graph-impl local is not supported: use none, " in ours
+    assert "Traceback" not in ours
+
+
 def _conversations(directory: Path) -> list[str]:
     """Flags for four conversations per sample, of multiples of 8 tokens, told apart by their system messages."""
     words = [f"w{number}" for number in range(40)]
