@@ -94,6 +94,12 @@ def test_groups_of_newer_releases_are_refused() -> None:
     assert spreads_sequences(given)
 
 
+def test_a_kernel_that_newer_releases_choose_is_refused() -> None:
+    given = types.SimpleNamespace(**dataclasses.asdict(config()), flash_attention_version=3)
+    (problem,) = problems(given, windowed=False, attention_type="self")
+    assert problem.startswith("flash_attention_version=3 is not supported: leave it out; kernels are chosen by")
+
+
 def test_windows_are_refused_in_cross_attention() -> None:
     (problem,) = problems(config(window_size=(7, 0)), windowed=True, attention_type="cross")
     assert problem.startswith("window_size=(7, 0) is not supported in cross attention")
