@@ -119,6 +119,8 @@ def _flag(name: str) -> str:
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield what the command prints. Raise ValueError if nothing fits, and for what cannot be planned."""
     goal = _goal(options)
+    if options.emit is not None:
+        _check_expressible(options, goal)
     if options.flags is not None:
         yield from _given(options, goal)
         return
@@ -137,6 +139,19 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     written = [] if options.emit is None else ["", _written(options, goal, best_first[0].setting)]
     yield from report(goal, options.framework, best_first)
     yield from written
+
+
+def _check_expressible(options: argparse.Namespace, goal: Goal) -> None:
+    """Raise ValueError, before the search, if the framework's files cannot say what the model computes."""
+    check = getattr(framework(options.framework).planning(), "check_expressible", None)
+    if check is None:
+        return
+    try:
+        check(goal.model)
+    except ValueError as error:
+        raise ValueError(
+            f"--emit {options.emit}: {error}; nothing was written, drop --emit to see the plan"
+        ) from error
 
 
 def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:

@@ -196,7 +196,7 @@ def unpriced(text: str, setting: Setting) -> list[str]:
             f"--recompute-method {args.recompute_method} --recompute-num-layers {args.recompute_num_layers}"
         )
     modules = args.recompute_modules or ["core_attn"]
-    if setting.recompute == "mlp" and modules != ["mlp"]:
+    if setting.recompute == "mlp" and modules != ["moe" if args.num_experts else "mlp"]:
         without.append(f"--recompute-modules {' '.join(modules)} (priced as mlp)")
     if setting.context > 1 and (args.cp_comm_type or ["p2p"]) != ["burst"]:
         without.append(f"--cp-comm-type {' '.join(args.cp_comm_type or ['p2p'])} (priced as burst)")

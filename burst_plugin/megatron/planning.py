@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from burst_plugin.megatron import plan_flags
+from burst_plugin.megatron.model_flags import model_flags
 from burst_plugin.megatron.plan_flags import check_model, unpriced
+from burst_plugin.megatron.releases import target_version
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options
 from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
 from burst_plugin.planning.training_plan import Space
 
-__all__ = ["check_model", "files", "setting_of", "space", "unpriced", "usage"]
+__all__ = ["check_expressible", "check_model", "files", "setting_of", "space", "unpriced", "usage"]
 
 _FILE = "megatron_flags.txt"
 _RECOMPUTE = {
     "none": "",
-    "mlp": "--recompute-granularity selective --recompute-modules mlp",
+    "mlp": "--recompute-granularity selective --recompute-modules {mlp}",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
@@ -27,17 +29,22 @@ def space(fused_norms: bool) -> Space:
     return Space(code=code, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
 
 
+def check_expressible(model: ModelShape) -> None:
+    """Raise ValueError if no flags of the Megatron at hand, or of the oldest tested, say what `model` computes."""
+    model_flags(model, 1, target_version())
+
+
 def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
     """Return the flags of a plan, as a file of lines, without data, tokenizer, learning rate and checkpoints."""
     options = strategy_options(model, setting)
     lines = [
-        *_model(model),
-        f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens} --position-embedding-type rope",
+        *model_flags(model, setting.tensor, target_version()),
+        f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens}",
         f"--micro-batch-size {setting.micro_batch} --global-batch-size {setting.batch}",
         *_parallel(setting),
-        _RECOMPUTE[setting.recompute],
+        _RECOMPUTE[setting.recompute].format(mlp="moe" if model.experts else "mlp"),
         "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader",
+        "--overlap-param-gather --hidden-dropout 0 --no-create-attention-mask-in-dataloader",
         "--cp-comm-type burst",
         *(f"--burst-{name.replace('_', '-')}{_value(value)}" for name, value in options.items()),
     ]
@@ -56,28 +63,9 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
 
 def usage(folder: str) -> str:
     """Return how the files are used."""
-    return f"python -m burst_plugin.run --framework megatron pretrain_gpt.py $(cat {folder}/{_FILE}) ..."
-
-
-def _model(model: ModelShape) -> list[str]:
-    lines = [
-        f"--num-layers {model.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn} "
-        f"--num-attention-heads {model.heads} --kv-channels {model.head_dim} --vocab-size {model.vocab}",
-        "--normalization RMSNorm --swiglu --disable-bias-linear",
-    ]
-    if model.kv_heads != model.heads:
-        lines.append(f"--group-query-attention --num-query-groups {model.kv_heads}")
-    if model.qk_norm:
-        lines.append("--qk-layernorm")
-    if not model.tied:
-        lines.append("--untie-embeddings-and-output-weights")
-    if model.experts:
-        lines.append(
-            f"--num-experts {model.experts} --moe-router-topk {model.active} --moe-ffn-hidden-size {model.ffn}"
-        )
-        if model.shared_ffn:
-            lines.append(f"--moe-shared-expert-intermediate-size {model.shared_ffn}")
-    return lines
+    version = ".".join(map(str, target_version()))
+    command = "python -m burst_plugin.run --framework megatron pretrain_gpt.py"
+    return f"{command} $(cat {folder}/{_FILE}) ... (Megatron {version})"
 
 
 def _parallel(setting: Setting) -> list[str]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RELEASES", "Release", "Version", "about", "newer_and_irrelevant", "parse_version", "tree_version"]
+__all__ = [
+    "RELEASES",
+    "Release",
+    "Version",
+    "about",
+    "newer_and_irrelevant",
+    "parse_version",
+    "target_version",
+    "tree_version",
+]
 
 Version = tuple[int, int, int]
 
@@ -55,6 +65,21 @@ def tree_version(tree: Path) -> Version:
     if len(numbers) != 3:
         raise ValueError(f"{path} does not set MAJOR, MINOR and PATCH to numbers")
     return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers["PATCH"])
+
+
+def target_version() -> Version:
+    """Return the version of the Megatron to write flags for, none of which is imported.
+
+    That is a checkout in the current directory, else the installed megatron-core, else the oldest that was tested,
+    whose flags later ones have as well.
+    """
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    trees = [Path.cwd(), *([Path(spec.origin).parents[2]] if spec is not None and spec.origin else [])]
+    found = [tree_version(tree) for tree in trees if (tree / _PACKAGE_INFO).is_file()]
+    return found[0] if found else RELEASES[0].versions[0]
 
 
 def about(version: Version) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from burst_plugin.checks import as_whole, shown
 
-__all__ = ["windowed_layers"]
+__all__ = ["layer_windows", "windowed_layers"]
 
 _WINDOWED = "sliding_attention"
 _Rule = Callable[[int, Mapping[str, Any]], bool]
@@ -73,8 +73,8 @@ _RULES: Mapping[str, tuple[int | None, _Rule]] = MappingProxyType(
 )
 
 
-def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, int]:
-    """Return (keys of the window, the token itself included; layers that have it), (0, 0) for none.
+def layer_windows(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, ...]:
+    """Return for each layer the keys of its window, the token itself included, 0 for none.
 
     Raises ValueError for a window that is no positive number, and if it is not known which layers have one.
     """
@@ -83,9 +83,9 @@ def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[
     types = config.get("layer_types")
     window = config.get("sliding_window", usual)
     if types is not None:
-        count = list(types)[:layers].count(_WINDOWED)
+        windowed = [kind == _WINDOWED for kind in list(types)[:layers]]
     elif window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
-        count = 0
+        windowed = [False] * layers
     elif rule is None:
         raise ValueError(
             f"{path} has sliding_window={shown(window)}, but in which layers of model_type {family!r} is not known; "
@@ -93,17 +93,23 @@ def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[
         )
     else:
         try:
-            count = sum(rule(layer, config) for layer in range(layers))
+            windowed = [rule(layer, config) for layer in range(layers)]
         except TypeError as error:
             raise ValueError(
                 f"{path} does not say which layers have the window: {error}; write whole numbers for "
                 "sliding_window_pattern and max_window_layers"
             ) from error
-    if not count:
-        return 0, 0
+    if not any(windowed):
+        return (0,) * layers
     length = as_whole(window)
     if length is None or length < 1:
         raise ValueError(
             f"{path} has layers with {_WINDOWED} and sliding_window={shown(window)}, expected a positive whole number"
         )
-    return length, count
+    return tuple(length if has else 0 for has in windowed)
+
+
+def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, int]:
+    """Return (keys of the window; layers that have it), (0, 0) for none. Raises as `layer_windows` does."""
+    windows = layer_windows(config, layers, path)
+    return max(windows), sum(map(bool, windows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Any
 
 from burst_plugin.checks import as_whole, shown
 from burst_plugin.planning.layer_windows import windowed_layers
+from burst_plugin.planning.model_families import defaults_of
 
 __all__ = ["MODELS", "ModelShape", "model_shape"]
 
@@ -24,6 +25,7 @@ class ModelShape:
     shared_ffn: width of the experts that see every token, together.
     qk_norm: whether queries and keys are normalized, head by head.
     windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
+    config: the config.json that it was read from, or what one would say beside the sizes; see `model_features`.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelShape:
     qk_norm: bool = False
     window: int = 0
     windowed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
@@ -101,15 +104,38 @@ def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelSh
         head_dim=128,
         vocab=151936,
         qk_norm=True,
+        config={"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    )
+
+
+def _llama3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128256,
+        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     )
 
 
 _BUILT_IN = (
-    ModelShape(name="llama2_7b", layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000),
-    ModelShape(name="llama3_8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256),
     ModelShape(
-        name="llama3_70b", layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256
+        name="llama2_7b",
+        layers=32,
+        hidden=4096,
+        ffn=11008,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        vocab=32000,
+        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
     ),
+    _llama3("llama3_8b", 32, 4096, 14336, 32),
+    _llama3("llama3_70b", 80, 8192, 28672, 64),
     _qwen3("qwen3_8b", 36, 4096, 12288, 32),
     _qwen3("qwen3_14b", 40, 5120, 17408, 40),
     _qwen3("qwen3_32b", 64, 5120, 25600, 64),
@@ -139,7 +165,9 @@ def model_shape(name: str) -> ModelShape:
         raise ValueError(f"{path} cannot be read as JSON: {error}; give the config.json of a model") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {shown(config)}, expected an object; give the config.json of a model")
-    return _from_config(config.get("text_config", config), str(path))
+    text = config.get("text_config", config)
+    known = defaults_of(str(text.get("model_type")))
+    return replace(_from_config({**known, **text}, str(path)), config=config)
 
 
 # Keys of a config.json that say that a model is not what `ModelShape` describes.
@@ -162,7 +190,9 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
-    others = [what for key, what in _REFUSED.items() if config.get(key)]
+    others = [f"{what} ({key}={shown(config[key])})" for key, what in _REFUSED.items() if config.get(key)]
+    if config.get("decoder_sparse_step", 1) not in (None, 1):
+        others.append(f"{_REFUSED['mlp_only_layers']} (decoder_sparse_step={shown(config['decoder_sparse_step'])})")
     kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
     others += [f"layers of the type {kind}" for kind in sorted(map(str, kinds))]
     if others:

@@ -12,6 +12,7 @@ from burst_plugin.cli import main
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts
 from burst_plugin.frameworks import FRAMEWORKS
 from burst_plugin.megatron.planning import setting_of
+from tests.support.model_configs import PUBLISHED, VARIANTS, small
 
 NODE = ("plan", "--model", "llama3_8b", "--gpus", "8", "--gpu-gib", "80")
 
@@ -99,6 +100,52 @@ def test_megatron_gets_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert words[words.index("--burst-loss-chunk") + 1] == "1024"
     assert ("--burst-keep-attention" in words) == ("keep_attention = " in out)
     assert ("--optimizer-cpu-offload" in words) == ("optimizer on the host" in out.split("Runner-up")[0])
+
+
+def test_megatron_gets_the_model_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(small(VARIANTS["qwen2_with_windows"])))
+    folder = tmp_path / "plan"
+    out = printed(
+        capsys,
+        "plan",
+        "--model",
+        str(tmp_path),
+        "--gpus",
+        "1",
+        "--seq",
+        "4096",
+        "--emit",
+        str(folder),
+        "--gpu-gib",
+        "80",
+    )
+    assert re.search(
+        r"pretrain_gpt.py \$\(cat .*megatron_flags.txt\) \.\.\. \(Megatron \d+\.\d+\.\d+\)$", out.strip()
+    )
+    flags = (folder / "megatron_flags.txt").read_text()
+    for text in (
+        "--rotary-base 1000000",
+        "--disable-bias-linear --add-qkv-bias",
+        "--norm-epsilon 1e-06",
+        "--window-size 8,0 --window-attn-skip-freq ([0]*2+[1]*2)",
+    ):
+        assert f"{text}\n" in flags
+
+
+def test_a_model_that_flags_cannot_say_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, message in (
+        ("gemma_2", r"gemma2 cannot be written as flags of Megatron .*capped scores \(attn_logit_softcapping=50.0\)"),
+        ("olmo_2", r"norms of queries and keys over all heads together \(model_type=olmo2\)"),
+        ("deepseek_v3", r"a model with latent attention \(kv_lora_rank=512\), whose memory is not known"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        folder = tmp_path / "plan"
+        said = refused(capsys, "plan", "--model", str(tmp_path), "--seq", "1m", "--emit", str(folder))
+        assert re.search(message, said)
+        assert not folder.exists()
+        assert ("nothing was written" in said) == (name != "deepseek_v3")
 
 
 def test_deepspeed_gets_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

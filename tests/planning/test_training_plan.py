@@ -273,9 +273,13 @@ def test_experts_count_whole_in_memory_and_by_use_in_time(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (CONFIG | {"kv_lora_rank": 512}, "a model with latent attention, whose memory is not known"),
+        (
+            CONFIG | {"kv_lora_rank": 512},
+            r"a model with latent attention \(kv_lora_rank=512\), whose memory is not known",
+        ),
         (CONFIG | {"layer_types": ["linear_attention", "full_attention"]}, "layers of the type linear_attention"),
         (CONFIG | {"first_k_dense_replace": 3}, "experts in some layers only"),
+        (CONFIG | {"decoder_sparse_step": 2}, r"experts in some layers only \(decoder_sparse_step=2\)"),
         (CONFIG | {"vocab_size": None}, "has no vocab_size; expected the config.json of a decoder"),
         (CONFIG | {"hidden_size": "wide"}, "has hidden_size='wide', expected a positive whole number"),
         ([1, 2], "expected an object; give the config.json of a model"),

@@ -1,0 +1,174 @@
+"""What transformers' code decides for all models of one `model_type`, and what it takes left out keys for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["DEFAULTS", "FAMILIES", "Family", "defaults_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What models of one `model_type` share.
+
+    defaults: what transformers takes keys for that are left out.
+    features: fields of `ModelFeatures` that do not depend on the config.json.
+    says: which keys say which fields.
+    windows: whether layers may have a sliding window, which `layer_windows` reads.
+    lists_layers: whether layer_types may say which.
+    experts: whether there are experts in every layer.
+    unused: keys that change nothing in this family, or only sizes.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, Any] = field(default_factory=dict)
+    says: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    windows: bool = False
+    lists_layers: bool = False
+    experts: bool = False
+    unused: frozenset[str] = frozenset()
+
+
+_BIAS = MappingProxyType({"attention_bias": ("qkv_bias", "output_bias")})
+_EXPERTS = frozenset(
+    {"num_experts", "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"}
+)
+# `model_shape` reads these, and refuses dense layers.
+_QWEN_EXPERTS = _EXPERTS | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"}
+_WINDOW = frozenset({"max_window_layers"})
+_GEMMA: Mapping[str, Any] = MappingProxyType({"scaled_embedding": True})
+_GEMMA_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+    }
+)
+_CAPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "attn_logit_softcapping": ("score_cap",),
+        "final_logit_softcapping": ("logit_cap",),
+        "use_bidirectional_attention": ("bidirectional",),
+    }
+)
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(says={**_BIAS, "mlp_bias": ("mlp_bias",)}),
+        "mistral": Family(defaults={"num_key_value_heads": 8}, windows=True),
+        "mixtral": Family(
+            defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            says={"router_jitter_noise": ("router_noise",)},
+            windows=True,
+            experts=True,
+            unused=_EXPERTS,
+        ),
+        "qwen2": Family(
+            defaults={"num_key_value_heads": 32},
+            features={"qkv_bias": True},
+            windows=True,
+            lists_layers=True,
+            unused=_WINDOW,
+        ),
+        "qwen2_moe": Family(
+            defaults={
+                "num_key_value_heads": 16,
+                "norm_topk_prob": False,
+                "qkv_bias": True,
+            },
+            features={"gated_shared_expert": True},
+            says={"qkv_bias": ("qkv_bias",), "norm_topk_prob": ("renormalized",)},
+            windows=True,
+            lists_layers=True,
+            experts=True,
+            unused=_QWEN_EXPERTS | _WINDOW | {"shared_expert_intermediate_size"},
+        ),
+        "qwen3": Family(
+            defaults={
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+            },
+            features={"qk_norm": "heads"},
+            says=_BIAS,
+            windows=True,
+            lists_layers=True,
+            unused=_WINDOW,
+        ),
+        "qwen3_moe": Family(
+            defaults={
+                "num_key_value_heads": 4,
+                "norm_topk_prob": False,
+            },
+            features={"qk_norm": "heads"},
+            says={**_BIAS, "norm_topk_prob": ("renormalized",)},
+            windows=True,
+            experts=True,
+            unused=_QWEN_EXPERTS | _WINDOW,
+        ),
+        "gpt_oss": Family(
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+                "attention_bias": True,
+                "swiglu_limit": 7.0,
+            },
+            features={"sinks": True, "expert_bias": True, "mlp_bias": True},
+            says={**_BIAS, "swiglu_limit": ("clamped_swiglu",)},
+            windows=True,
+            lists_layers=True,
+            experts=True,
+            unused=_EXPERTS | {"initial_context_length", "experts_per_token"},
+        ),
+        "gemma": Family(
+            defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16, "query_pre_attn_scalar": None},
+            features=_GEMMA,
+            says={**_BIAS, "use_bidirectional_attention": ("bidirectional",)},
+        ),
+        "gemma2": Family(
+            defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            features={**_GEMMA, "norms": "both"},
+            says={**_BIAS, **_CAPS},
+            windows=True,
+            lists_layers=True,
+            unused=frozenset({"cache_implementation", "sliding_window_size"}),
+        ),
+        "gemma3_text": Family(
+            defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
+            features={**_GEMMA, "norms": "both", "qk_norm": "heads"},
+            says={**_BIAS, **_CAPS},
+            windows=True,
+            lists_layers=True,
+            unused=frozenset({"cache_implementation", "sliding_window_pattern", "_sliding_window_pattern"}),
+        ),
+        "olmo2": Family(
+            defaults={"rms_norm_eps": 1e-5}, features={"norms": "after", "qk_norm": "projections"}, says=_BIAS
+        ),
+    }
+)
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}
+)
+
+
+def defaults_of(kind: str) -> Mapping[str, Any]:
+    """Return what keys of a config.json mean that models of the `model_type` `kind` leave out, as far as is known."""
+    family = FAMILIES.get(kind)
+    return {} if family is None else {**DEFAULTS, **family.defaults}

@@ -1,0 +1,282 @@
+"""What a language model computes beyond its sizes: biases, positions, windows, norms, routing, out of a config.json.
+
+    features = model_features(model_shape("path/to/config.json"))
+    features.rotary_base, features.windows
+
+A config.json says only part of it: that Qwen2 has biases in its projections, or Gemma norms after its layers, is in
+the code of its `model_type`. So only families in `FAMILIES` are read, and a key that neither says something known nor
+is known to change nothing is an error. What a key says that is left out, transformers decides by family, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from burst_plugin.checks import as_number, shown
+from burst_plugin.planning.layer_windows import layer_windows
+from burst_plugin.planning.model_families import DEFAULTS, FAMILIES, Family, defaults_of
+from burst_plugin.planning.model_shape import ModelShape
+
+__all__ = ["ModelFeatures", "RotaryScaling", "model_features"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched: `kind` as transformers names it, with the parameters of that kind."""
+
+    kind: str
+    factor: float = 1.0
+    original_tokens: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounds: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFeatures:
+    """What a decoder computes. Defaults are what Llama 2 does.
+
+    windows: for each layer, how many keys a query sees, itself among them; 0: all.
+    qk_norm: "", "heads" (each head by itself) or "projections" (all heads together).
+    norms: "before" attention and the MLP, "after" them, or "both".
+    clamped_swiglu: the limit of gpt-oss's activation, x * sigmoid(1.702 x) with clamped inputs, 0 for none.
+    expert_bias: the router and all experts have biases.
+    renormalized: the weights of a token's experts sum to 1.
+    sources: by the name of a field that is not at its default, the key of config.json, and its value, that says so.
+    """
+
+    norm_epsilon: float
+    rotary_base: float
+    local_rotary_base: float | None = None
+    rotary_scaling: RotaryScaling | None = None
+    activation: str = "silu"
+    clamped_swiglu: float = 0.0
+    windows: tuple[int, ...] = ()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    expert_bias: bool = False
+    qk_norm: str = ""
+    norms: str = "before"
+    sinks: bool = False
+    score_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    bidirectional: bool = False
+    scaled_embedding: bool = False
+    renormalized: bool = True
+    gated_shared_expert: bool = False
+    router_noise: float = 0.0
+    attention_dropout: float = 0.0
+    weight_std: float = 0.02
+    towers: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def unusual(self) -> list[str]:
+        """Return the names of the fields that are not at their defaults; the first two have none."""
+        return [
+            entry.name
+            for entry in fields(self)
+            if entry.name not in ("norm_epsilon", "rotary_base", "windows", "sources")
+            and getattr(self, entry.name) != entry.default
+        ] + (["windows"] if any(self.windows) else [])
+
+
+# Keys that `model_shape` reads.
+_SIZES = frozenset(
+    """
+    model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+    vocab_size tie_word_embeddings
+    """.split()  # noqa: SIM905
+)
+# Keys that change nothing in what is trained: names, tokens, generation, how weights are stored, what is returned.
+_IRRELEVANT = frozenset(
+    """
+    architectures transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id
+    sep_token_id unk_token_id _name_or_path name_or_path max_position_embeddings output_attentions
+    output_hidden_states return_dict use_return_dict id2label label2id problem_type chunk_size_feed_forward
+    pretraining_tp torchscript tokenizer_class quantization_config _attn_implementation attn_implementation
+    _attn_implementation_autoset do_sample temperature top_p top_k max_length finetuning_task is_encoder_decoder
+    """.split()  # noqa: SIM905
+)
+_ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"})
+_WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window"})
+
+
+def model_features(model: ModelShape) -> ModelFeatures:
+    """Return what `model` computes, out of the config.json that it was read from.
+
+    Raises ValueError for a family that is not known, and for a key or a value of which it is not known what it does.
+    """
+    outer = model.config
+    config = outer.get("text_config", outer)
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise ValueError(
+            f"the config.json has model_type={shown(kind)}, of which it is not known what its layers compute; known "
+            f"are {', '.join(FAMILIES)}"
+        )
+    if family.experts != bool(model.experts):
+        raise ValueError(
+            f"the config.json has model_type={kind} {'without' if family.experts else 'with'} a number of experts; "
+            "expected another model_type, or another number"
+        )
+    complete = {**defaults_of(str(kind)), **config}
+    found = _Found(f"model_type={kind}")
+    for name, value in family.features.items():
+        found.add(name, value)
+    _read_rest(found, complete, family)
+    _read_rotary(found, complete)
+    _read_windows(found, complete, family, model.layers)
+    _refuse_unknown_keys(config, family)
+    if config is not outer:
+        found.add("towers", True, "text_config")
+    return ModelFeatures(**found.values, sources=found.sources)
+
+
+class _Found:
+    """Values of features, and what says each."""
+
+    def __init__(self, family: str) -> None:
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self._family = family
+
+    def add(self, name: str, value: Any, key: str = "", said: Any = None) -> None:
+        """Set a feature. key, said: the key that says it, and its value there; without, the family does."""
+        self.values[name] = value
+        self.sources[name] = (f"{key}={shown(said)}" if said is not None else key) or self._family
+
+
+def _read_rest(found: _Found, config: Mapping[str, Any], family: Family) -> None:
+    """Read what one key each says."""
+    found.add("norm_epsilon", _number(config["rms_norm_eps"], "rms_norm_eps"), "rms_norm_eps", config["rms_norm_eps"])
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    found.add("activation", str(config[key]), key, config[key])
+    for key, name in (("initializer_range", "weight_std"), ("attention_dropout", "attention_dropout")):
+        if config.get(key) is not None:
+            found.add(name, _number(config[key], key), key, config[key])
+    scale = config.get("query_pre_attn_scalar")
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    head_dim = head_dim or (config.get("hidden_size", 0) // heads if heads else None)
+    if scale is not None and scale != head_dim:
+        found.add("score_scale", scale**-0.5, "query_pre_attn_scalar", scale)
+    if config.get("swiglu_alpha", 1.702) != 1.702:
+        raise ValueError(f"the config.json has swiglu_alpha={shown(config['swiglu_alpha'])}, expected 1.702")
+    for key, names in family.says.items():
+        value = config.get(key)
+        for name in names if value is not None else ():
+            found.add(name, value, key, value)
+
+
+def _read_rotary(found: _Found, config: Mapping[str, Any]) -> None:
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    said = config.get(key) or {}
+    if not isinstance(said, Mapping):
+        raise ValueError(f"the config.json has {key}={shown(said)}, expected an object")
+    local, local_key = config.get("rope_local_base_freq"), "rope_local_base_freq"
+    if "full_attention" in said:  # by kind of layer
+        if isinstance(said.get("sliding_attention"), Mapping):
+            local, local_key = said["sliding_attention"].get("rope_theta"), f"{key}.sliding_attention.rope_theta"
+        said = said["full_attention"] or {}
+    base = said.get("rope_theta") or config["rope_theta"]
+    found.add("rotary_base", _number(base, "rope_theta"), "rope_theta", base)
+    if local is not None and local != base:
+        found.add("local_rotary_base", _number(local, local_key), local_key, local)
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind in (None, "default"):
+        _refuse_rotary_keys(said, key, ())
+        return
+    found.add("rotary_scaling", _scaling(str(kind), said, key, config), key, said)
+
+
+# Of `RotaryScaling`: by the name of a parameter in config.json, its field.
+_SCALING = MappingProxyType(
+    {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_tokens",
+        "low_freq_factor": "low_frequency",
+        "high_freq_factor": "high_frequency",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "rounds",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "attention_factor": "attention_factor",
+    }
+)
+
+
+def _scaling(kind: str, said: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> RotaryScaling:
+    if kind not in ("llama3", "yarn"):  # as it is: of others no parameter is expressed anywhere
+        return RotaryScaling(kind=kind)
+    _refuse_rotary_keys(said, key, _SCALING)
+    values: dict[str, Any] = {
+        _SCALING[name]: value if isinstance(value, bool) else _number(value, f"{key}.{name}")
+        for name, value in {"factor": None, **said}.items()
+        if name in _SCALING and (value is not None or name == "factor")
+    }
+    original = values.get("original_tokens") or _number(
+        config.get("max_position_embeddings"), "max_position_embeddings"
+    )
+    values["original_tokens"] = int(original)
+    if not (values.get("mscale") and values.get("mscale_all_dim")):  # one alone is not used
+        values = {name: value for name, value in values.items() if not name.startswith("mscale")}
+    return RotaryScaling(kind=kind, **values)
+
+
+def _refuse_rotary_keys(said: Mapping[str, Any], key: str, known: Iterable[str]) -> None:
+    for name, value in said.items():
+        if name not in ("rope_type", "type", "rope_theta", *known) and value is not None:
+            raise _unknown(f"{key}.{name}", value)
+
+
+def _read_windows(found: _Found, config: Mapping[str, Any], family: Family, layers: int) -> None:
+    if not family.windows:
+        return
+    listed = config.get("layer_types") if family.lists_layers else None
+    if listed is not None and len(listed) != layers:
+        raise ValueError(f"the config.json has layer_types of {len(listed)} layers, expected {layers}")
+    windows = layer_windows(config, layers, "the config.json")
+    if not any(windows):
+        return
+    if not config.get("use_sliding_window", True):
+        raise ValueError("the config.json has layer_types with sliding_attention, and no sliding_window in use")
+    found.add("windows", windows, "sliding_window", max(windows))
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any], family: Family) -> None:
+    known = {*_SIZES, *_IRRELEVANT, *_ROTARY_KEYS, *DEFAULTS, *family.defaults, *family.says, *family.unused}
+    known |= {"initializer_range", "attention_dropout"}
+    if family.windows:
+        known |= _WINDOW_KEYS
+    if family.lists_layers:
+        known.add("layer_types")
+    if "swiglu_limit" in family.says:
+        known.add("swiglu_alpha")
+    for key, value in config.items():
+        if key not in known and value is not None:
+            raise _unknown(key, value)
+
+
+def _unknown(key: str, value: object) -> ValueError:
+    return ValueError(
+        f"the config.json has {key}={shown(value)}, of which it is not known what it changes in the model; remove it "
+        "if it changes nothing"
+    )
+
+
+def _number(said: object, key: str) -> float:
+    value = as_number(said)
+    if value is None or value < 0:
+        raise ValueError(f"the config.json has {key}={shown(said)}, expected a number, 0 or more")
+    return value
