@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.kept_attention import KeptCalls
-from burst_plugin.activations.module_state import ModuleState
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
@@ -27,6 +26,7 @@ from burst_plugin.activations.recomputed_chunks import (
     trained_among,
     wide_dtype,
 )
+from burst_plugin.activations.snapshot import Snapshot
 
 __all__ = ["Linear", "chunked_heads"]
 
@@ -57,20 +57,21 @@ def chunked_heads(
         parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
             among them, and one may be there twice, as tied weights are.
         chunks: how many there are.
-        module: what `attend` runs, if it is one, for the backward pass to notice that it has changed.
+        module: the module that `attend` runs; by default the modules that it refers to. The backward pass compares
+            their tensors and attributes with those of the forward pass.
 
     Returns:
         [..., heads * D], the chunks side by side.
 
     Raises:
         ValueError: in the backward pass, if `attend` uses a trained tensor that is not listed.
-        RuntimeError: in the backward pass, if a trained parameter has been modified in place since, or if the
-            module has other parameters, or is in another mode, than in the forward pass.
+        RuntimeError: in the backward pass, if a tensor that `attend` reads, trained or not, has been modified in
+            place since, or if a module has other tensors, another mode or other adapters than in the forward pass.
     """
     trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
-        state = None if module is None else ModuleState.of(module, parameters)
-        out: Tensor = _Chunked.apply(attend, chunks, state, hidden, *trained)  # type: ignore[no-untyped-call]
+        read = Snapshot.of(attend, parameters, module)
+        out: Tensor = _Chunked.apply(attend, chunks, read, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return torch.cat([attend(number, hidden, linear) for number in range(chunks)], -1)
 
@@ -79,10 +80,8 @@ class _Chunked(torch.autograd.Function):
     """One step of autograd for all chunks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, attend: Attend, chunks: int, state: ModuleState | None, hidden: Tensor, *trained: Tensor
-    ) -> Tensor:
-        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, trained, state)
+    def forward(ctx: Any, attend: Attend, chunks: int, read: Snapshot, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, read)
         ctx.kept = [KeptCalls() for _ in range(chunks)]
         whole: Tensor | None = None
         for number, kept in enumerate(ctx.kept):

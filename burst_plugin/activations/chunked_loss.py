@@ -28,6 +28,7 @@ from burst_plugin.activations.recomputed_chunks import (
     trained_among,
     wide_dtype,
 )
+from burst_plugin.activations.snapshot import Snapshot
 from burst_plugin.checks import number, shown, whole_number
 
 __all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
@@ -48,7 +49,8 @@ class Head:
     group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks. `project`
         returns a rank's share. The gradient of hidden states is that of this share: adding up over the group is the
         head's own affair. Collective.
-    parameters: what gets a gradient besides hidden states; needed if `project` is a function and no module.
+    parameters: what gets a gradient besides hidden states; needed if `project` is a function and no module. Those
+        that need no gradient may be among them.
 
     Raises ValueError for options that are not valid.
 
@@ -62,7 +64,7 @@ class Head:
     scale: float = 1.0
     group: dist.ProcessGroup | None = None
     parameters: Iterable[Tensor] | None = None
-    trained: tuple[Tensor, ...] = field(init=False)
+    listed: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         chunk = whole_number("chunk={}", self.chunk, "use a number of tokens, at least 1", least=1)
@@ -78,7 +80,7 @@ class Head:
                     "module itself, or parameters=[...], [] for none"
                 )
             parameters = self.project.parameters()
-        object.__setattr__(self, "trained", tuple(trained_among(parameters)))
+        object.__setattr__(self, "listed", tuple(parameters))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states [N, H], or this rank's share of them."""
@@ -93,8 +95,11 @@ class Head:
         return logits if self.scale == 1.0 else logits * self.scale
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Yield the rows of one chunk after another."""
-        for start in range(0, rows, self.chunk):
+        """Yield the rows of one chunk after another, at least one: without rows it has none.
+
+        A head that computes no rows has gradients of 0, and not none, which other ranks would wait for.
+        """
+        for start in range(0, max(1, rows), self.chunk):
             yield slice(start, min(start + self.chunk, rows))
 
     def first_token(self, share: int) -> int:
@@ -127,6 +132,9 @@ def linear_cross_entropy(
     Raises:
         ValueError: for shapes, numbers and options that are not valid, and in the backward pass if the head has
             trained parameters that are not in its `parameters`.
+        RuntimeError: in the backward pass, if a tensor that the head reads, trained or not, has been modified in
+            place since, or if a module in it has other tensors, another mode or other adapters than in the forward
+            pass.
 
     Example:
         loss = linear_cross_entropy(hidden, Head(model.lm_head, chunk=1024), labels, reduction="mean")
@@ -183,7 +191,7 @@ def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = Fa
     """Return log-probabilities, log-sum-exps and entropies of tokens, [T] each."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     found: tuple[Tensor, Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
-        rows, targets, head, with_entropy, *head.trained
+        rows, targets, head, with_entropy, *trained_among(head.listed)
     )
     return found
 
@@ -193,9 +201,11 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, with_entropy: bool, *parameters: Tensor
+        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, with_entropy: bool, *trained: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.head, ctx.with_entropy, ctx.surroundings = head, with_entropy, Surroundings.of(hidden)
+        read = Snapshot.of(head.project, head.listed)
+        ctx.head, ctx.with_entropy, ctx.trained = head, with_entropy, trained
+        ctx.surroundings = Surroundings.of(hidden, read)
         found = [hidden.new_empty(len(hidden), dtype=wide_dtype(hidden.dtype)) for _ in range(3)]
         if not with_entropy:
             found[2].zero_()
@@ -205,27 +215,27 @@ class _Chunked(torch.autograd.Function):
                 for whole, part in zip(found, _terms(logits, targets[rows], head, with_entropy), strict=False):
                     whole[rows] = part
                 del logits
-        ctx.save_for_backward(hidden, targets, found[1], found[2], *parameters)
+        ctx.save_for_backward(hidden, targets, found[1], found[2])  # hooks would give copies of parameters back
         return found[0], found[1], found[2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, log_sums, entropy, *parameters = ctx.saved_tensors
+        hidden, targets, log_sums, entropy = ctx.saved_tensors
         head: Head = ctx.head
         wants_hidden = ctx.needs_input_grad[0]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        sums = GradientSums(parameters)
+        trained, sums = ctx.trained, GradientSums(ctx.trained)
         with ctx.surroundings.again(), sums.collecting():
             for rows in head.chunks(len(hidden)):
                 x = hidden[rows].detach().requires_grad_(wants_hidden)
                 with torch.enable_grad(), sums.of_linears():
                     logits = head.logits(x)
                 if not rows.start:
-                    check_all_are_listed(logits, [x, *parameters], "project", _UNLISTED)
+                    check_all_are_listed(logits, [x, *trained], "project", _UNLISTED)
                 saved = targets[rows], log_sums[rows], entropy[rows] if ctx.with_entropy else None
                 grad_logits = _grad_of_logits(logits, *saved, tuple(grad[rows] for grad in grads), head)
-                inputs = [x, *parameters] if wants_hidden else parameters
+                inputs = [x, *trained] if wants_hidden else [*trained]
                 parts = list(torch.autograd.grad(logits, inputs, grad_logits, allow_unused=True))
                 del logits, grad_logits
                 if grad_hidden is not None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_plugin.activations.module_state import ModuleState
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
@@ -25,6 +24,7 @@ from burst_plugin.activations.recomputed_chunks import (
     trained_among,
 )
 from burst_plugin.activations.replaced_forward import ReplacedForward
+from burst_plugin.activations.snapshot import Snapshot
 from burst_plugin.checks import shown, whole_number
 
 __all__ = ["ChunkedForward", "chunked_mlp"]
@@ -40,7 +40,6 @@ class _Call:
     chunk: int
     adds_itself: Callable[[Tensor], bool]
     token_dims: int
-    state: ModuleState | None
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
@@ -97,21 +96,21 @@ def chunked_mlp(
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
-        module: what `mlp` runs; needed if `mlp` is a function, for the backward pass to notice that it has changed.
+        module: the module that `mlp` runs, if `mlp` is a function; by default the modules that it refers to. The
+            backward pass compares their tensors and attributes with those of the forward pass.
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token. In
     the backward pass, raises ValueError if `mlp` uses a trained tensor that is not listed, and RuntimeError if a
-    trained parameter has been modified in place since, or if the module has other parameters, or is in another mode,
-    than in the forward pass.
+    tensor that `mlp` reads, trained or not, has been modified in place since, or if a module has other tensors,
+    another mode or other adapters than in the forward pass.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
     trained = trained_among(parameters)
     differentiates = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
-    module = mlp if module is None and isinstance(mlp, torch.nn.Module) else module
-    state = ModuleState.of(module, parameters) if differentiates and module is not None else None
-    call = _Call(mlp, chunk, adds_itself, token_dims, state)
+    call = _Call(mlp, chunk, adds_itself, token_dims)
     if differentiates:
-        out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
+        read = Snapshot.of(mlp, parameters, module)
+        out: Tensor = _Chunked.apply(call, read, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return call.run(hidden)
 
@@ -120,8 +119,8 @@ class _Chunked(torch.autograd.Function):
     """One step of autograd for all chunks."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained, call.state)
+    def forward(ctx: Any, call: _Call, read: Snapshot, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, read)
         ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -139,7 +138,7 @@ class _Chunked(torch.autograd.Function):
                 stop = start + piece.shape[:-1].numel()
                 rows[start:stop] = 0 if of_piece is None else of_piece.reshape(-1, hidden.shape[-1])
                 start = stop
-        return None, grad_hidden if ctx.needs_input_grad[1] else None, *sums.cast()
+        return None, None, grad_hidden if ctx.needs_input_grad[2] else None, *sums.cast()
 
 
 def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> list[Tensor | None]:
@@ -147,7 +146,7 @@ def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> lis
 
     A function of its own, so that the graph of a chunk is gone before that of the next is made.
     """
-    trained, wants_piece = ctx.trained, ctx.needs_input_grad[1]
+    trained, wants_piece = ctx.trained, ctx.needs_input_grad[2]
     piece = piece.detach().requires_grad_(wants_piece)
     with torch.enable_grad():
         out = ctx.call.mlp(piece)

@@ -244,8 +244,9 @@ def follow_checkpoint_class(kind: Any) -> None:
     @functools.wraps(original_backward)
     def backward(ctx: Any, *grads: Any) -> Any:
         found = original_backward(ctx, *grads)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.burst_followed.forget()
+        followed = getattr(ctx, "burst_followed", None)  # None if the first ring was made after that forward pass
+        if followed is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+            followed.forget()
         return found
 
     setattr(forward, _MARK, True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from burst_plugin.activations.module_state import ModuleState
+from burst_plugin.activations.snapshot import Snapshot
 
 __all__ = [
     "GradientSums",
@@ -50,26 +50,21 @@ def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters.
-
-    state: that of the module that ran, if it was one.
-    """
+    """What a forward pass found: autocast, generators of random numbers (for dropout), and all that it read."""
 
     device: str
     autocast_dtype: torch.dtype | None
     random_state: Tensor
-    of_devices: tuple[list[int], list[Tensor]] = field(default=([], []))
-    versions: tuple[tuple[Tensor, int], ...] = ()
-    state: ModuleState | None = None
+    of_devices: tuple[list[int], list[Tensor]]
+    read: Snapshot
 
     @classmethod
-    def of(cls, x: Tensor, parameters: Sequence[Tensor] = (), state: ModuleState | None = None) -> Surroundings:
-        """Return those of a forward pass on `x` that reads `parameters`, of which it saves none with autograd."""
+    def of(cls, x: Tensor, read: Snapshot) -> Surroundings:
+        """Return the surroundings of a forward pass on `x`, taken before it runs."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices, states = get_device_states(x)
-        versions = tuple((each, each._version) for each in parameters)
-        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions, state)
+        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), read)
 
     def autocast(self) -> torch.autocast:
         """Return a context of the forward pass's autocast."""
@@ -77,19 +72,11 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Do all as in the forward pass, with the same random numbers; leave generators as they are found.
+        """Run the block as in the forward pass, with the same random numbers, and put the generators back after it.
 
-        Raises RuntimeError if the module or a parameter is not as it was then, as autograd does for what it saves.
+        Raises RuntimeError if what the forward pass read has changed, as autograd does for what it saves.
         """
-        if self.state is not None:
-            self.state.check()
-        for each, version in self.versions:
-            if each._version != version:
-                raise RuntimeError(
-                    f"a parameter {list(each.shape)} of what runs in chunks was modified in place between the "
-                    f"forward and the backward pass: it is at version {each._version}, expected version {version}; "
-                    "run backward before the optimizer's step"
-                )
+        self.read.check()
         devices, states = self.of_devices
         with torch.random.fork_rng(devices, device_type=self.device if devices else "cuda"), self.autocast():
             torch.set_rng_state(self.random_state)
@@ -118,17 +105,18 @@ class GradientSums:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keep hooks of parameters from seeing the gradients of chunks: they see the sum, which autograd gets."""
-        hooks: list[tuple[Any, Any]] = [
-            (each, each._backward_hooks) for each in self._parameters if each.is_leaf and each._backward_hooks
-        ]
+        """Keep hooks of parameters from seeing the gradients of chunks: they see the sum, which autograd gets.
+
+        The dictionaries of hooks are emptied, and not replaced: autograd keeps those of tensors that are computed.
+        """
+        emptied = [(hooks, dict(hooks)) for each in self._parameters if (hooks := each._backward_hooks)]
         try:
-            for each, _ in hooks:
-                each._backward_hooks = None
+            for hooks, _ in emptied:
+                hooks.clear()
             yield
         finally:
-            for each, of_it in hooks:
-                each._backward_hooks = of_it
+            for hooks, content in emptied:
+                hooks.update(content)
 
     def of_linears(self) -> AbstractContextManager[object]:
         """Return a context in which `F.linear` adds gradients to the sums before they are rounded."""

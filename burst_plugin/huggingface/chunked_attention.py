@@ -66,7 +66,8 @@ def _refused(module: Any, head_chunk: int) -> str | None:
         return f"has no {' and no '.join(missing)}"
     for name in _PROJECTIONS:
         if not _rows_of(children[name]):
-            return f"has a {name} that is no nn.Linear, nor one with LoRA: {type(children[name]).__name__}"
+            kind = _described(children[name])
+            return f"has a {name} that is neither an nn.Linear nor one with plain LoRA, but a {kind}"
     dim = getattr(module, "head_dim", 0)
     widths = [int(getattr(module, name).out_features) for name in _PROJECTIONS]
     outputs = int(getattr(module, output).in_features)
@@ -120,6 +121,14 @@ def _rows_of(projection: Any) -> list[torch.nn.Linear]:
         return []
     found = [projection.base_layer, *getattr(projection, "lora_B", {}).values()]
     return found if all(type(each) is torch.nn.Linear for each in found) else []
+
+
+def _described(projection: torch.nn.Module) -> str:
+    """Return the class of a projection, with the parts that LoRA does not have, for an error message."""
+    kind = f"{type(projection).__module__}.{type(projection).__qualname__}"
+    parts = {name.partition(".")[0] for name, _ in projection.named_parameters()}
+    others = sorted(parts - set(_LORA)) if _LORA[0] in parts else []
+    return f"{kind} with {', '.join(others)}" if others else kind
 
 
 class ChunkedAttention(ReplacedForward):

@@ -129,7 +129,7 @@ class _EdgeValues(ChunkedLoss):
 
     def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
         """Return the values of all edges; collective."""
-        scaled = Head(head.project, chunk=head.chunk, scale=self._scale, parameters=head.trained)
+        scaled = Head(head.project, chunk=head.chunk, scale=self._scale, parameters=head.listed)
         shard = shard_of_forward()
         assert shard is not None, "this forward was given one"
         return torch.stack(edge_log_probs(hidden, scaled, self._edges, self._cp, tokens=shard.tokens), -1)

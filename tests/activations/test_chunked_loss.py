@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -248,6 +249,49 @@ def test_hooks_of_a_parameter_see_one_gradient() -> None:
     assert head.weight._backward_hooks
 
 
+def test_hooks_of_a_computed_weight_see_one_gradient() -> None:
+    hidden, head, labels = drawn()
+    grads = []
+    for chunked in (True, False):
+        weight = head.weight * 2
+        weight.register_hook(lambda grad: 3 * grad)
+        project = partial(F.linear, weight=weight)
+        if chunked:
+            losses = cross_entropy(hidden, project, labels, chunk=CHUNK, parameters=[weight])
+        else:
+            losses = whole_loss(hidden, project, labels)
+        grads.append(gradients(losses.sum(), head.weight)[0])
+    assert error(*grads) < 1e-6
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_without_rows_gradients_are_zero(sampled: bool) -> None:
+    """And not missing, as without chunks: other ranks may wait for them."""
+    head, hidden = nn.Linear(WIDTH, VOCAB), torch.empty(0, WIDTH, requires_grad=True)
+    labels = torch.empty(0, dtype=torch.long)
+    if sampled:
+        losses = torch.cat(log_probs_of(hidden, head, labels, chunk=CHUNK))
+    else:
+        losses = cross_entropy(hidden, head, labels, chunk=CHUNK)
+    losses.sum().backward()
+    assert losses.shape == (0,)
+    for each in (head.weight, head.bias, hidden):
+        assert each.grad is not None
+        assert not each.grad.any()
+
+
+def test_a_head_is_frozen_and_trained_again() -> None:
+    """Which of its parameters get gradients is asked at each call."""
+    hidden, module, labels = drawn()
+    module.requires_grad_(False)
+    head = Head(module, chunk=CHUNK)
+    linear_cross_entropy(hidden, head, labels).sum().backward()
+    assert module.weight.grad is None
+    module.weight.requires_grad_(True)
+    linear_cross_entropy(hidden, head, labels).sum().backward()
+    assert error(module.weight.grad, gradients(whole_loss(hidden, module, labels).sum(), module.weight)[0]) < 1e-6
+
+
 def test_the_backward_pass_has_the_autocast_of_the_forward_pass() -> None:
     hidden, head, labels = drawn()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -311,6 +355,8 @@ def _of_shares(rank: int) -> dict[str, tuple[float, ...]]:
     truth_losses = (0.1 * logits.logsumexp(-1) ** 2 - picked) * counts
     truth_sampled = picked, -(log_p.exp() * log_p).sum(-1)
     errors = {}
+    none = cross_entropy(hidden[:0], lambda x: x @ share.T, labels[:0], **given).sum()
+    errors["no rows"] = tuple(float(each.abs().sum()) for each in torch.autograd.grad(none, [hidden, share]))
     for name, found, truth in (
         ("losses", losses[None], truth_losses[None]),
         ("sampled", torch.stack(sampled), torch.stack(truth_sampled)),

@@ -383,7 +383,9 @@ def test_weights_that_are_changed_before_the_backward_pass_are_refused() -> None
     out.sum().backward(retain_graph=True)
     with torch.no_grad():
         chunks.down.weight.mul_(3)
-    with pytest.raises(RuntimeError, match=r"parameter \[8, 64\] of what runs in chunks was modified in place"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter down\.weight \[8, 64\] of what runs in chunks, .* was modified in place"
+    ):
         out.sum().backward()
     chunks(x).sum().backward()
 

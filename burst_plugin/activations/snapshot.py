@@ -1,0 +1,178 @@
+"""What a function reads in a forward pass, for a backward pass that runs it again and must find it unchanged.
+
+Autograd saves the tensors that an operation needs, and raises an error if they have been modified in place by the
+backward pass. A function that runs again reads what its modules hold by then, so parameters (trained or frozen),
+buffers, and the attributes that say how modules compute must still be as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Attributes that change what a module computes; from `merged` on they belong to layers of PEFT and its like.
+_ATTRIBUTES = ("training", "p", "merged", "merged_adapters", "disable_adapters", "active_adapters", "scaling")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tensors, with their versions, and the attributes of modules that a function reads."""
+
+    versions: tuple[tuple[str, Tensor, int], ...]
+    modules: tuple[_ModuleState, ...]
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], tensors: Iterable[Tensor], module: torch.nn.Module | None = None
+    ) -> Snapshot:
+        """Take a snapshot of what `function` reads, before it runs.
+
+        Args:
+            function: a module, or a function whose closure, defaults, globals and object are searched.
+            tensors: what it reads besides; parameters of modules that are trained and not among these are left out,
+                since the function does not use them.
+            module: the only module that the function runs; by default those that it refers to.
+        """
+        modules, referenced = _referenced(function)
+        modules = modules if module is None else [module]
+        listed = list(tensors)
+        states = tuple(_ModuleState.of(each, {id(x) for x in listed}) for each in modules)
+        named = [(f"{state.kind(name)} {name}", x) for state in states for name, x in state.tensors.items()]
+        named += [("a tensor", x) for x in (*listed, *referenced)]
+        unique = {id(x): (what, x, x._version) for what, x in reversed(named) if not x.is_inference()}
+        return cls(tuple(unique.values()), states)
+
+    def check(self) -> None:
+        """Raise RuntimeError if anything has changed since, naming it."""
+        for state in self.modules:
+            state.check()
+        for what, tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{what} {list(tensor.shape)} of what runs in chunks, and again in the backward pass, was "
+                    f"modified in place since the forward pass began: it is at version {tensor._version}, expected "
+                    f"version {version}; run backward before the optimizer's step, and before anything else changes "
+                    "it. Modules that change their own tensors cannot run in chunks"
+                )
+
+
+@dataclass(frozen=True)
+class _ModuleState:
+    """The tensors that a module and those within it hold, by their full names, and the attributes of all of them."""
+
+    module: torch.nn.Module
+    tensors: Mapping[str, Tensor]
+    attributes: Mapping[str, object]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, listed: set[int]) -> _ModuleState:
+        """Return the state of a module, without its trained parameters whose ids are not `listed`."""
+        held = {name: x for name, x in _tensors(module).items() if id(x) in listed or not x.requires_grad}
+        return cls(module, held, _attributes(module))
+
+    def kind(self, name: str) -> str:
+        """Return what the tensor of a name is, for an error message."""
+        return "buffer" if name in dict(self.module.named_buffers(remove_duplicate=False)) else "parameter"
+
+    def check(self) -> None:
+        """Raise RuntimeError if the module holds another tensor, or computes in another way, than it did."""
+        attributes = _attributes(self.module)
+        changes = [
+            f"another {self.kind(name)} {name} than in the forward pass"
+            for name, tensor in self.tensors.items()
+            if _held(self.module, name) is not tensor
+        ]
+        changes += [
+            f"{name}={attributes.get(name)!r}, which was {self.attributes.get(name)!r} in the forward pass"
+            for name in {**self.attributes, **attributes}
+            if attributes.get(name) != self.attributes.get(name)
+        ]
+        if changes:
+            raise RuntimeError(
+                f"{type(self.module).__name__} runs in chunks, and again in the backward pass, but has {changes[0]}; "
+                "run backward before that changes, and within torch.func.functional_call"
+            )
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, each under all of its names."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _held(module: torch.nn.Module, name: str) -> object:
+    """Return what code finds under the full name of a tensor; FSDP puts views beside the parameters.
+
+    ZeRO-3 would gather a parameter that is looked up by `getattr`.
+    """
+    *path, last = name.split(".")
+    owner: torch.nn.Module | None = module
+    for part in path:
+        owner = None if owner is None else owner._modules.get(part)
+    if owner is None:
+        return None
+    return vars(owner).get(last, owner._parameters.get(last, owner._buffers.get(last)))
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, object]:
+    """Return the attributes of a module and of those within it, by their full names."""
+    found: dict[str, object] = {}
+    for path, child in module.named_modules():
+        for name in _ATTRIBUTES:
+            value = getattr(child, name, None)
+            if isinstance(value, (bool, int, float, str, list, dict)):  # in other modules it may be a method
+                copied = value.copy() if isinstance(value, (list, dict)) else value
+                found[f"{path}.{name}" if path else name] = copied
+    return found
+
+
+def _referenced(function: object) -> tuple[list[torch.nn.Module], list[Tensor]]:
+    """Return the modules and tensors that a function refers to."""
+    modules: list[torch.nn.Module] = []
+    tensors: list[Tensor] = []
+    pending, seen = [function], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            modules.append(value)
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+        else:
+            pending += _parts(value)
+    return modules, tensors
+
+
+def _parts(value: object) -> list[object]:
+    """Return what a function, a method, a partial or a collection refers to; nothing for other objects."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        owner = value.__self__
+        return [value.__func__, owner if isinstance(owner, torch.nn.Module) else getattr(owner, "__dict__", None)]
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_names
+        in_globals = (value.__globals__.get(name) for name in names)
+        kept = [each for each in in_globals if isinstance(each, (torch.nn.Module, Tensor))]
+        return [*kept, value.__defaults__, value.__kwdefaults__, *map(_content, value.__closure__ or ())]
+    return []
+
+
+def _content(cell: CellType) -> object:
+    """Return what a cell of a closure holds, None if that is not set yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
