@@ -140,8 +140,52 @@ class GradientSums:
 
     def cast(self) -> list[Tensor | None]:
         """Return the sums in the types of the parameters, and forget them; None for parameters without gradients."""
-        found = [(each, self._sums.pop(id(each), None)) for each in self._parameters]
-        return [None if total is None else total.to(each.dtype) for each, total in found]
+        sums = [(parameter, self._sums.pop(id(parameter), None)) for parameter in self._parameters]
+        for parameter, total in sums:
+            if total is None:
+                _skip_hooks_without_gradient(parameter)
+        return [None if total is None else total.to(parameter.dtype) for parameter, total in sums]
+
+
+class _Arrival:
+    """A hook of a parameter that notes whether the last backward pass had a gradient for it."""
+
+    def __init__(self) -> None:
+        self.has_gradient = False
+
+    def __call__(self, grad: Tensor | None) -> None:
+        self.has_gradient = grad is not None
+
+
+class _Skipping:
+    """A hook of a parameter that is called with gradients, or with the parameter after the `arrival` of one."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], arrival: _Arrival | None) -> None:
+        self.hook, self.arrival = hook, arrival
+
+    def __call__(self, x: Tensor | None) -> Any:
+        if x is None or (self.arrival is not None and not self.arrival.has_gradient):
+            return None
+        return self.hook(x)
+
+
+def _skip_hooks_without_gradient(parameter: Tensor) -> None:
+    """Have the hooks of a parameter skip backward passes without a gradient for it.
+
+    Autograd calls none for a parameter that is not used. One that is listed is an input of the chunks' function, used
+    or not: its hooks would get None, and hooks of accumulated gradients, such as ZeRO's, would run once more.
+    """
+    if not parameter.is_leaf or not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        return
+    before, after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+    arrival = next((hook for hook in before.values() if isinstance(hook, _Arrival)), None)
+    if arrival is None:
+        arrival = _Arrival()
+        parameter.register_hook(arrival)  # type: ignore[no-untyped-call]
+    for hooks, needed in ((before, None), (after, arrival)):
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, (_Arrival, _Skipping)):
+                hooks[key] = _Skipping(hook, needed)
 
 
 class _Linears(TorchFunctionMode):

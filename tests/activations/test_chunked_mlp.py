@@ -287,6 +287,27 @@ def test_hooks_on_parameters_run_once() -> None:
     assert len(chunks.gate.weight._backward_hooks) == 1
 
 
+def test_hooks_on_parameters_that_are_not_used_do_not_run() -> None:
+    """As without chunks, also beside a gradient that is there already; they run once the parameter is used."""
+    used, idle, x = torch.nn.Parameter(draw(HIDDEN)), torch.nn.Parameter(draw(HIDDEN)), draw(1, 29, HIDDEN)
+    ran: list[str] = []
+    idle.register_post_accumulate_grad_hook(lambda each: ran.append("after"))
+    idle.register_hook(lambda grad: ran.append("before") or 3 * grad)
+
+    def backward(*weights: Tensor) -> list[str]:
+        ran.clear()
+        chunked_mlp(lambda piece: piece * sum(weights), x, [used, idle], chunk=CHUNK).sum().backward()
+        return [*ran]
+
+    assert backward(used) == []
+    assert idle.grad is None
+    assert backward(used, idle) == ["before", "after"]
+    assert backward(used) == []
+    torch.testing.assert_close(idle.grad, 3 * x.sum((0, 1)))
+    (chunked_mlp(lambda piece: piece * used, x, [used, idle], chunk=CHUNK).sum() + idle.sum()).backward()
+    assert ran == ["before", "after"]
+
+
 def test_a_parameter_that_adds_itself_up_is_left_to_it() -> None:
     """What autograd gets for such a parameter means nothing; it is not summed, and reaches its hooks once."""
     weight = torch.nn.Parameter(draw(HIDDEN, HIDDEN))
