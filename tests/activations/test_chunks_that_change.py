@@ -22,6 +22,7 @@ from burst_plugin.activations import Head, linear_cross_entropy, token_log_probs
 from burst_plugin.activations.chunked_heads import Linear, chunked_heads
 from burst_plugin.activations.chunked_mlp import chunked_mlp
 from burst_plugin.activations.recomputed_chunks import linear
+from burst_plugin.activations.snapshot import Snapshot
 
 WIDTH, TOKENS, CHUNK = 8, 12, 5
 LABELS = torch.arange(TOKENS) % WIDTH
@@ -232,3 +233,40 @@ def test_reentrant_checkpoints_recompute_what_has_changed(name: str, what: str) 
         found, expected = (_gradients(each, wrapper, change) for each in (CASES[name].chunked, CASES[name].whole))
         assert isinstance(found, list), (wrapped, found)
         assert _differences(found, expected) < 1e-12, wrapped  # type: ignore[arg-type]
+
+
+IN_GLOBALS = Block()
+
+
+class _Owner:
+    """Not a module: what it holds is found through its methods."""
+
+    def __init__(self) -> None:
+        self.block = Block()
+
+    def run(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+
+def _by_default(x: Tensor, blocks: dict[str, list[Block]] | None = None) -> Tensor:
+    assert blocks is not None
+    return blocks["only"][0].forward(x)
+
+
+@pytest.mark.parametrize("place", ["globals", "object", "partial", "closure", "tensor"])
+def test_what_a_function_reads_is_found_where_it_refers_to_it(place: str) -> None:
+    owner, block = _Owner(), Block()
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+        "globals": (lambda x: IN_GLOBALS(x), IN_GLOBALS.gain),
+        "object": (owner.run, owner.block.gain),
+        "partial": (partial(_by_default, blocks={"only": [block]}), block.gain),
+        "closure": (lambda x: _by_default(x, {"only": [block]}), block.gain),
+        "tensor": (lambda x: x * block_gain, block_gain := torch.rand(WIDTH, dtype=torch.float64)),
+    }
+    function, tensor = functions[place]
+    snapshot = Snapshot.of(function, [])
+    snapshot.check()
+    _scale(tensor)
+    with pytest.raises(RuntimeError, match=r"\[8\] of what runs in chunks, .* was modified in place"):
+        snapshot.check()
