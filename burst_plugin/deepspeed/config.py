@@ -26,6 +26,7 @@ __all__ = [
     "loads",
     "near_misses",
     "warn_of_near_misses",
+    "why_off",
 ]
 
 BLOCK = "burst_attention"
@@ -154,6 +155,17 @@ def _similar(config: Mapping[str, Any], outer: str) -> Iterator[str]:
             yield f"{outer}{key}"
         elif isinstance(value, Mapping):
             yield from _similar(value, f"{outer}{key}.")
+
+
+def why_off(config: Mapping[str, Any]) -> str:
+    """Return why a configuration has no burst attention, and what to write: no block, one by another name, or off."""
+    if BLOCK in config:
+        return f'"{BLOCK}" in the DeepSpeed configuration has "enabled": false; write true'
+    similar = "".join(f', only "{key}"' for key in near_misses(config))
+    return (
+        f'the DeepSpeed configuration has no block "{BLOCK}" at its top level{similar}; write '
+        f'"{BLOCK}": {{"enabled": true}} there'
+    )
 
 
 def warn_of_near_misses(config: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ class Session:
         self.whole_batches = False
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model
+        self.took_model_loss = False  # whether Trainer's compute_loss has taken the model's loss of a whole batch
         self.losses_made = 0  # of whole batches, by token_mean_loss and from the losses of shards
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
@@ -178,6 +179,10 @@ class Session:
         share = float((local["shift_labels"] != IGNORED_LABEL).sum()) / max(local[SHARD_KEY].valid_tokens, 1)
         part = loss * (share * self.cp.ranks) if share else torch.zeros_like(loss)
         return self._with_mean_value(part, self.cp.group)
+
+    def mean_over_ring(self, loss: Tensor) -> Tensor:
+        """Return the mean over this ring of a whole batch's loss and what each rank has added to it; collective."""
+        return self._with_mean_value(loss, self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a batch of whole sequences; see `burst_plugin.deepspeed.eval_batch`."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_plugin.batch import SHARD_KEY
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.engine_session import Session
 
@@ -103,13 +104,15 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
         return [] if batch is None else [batch]
     gathered: list[Any] = [None] * cp.ranks
     mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) and SHARD_KEY in batch:
+        mine = "a batch that is cut already"
+    elif isinstance(batch, Mapping):
         mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     with cp.rank_state.alone():
         dist.all_gather_object(gathered, mine, group=cp.group)
     not_dicts = {rank: each for rank, each in enumerate(gathered) if isinstance(each, str)}
     if not_dicts:
-        raise ValueError(f"a batch has to be a dict of tensors by name; these ranks have others: {not_dicts}")
+        raise ValueError(f"a batch has to be a dict of whole tensors by name; these ranks have others: {not_dicts}")
     ended = [rank for rank, each in enumerate(gathered) if each is None]
     if len(ended) == cp.ranks:
         return []

@@ -22,7 +22,13 @@ def lines(path: str | None) -> Iterator[str]:
     installed = importlib.util.find_spec("deepspeed") is not None
     yield "installed" if installed else "not installed; pip install deepspeed"
     if path is not None:
-        yield f"{path}: {_asked_for(_read(path))}"
+        config = _read(path)
+        yield f"{path}: {_asked_for(config)}"
+        if BLOCK in config:
+            yield (
+                "DeepSpeed ignores the block unless the script calls burst_plugin.deepspeed.install(), or is started "
+                "by `-m burst_plugin.run`"
+            )
     yield f'refused beside an enabled block "{BLOCK}":'
     for name, rule in REFUSED.items():
         yield f"  {name}: {rule.instead}"

@@ -6,7 +6,9 @@ a data loader. If the configuration has the block "burst_attention", it gets tho
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +20,7 @@ from deepspeed.utils import groups
 
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, warn_if_untested
-from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block
+from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block, why_off
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
@@ -47,7 +49,9 @@ def install_trainer(adapter: Adapter) -> list[str]:
         return [f"transformers {version('transformers')}: Trainer is left alone, {_OLDEST} or newer could use rings"]
     wrap(ulysses, "register_with_transformers", _requested_size)
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
+    wrap(trainer.Trainer, "__init__", _init_trainer)
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
+    wrap(trainer.Trainer, "compute_loss", partial(_note_model_loss, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
     wrap(trainer.Trainer, "evaluation_loop", partial(_evaluate, adapter))
     wrap(trainer, "deepspeed_sp_compute_loss", partial(_compute_loss, adapter))
@@ -68,10 +72,22 @@ def _of(adapter: Adapter, trainer: Any) -> Session | None:
 
 
 def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace `UlyssesSPAttentionHF.register_with_transformers`: return the `mpu` that Accelerate gives DeepSpeed."""
-    if not _block_is_enabled():
+    """Replace `UlyssesSPAttentionHF.register_with_transformers`: return the `mpu` that Accelerate gives DeepSpeed.
+
+    Raises ValueError for what Ulysses refuses where the block is off, and says why there are no rings.
+    """
+    if _block_is_enabled():
+        return RequestedSize(int(kwargs["sequence_parallel_size"]))
+    config = _deepspeed_config()
+    if config is None:
         return original(*args, **kwargs)
-    return RequestedSize(int(kwargs["sequence_parallel_size"]))
+    off = f"sp_size of ParallelismConfig makes DeepSpeed's Ulysses, not rings, since {why_off(config)}"
+    if BLOCK not in config:
+        warnings.warn(off, stacklevel=3)
+    try:
+        return original(*args, **kwargs)
+    except ValueError as error:
+        raise ValueError(f"{off}. Ulysses refuses: {error}") from error
 
 
 def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,13 +101,16 @@ def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _block_is_enabled() -> bool:
     """Return whether Accelerate's DeepSpeed configuration asks for rings."""
+    block = Block.of(_deepspeed_config() or {})
+    return block is not None and block.enabled
+
+
+def _deepspeed_config() -> Mapping[str, Any] | None:
+    """Return Accelerate's DeepSpeed configuration; None where a script uses DeepSpeed without Accelerate."""
     from accelerate.state import AcceleratorState
 
-    if not AcceleratorState._shared_state:  # a script that uses DeepSpeed's Ulysses itself, without Accelerate
-        return False
-    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
-    block = Block.of({} if plugin is None else plugin.deepspeed_config)
-    return block is not None and block.enabled
+    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None) if AcceleratorState._shared_state else None
+    return None if plugin is None else plugin.deepspeed_config
 
 
 def _loader(
@@ -124,8 +143,44 @@ def _leave_block_alone(
 # ----------------------------------------------------------------------------------------------------------- Trainer
 
 
+def _init_trainer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `Trainer.__init__`, which takes no model with sequence parallelism for one that divides by a count.
+
+    On a ring models do, so that Trainer leaves a loss, and what is added to it, as it does without a ring.
+    """
+    original(trainer, *args, **kwargs)
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is None or not parallelism.sp_enabled or not _block_is_enabled():
+        return
+    _check_trainer(type(trainer), parallelism.sp_size)
+    takes_count = getattr(trainer.model, "accepts_loss_kwargs", None)
+    if takes_count is None:
+        parameters = inspect.signature(trainer.model.forward).parameters.values()
+        takes_count = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    trainer.model_accepts_loss_kwargs = takes_count
+
+
+def _check_trainer(kind: type, size: int) -> None:
+    """Raise ValueError for TRL's trainers with a loss of their own, which is not that of their model."""
+    own = [owner.__name__ for owner in kind.__mro__ if "compute_loss" in vars(owner) and _is_of_trl(owner)]
+    if own and own[0] != "SFTTrainer":
+        raise ValueError(
+            f"{own[0]} with sp_size={size} is not supported with {BLOCK}: it computes a loss of its own from logits "
+            "of whole sequences, and every rank of a ring has those of its shard; use SFTTrainer or Trainer, or "
+            "leave sp_size and the block out"
+        )
+
+
+def _is_of_trl(owner: type) -> bool:
+    return owner.__module__.split(".")[0] == "trl"
+
+
 def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the batches of one step, from `Trainer.get_batch_samples`, the number of tokens of the whole step."""
+    """Wrap `Trainer.get_batch_samples`: give the batches of one step this rank's share of the labels of the step.
+
+    Returns the batches and the share, which `Trainer.compute_loss` gets as `num_items_in_batch`: a sum over a rank's
+    tokens, divided by it, is the mean over the labels of the step once DeepSpeed has taken the mean over ranks.
+    """
     batches, items = original(trainer, *args, **kwargs)
     session = _of(adapter, trainer)
     if session is None:
@@ -136,26 +191,34 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     if not batches or not all(SHARD_KEY in batch for batch in batches):
         return batches, items
     session.only_caller = f"{type(trainer).__name__}.compute_loss"
-    # Trainer divides by the number of batches, unless it takes the loss as scaled; DeepSpeed by that of ranks.
+    labels = session.valid_tokens(*(batch[SHARD_KEY] for batch in batches))
+    share = max(labels, 1.0) / session.ranks  # DeepSpeed takes the mean over ranks
+    # Trainer leaves the loss of a model that takes a count, and what is added to that loss, as it is. From other
+    # losses it takes the mean over batches, which is undone here for the model's own.
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
-        scaled = trainer.model_accepts_loss_kwargs and items is not None
-    divided = 1 if scaled else len(batches)
-    count = session.valid_tokens(*(batch[SHARD_KEY] for batch in batches)) / session.ranks / divided
+        scaled = trainer.model_accepts_loss_kwargs
     for batch in batches:
-        batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
-    return batches, items
+        batch["num_items_in_batch"] = share if scaled else share / len(batches)
+    return batches, torch.tensor(share, dtype=torch.float64, device=trainer.args.device)
 
 
 def _check_mean(session: Session, trainer: Any, items: Any) -> None:
     """Raise ValueError for a mean that Trainer does not compute: it divides by the tokens of a step itself."""
+    rings = session.ranks // session.cp.ranks
     if session.cp.ranks > 1 and session.loss == MEAN_OF_RANKS:
         raise ValueError(
             f'"loss": "{MEAN_OF_RANKS}" of {BLOCK} is not supported with Trainer, whose loss on rings is the mean '
             "over all tokens of a step; leave it out"
         )
-    averages = getattr(getattr(trainer, "args", None), "average_tokens_across_devices", True)
-    if session.cp.ranks == 1 and session.loss == TOKEN_MEAN and items is not None and not averages:
+    if getattr(getattr(trainer, "args", None), "average_tokens_across_devices", True):
+        return
+    if session.cp.ranks > 1 and rings > 1:
+        raise ValueError(
+            f"average_tokens_across_devices=False of TrainingArguments is not supported on {rings} rings of {BLOCK}, "
+            "over which the loss is one mean over all tokens of a step; leave it out"
+        )
+    if session.cp.ranks == 1 and session.loss == TOKEN_MEAN and items is not None:
         raise ValueError(
             f'"loss": "{TOKEN_MEAN}" of {BLOCK} needs average_tokens_across_devices=True of TrainingArguments, got '
             f'False, by which every rank has its own mean; set it, or write "loss": "{MEAN_OF_RANKS}"'
@@ -206,6 +269,14 @@ def _compute_loss(
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `Trainer.compute_loss`: note that a trainer goes on from its model's loss, that of the whole batch."""
+    session = _of(adapter, trainer)
+    if session is not None:
+        session.took_model_loss = True
+    return original(trainer, *args, **kwargs)
+
+
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `prediction_step` of trainers that have their own, before `Trainer.evaluation_loop`."""
     for module, name, around in (
@@ -240,12 +311,14 @@ def _predict(
             outputs: Any = None
             if "shift_labels" not in local:
                 outputs = model(**local)
-            elif prediction_loss_only:  # a trainer may have a loss of its own
-                loss = trainer.compute_loss(model, local)
             else:
-                loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
-            if loss is not None:
-                loss = session.mean_by_labels(loss, local)
+                session.took_model_loss = False
+                result = trainer.compute_loss(model, local, return_outputs=not prediction_loss_only)
+                loss, outputs = (result, None) if prediction_loss_only else result
+                if session.took_model_loss:
+                    loss = session.mean_over_ring(loss)
+                else:  # a loss of the trainer's own, such as SFTTrainer's
+                    loss = session.mean_by_labels(loss, local)
             local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
             whole = None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
             if rank == session.cp.rank:

@@ -78,6 +78,11 @@ def test_doctor_looks_at_a_checkout(tmp_path: Path) -> None:
     [
         ({"burst_attention": {"context_parallel_size": 4}}, 0, "burst attention is on, context_parallel_size=4"),
         (
+            {"burst_attention": {}},
+            0,
+            "DeepSpeed ignores the block unless the script calls burst_plugin.deepspeed.inst",
+        ),
+        (
             {"burst_attention": {"backward": "q"}},
             0,
             "burst attention is on, context_parallel_size=auto, backward='q'",

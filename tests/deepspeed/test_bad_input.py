@@ -22,6 +22,7 @@ import burst_plugin
 import burst_plugin.deepspeed as burst
 from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.deepspeed import adapter, arguments
+from burst_plugin.deepspeed.config import BLOCK
 from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Run, build, configuration, draw, llama, start
@@ -497,7 +498,7 @@ def _turns_with_a_list(rank: int) -> str:
 
 def test_batches_that_are_no_dicts_are_refused_on_every_rank() -> None:
     for said in run_ranks(_turns_with_a_list, 2):
-        assert "a batch has to be a dict of tensors by name; these ranks have others: {1: 'list'}" in said
+        assert "a batch has to be a dict of whole tensors by name; these ranks have others: {1: 'list'}" in said
 
 
 def _turns_beside_a_pass(rank: int) -> str:
@@ -689,3 +690,45 @@ def test_a_script_may_use_ulysses_of_deepspeed_without_accelerate(monkeypatch: p
         monkeypatch.setattr(state, "_shared_state", {})
     given = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2}
     assert trainer._requested_size(lambda **options: options, **given) == given
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, 'has no block "burst_attention" at its top level; write "burst_attention": {"enabled": true} there'),
+        ({"burst_atention": {}}, 'has no block "burst_attention" at its top level, only "burst_atention"; write'),
+        ({"zero_optimization": {BLOCK: {}}}, 'top level, only "zero_optimization.burst_attention"; write'),
+        ({BLOCK: {"enabled": False}}, '"burst_attention" in the DeepSpeed configuration has "enabled": false; write'),
+    ],
+)
+def test_sp_size_without_the_block_says_why_there_are_no_rings(
+    config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed, which speaks of its own attention, has the last word; Ulysses that runs is left alone."""
+    from burst_plugin.deepspeed import trainer
+
+    def refuse(**options: Any) -> None:
+        raise ValueError("core_attn_implementation='None' does not match")
+
+    monkeypatch.setattr(trainer, "_deepspeed_config", lambda: config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match=r"Ulysses refuses: core_attn.* does not match") as error:
+            trainer._requested_size(refuse, sequence_parallel_size=2)
+    assert reason in str(error.value)
+    assert [reason in str(warning.message) for warning in caught] == [True] * (BLOCK not in config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trainer._requested_size(lambda **options: "an mpu", sequence_parallel_size=2) == "an mpu"
+
+
+def test_trainers_of_trl_with_a_loss_of_their_own_are_refused_by_name() -> None:
+    from burst_plugin.deepspeed.trainer import _check_trainer
+
+    def kind(name: str, module: str, *bases: type) -> type:
+        return type(name, bases, {"__module__": module, "compute_loss": None})
+
+    theirs = {name: kind(name, f"trl.trainer.{name.lower()}") for name in ("SFTTrainer", "DPOTrainer")}
+    _check_trainer(kind("Mine", "__main__", theirs["SFTTrainer"]), 2)
+    with pytest.raises(ValueError, match="DPOTrainer with sp_size=2 is not supported with burst_attention: it comp"):
+        _check_trainer(kind("Mine", "__main__", theirs["DPOTrainer"]), 2)

@@ -135,7 +135,7 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     held_out = Rows(draw(1, rows=4, length=setup.length, seed=7)[0])
     args = arguments(setup, deepspeed=deepspeed)
     model = load(setup)
-    before = _weights(model)
+    before = weights(model)
     trainer = (setup.trainer or Trainer)(model=model, args=args, train_dataset=data, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=resume or None)
     sent = _sent()
@@ -155,7 +155,7 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
         generated = trainer.model.generate(
             data.batch["input_ids"][:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0
         )
-    after = _weights(trainer.model)
+    after = weights(trainer.model)
     changes = {name: after[name] - before[name] for name in after}
     return Outcome(
         losses,
@@ -175,7 +175,7 @@ def _sent() -> int:
     return sum(sum(kinds.values()) for kinds in adapter.latest.cp.traffic().values())
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
+def weights(model: Any) -> dict[str, torch.Tensor]:
     """Whole ones in float32, also where ZeRO 3 has cut them up."""
     found = {}
     for name, x in model.named_parameters():
