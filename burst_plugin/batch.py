@@ -105,9 +105,10 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
             document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
-            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well,
-            and not shifted, as weights of labels have to be before; numbers, strings and tensors of one dimension are
-            passed on.
+            for each row, which takes the place of labels and bounds. `position_ids` of mRoPE are [3, B, S], or
+            [4, B, S] with the positions in the text first, of which documents are read. Anything else of that shape
+            is cut as well, and not shifted, as weights of labels have to be before; numbers, strings and tensors of
+            one dimension are passed on.
         pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
 
     Returns:
@@ -116,17 +117,17 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         "burst".
 
     Raises:
-        ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
+        ValueError: on every rank of `cp`, for a batch that cannot be cut, is cut already, or differs between ranks.
     """
 
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
-    read, number = prepared_together(partial(read_batch, batch, cp.ranks, pad_token_id), partial(_compare, cp))
+    read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
     whole, tokens = read.tensors, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in whole.items()}
     shard = SequenceShard(
         cp,
-        length=whole["position_ids"].shape[1],
+        length=whole["position_ids"].shape[-1],
         tokens=tokens,
         mask=read.mask,
         valid_tokens=int((whole["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in whole else 0,
@@ -139,6 +140,22 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
                 setattr(local[name], _MARK, True)
     passed_on = {k: v for k, v in batch.items() if k not in whole and k not in MASK_KEYS and k != "labels"}
     return {**passed_on, **local, SHARD_KEY: shard}
+
+
+def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> WholeBatch:
+    """Return what a batch holds; raise ValueError for one that is cut already, or that cannot be read."""
+    if isinstance(batch, Mapping) and _is_cut(batch):
+        raise ValueError(
+            "the batch is cut already, by shard_batch or by a data loader that calls it, as those of Trainer and "
+            "Accelerate do with sp_size of ParallelismConfig: pass it to the model as it is"
+        )
+    return read_batch(batch, cp.ranks, pad_token_id)
+
+
+def _is_cut(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch carries its shard, or ids that were cut."""
+    ids_are_cut = any(hasattr(batch.get(name), _MARK) for name in ("input_ids", "inputs_embeds"))
+    return isinstance(batch.get(SHARD_KEY), SequenceShard) or ids_are_cut
 
 
 def as_given(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]:
@@ -215,12 +232,13 @@ def _tokens(cp: ContextParallel, read: WholeBatch) -> Tokens:
 
 def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_id: int) -> Tensor:
     """Return this rank's shard of one tensor of a batch, padded to the length of `tokens`."""
-    missing = tokens.length - x.shape[1]
+    dim = x.dim() - 1 if name == "position_ids" else 1  # positions of mRoPE are [3, B, S]
+    missing = tokens.length - x.shape[dim]
     if missing:
         if name == "position_ids":  # repeats the last one: a table of learned positions may end there
-            tail = x[:, -1:].expand(-1, missing)
+            tail = x[..., -1:].expand(*x.shape[:-1], missing)
         else:
             fill = {"shift_labels": IGNORED_LABEL, "input_ids": pad_token_id}.get(name, 0)
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
-        x = torch.cat([x, tail], 1)
-    return cp.shard(x, tokens=tokens)
+        x = torch.cat([x, tail], dim)
+    return cp.shard(x, dim, tokens)

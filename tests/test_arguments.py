@@ -20,6 +20,7 @@ from burst_plugin import (
     Mask,
     PerRow,
     PrefixLM,
+    PrefixTree,
     Scores,
     SlidingWindow,
     Strategy,
@@ -58,6 +59,7 @@ X = torch.zeros(1, 16, 2, 4)
 IDS = torch.ones(1, 16, dtype=torch.int64)
 BOOLS = torch.ones(2, 2, dtype=torch.bool)
 CP = ContextParallel()
+TREE = PrefixTree((-1,), (16,))
 
 
 def _each(name: str, call: Callable[[Any], object], values: list[Any], but: tuple[object, ...] = ()) -> list[Any]:
@@ -232,6 +234,19 @@ def test_arguments_of_attention_of_the_wrong_kind_are_refused(change: dict[str, 
             r"cp is Tensor \[1, 16, 2, 4\] of torch.float32, not a ContextParallel",
         ),
         (lambda: shard_batch({"input_ids": X}, None), "cp is None, not a Context"),
+        (lambda: shard_batch(shard_batch({"input_ids": IDS}, CP), CP), "the batch is cut already, by shard_batch or"),
+        (
+            lambda: shard_batch({"input_ids": IDS, "position_ids": torch.zeros(2, 1, 16)}, CP),
+            r"position_ids of shape \[2, 1, 16\] are not one for each token: give \[1, 16\], .* mRoPE, \[3, 1, 16\]",
+        ),
+        (
+            lambda: shard_batch({"input_ids": IDS.expand(2, -1), "position_ids": torch.zeros(1, 16)}, CP),
+            r"position_ids of shape \[1, 16\] are not one for each token: give \[2, 16\], expanded to all rows",
+        ),
+        (
+            lambda: shard_batch({"input_ids": IDS, "position_ids": torch.zeros(3, 1, 16), "tree": TREE}, CP),
+            r"position_ids of shape \[3, 1, 16\], of mRoPE, are given with a tree",
+        ),
         (
             lambda: ContextParallel(strategy={"parts": 1}),
             r"strategy=\{'parts': 1\} is not a Strategy; write Strategy\(",

@@ -191,7 +191,8 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
     model, positions = type(_FORWARDS.get()[-1].model).__name__, _FORWARDS.get()[-1].positions
     if model in _REPORTED or positions is None or not _has_documents(recipe.shard.mask):
         return
-    if bool((positions.diff(dim=-1) != 1).any()):
+    in_text = positions[0] if positions.dim() == 3 else positions  # of mRoPE's the first, as transformers has them
+    if bool((in_text.diff(dim=-1) != 1).any()):
         _REPORTED.add(model)
         _LOG.warning(
             "%s hands no position_ids to its mask: eager and sdpa attention of transformers let the documents of a "

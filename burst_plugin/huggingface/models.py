@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
@@ -48,9 +48,26 @@ def use_burst(model: torch.nn.Module) -> None:
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
+        _switch_copied_layers(pretrained)
         _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
+
+
+def _switch_copied_layers(pretrained: PreTrainedModel) -> None:
+    """Switch layers with a configuration of their own, as copies of layers have, which transformers does not switch.
+
+    PEFT's `layer_replication` and other ways to deepen a model copy a layer together with its configuration.
+    """
+    models = [module for module in pretrained.modules() if _is_pretrained(module)]
+    fixed = [model for model in models if not model._can_set_attn_implementation()]
+    left_alone = {id(part) for model in fixed for part in model.modules()}
+    for module in pretrained.modules():
+        config = getattr(module, "config", None)
+        if not isinstance(config, PreTrainedConfig) or id(module) in left_alone:
+            continue
+        if config._attn_implementation != ATTN_IMPLEMENTATION:
+            config._attn_implementation = ATTN_IMPLEMENTATION
 
 
 def _watch(pretrained: PreTrainedModel) -> None:

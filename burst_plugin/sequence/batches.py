@@ -36,7 +36,7 @@ def shifted(labels: Tensor) -> Tensor:
 class WholeBatch(NamedTuple):
     """A batch of whole sequences as it was read.
 
-    tensors: [B, S, ...] by name, to be cut along the sequence.
+    tensors: [B, S, ...] by name, to be cut along the sequence; position_ids of mRoPE are [3, B, S] or [4, B, S].
     padded: the length S with padding, of which every rank holds equally many tokens.
     mask: padding and document bounds; None if there are neither.
     checksum: what ranks compare to know that they cut the same batch.
@@ -52,15 +52,15 @@ def read_batch(batch: Mapping[str, Any], ranks: int, pad_token_id: int) -> Whole
     """Return what a batch holds. Raise ValueError for what cannot be cut over `ranks` ranks, or cannot be read."""
     whole_number("pad_token_id={}", pad_token_id, "use the id of the token that fills up sequences, or leave it out")
     tensors = _tensors_to_cut(batch)
-    padded = even_length(tensors["position_ids"].shape[1], ranks)
+    padded = even_length(tensors["position_ids"].shape[-1], ranks)
     trees = _trees(batch, tensors)
-    mask = _mask(batch, tensors["position_ids"], padded, trees)
+    mask = _mask(batch, _positions_in_text(tensors["position_ids"]), padded, trees)
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     return WholeBatch(tensors, padded, mask, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
 
 def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors [B, S, ...] of a batch that are to be cut, with positions, and with labels shifted."""
+    """Return all tensors of a batch that are to be cut, with positions, and with labels shifted."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch has to be a dict of tensors by name, got a {type(batch).__name__}")
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -71,7 +71,9 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2 or name in MASK_KEYS:
             continue
-        if value.shape[:2] != ids.shape[:2]:
+        if name == "position_ids":
+            _check_positions(value, ids)
+        elif value.shape[:2] != ids.shape[:2]:
             raise ValueError(
                 f"{name} of shape {list(value.shape)} cannot be cut along the sequence: the first two dims of a "
                 f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
@@ -95,6 +97,30 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             )
         tensors.setdefault("shift_labels", shifted(labels))
     return tensors
+
+
+def _check_positions(positions: Tensor, ids: Tensor) -> None:
+    """Raise ValueError for positions of which a token has none, or more than mRoPE has."""
+    shape, rows = list(positions.shape), list(ids.shape[:2])
+    if shape == rows or (len(shape) == 3 and shape[0] in (3, 4) and shape[1:] == rows):
+        return
+    raise ValueError(
+        f"position_ids of shape {shape} are not one for each token: give {rows}, expanded to all rows, or those of "
+        f"mRoPE, {[3, *rows]}, or {[4, *rows]} with the positions in the text first"
+    )
+
+
+def _positions_in_text(positions: Tensor) -> Tensor:
+    """Return the positions [B, S] that begin again with a document.
+
+    Of mRoPE's four, as transformers has them, they are the first; its three alone, which stand still in an image, say
+    nothing of documents.
+    """
+    if positions.dim() == 2:
+        return positions
+    if len(positions) == 4:
+        return positions[0]
+    return torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape[1:])
 
 
 def _kind(value: object) -> str:
@@ -138,7 +164,13 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
     given = batch.get("tree")
     if given is None:
         return ()
-    shape = tensors["position_ids"].shape[:2]
+    positions = tensors["position_ids"]
+    if positions.dim() == 3:
+        raise ValueError(
+            f"position_ids of shape {list(positions.shape)}, of mRoPE, are given with a tree, whose positions count "
+            "along each path; leave the tree out"
+        )
+    shape = positions.shape
     trees = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(tree, PrefixTree) for tree in trees) or len(trees) not in (1, shape[0]):
         raise ValueError(f"tree={shown(given)} is not valid; give a PrefixTree, or a list, one for each batch row")
@@ -149,7 +181,6 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
             why = "a token has several next ones: use edges" if name == "labels" else "roots are documents"
             raise ValueError(f"{name} is given with a tree, in which {why}; leave it out")
     logical = torch.stack([tree.logical(torch.arange(shape[1], device="cpu")) for tree in trees]).expand(shape)
-    positions = tensors["position_ids"]
     if batch.get("position_ids") is not None and not torch.equal(positions.cpu().long(), logical):
         raise ValueError("position_ids are not those of the tree, which count along each path; leave them out")
     tensors["position_ids"] = logical.to(positions.device)
