@@ -264,6 +264,5 @@ def _written(options: argparse.Namespace, goal: Goal, setting: object) -> str:
             (options.emit / name).write_text(text)
     except OSError as error:
         raise ValueError(f"--emit {options.emit} cannot be written to: {error}; give a folder") from error
-    return (
-        f"Written to {options.emit}: {', '.join(planning.files(goal.model, setting))}. {planning.usage(options.emit)}"
-    )
+    names, usage = ", ".join(planning.files(goal.model, setting)), planning.usage(options.emit, setting)
+    return f"Written to {options.emit}: {names}. {usage}"

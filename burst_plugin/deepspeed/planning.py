@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK
@@ -37,11 +38,22 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
     return {_CONFIG: _text(_config(model, setting)), _ARGUMENTS: _text(_arguments(setting))}
 
 
-def usage(folder: str) -> str:
-    """Return how the files are used."""
+def usage(folder: str | Path, setting: Setting) -> str:
+    """Return how the files are used: the lines of a training script that read them."""
+    arguments, config = Path(folder, _ARGUMENTS), Path(folder, _CONFIG)
+    imports, rings = "", ""
+    if setting.context > 1:
+        imports = "from accelerate import ParallelismConfig\n"
+        rings = f'    parallelism_config=ParallelismConfig(sp_size={setting.context}, sp_backend="deepspeed"),\n'
     return (
-        f"TrainingArguments(**json.load(open('{folder}/{_ARGUMENTS}')), deepspeed='{folder}/{_CONFIG}', ...) after "
-        "burst_plugin.deepspeed.install()"
+        "In the script, which torchrun starts on every GPU:\n\n"
+        "import json\n\n"
+        f"import burst_plugin.deepspeed\n{imports}from transformers import TrainingArguments\n\n"
+        "burst_plugin.deepspeed.install()\n"
+        "arguments = TrainingArguments(\n"
+        f"    **json.load(open({str(arguments)!r})),\n"
+        f"    deepspeed={str(config)!r},\n"
+        f"{rings})"
     )
 
 

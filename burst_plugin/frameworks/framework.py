@@ -19,7 +19,8 @@ class Framework:
     """A framework with an adapter: how its scripts are recognised, what it reports, and how it is installed.
 
     Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`,
-    `report.lines(subject)`, and for plans `planning.space(fused_norms)`, `.files(model, setting)`, `.usage(folder)`.
+    `report.lines(subject)`, and for plans `planning.space(fused_norms)`, `.files(model, setting)` and
+    `.usage(folder, setting)`.
 
     name: the Python package of the framework, and of its adapter in burst_plugin; also its option of `burst doctor`.
     title: its name in texts.

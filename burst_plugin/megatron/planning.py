@@ -61,7 +61,7 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
     return plan_flags.setting_of(text, gpus, per_node, space(True).code)
 
 
-def usage(folder: str) -> str:
+def usage(folder: str, setting: Setting) -> str:
     """Return how the files are used."""
     version = ".".join(map(str, target_version()))
     command = "python -m burst_plugin.run --framework megatron pretrain_gpt.py"
