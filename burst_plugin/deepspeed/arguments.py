@@ -130,8 +130,8 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
         return []
     return [
         f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
-        f"leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set sp_size={size} "
-        "of ParallelismConfig"
+        f"leave it out, or write {batch // size}. Trainer and Accelerate work it out for the model that they prepare "
+        f"by sp_size={size} of ParallelismConfig; for another, such as a reference model, take {BLOCK} out"
     ]
 
 
