@@ -20,7 +20,7 @@ from tests.support.trainer_run import Rows
 pytestmark = pytest.mark.huggingface
 
 LENGTH = 64
-SHORT = {"max_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+SHORT = {"max_steps": 1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
 
 def _run(rank: int, lines: str) -> tuple[int, list[float]]:
