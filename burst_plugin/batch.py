@@ -146,8 +146,8 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> W
     """Return what a batch holds; raise ValueError for one that is cut already, or that cannot be read."""
     if isinstance(batch, Mapping) and _is_cut(batch):
         raise ValueError(
-            "the batch is cut already, by shard_batch or by a data loader that calls it, as those of Trainer and "
-            "Accelerate do with sp_size of ParallelismConfig: pass it to the model as it is"
+            "the batch is cut already, by shard_batch or by a data loader that calls it, as sp_size of "
+            "ParallelismConfig makes one: pass it to the model as it is"
         )
     return read_batch(batch, cp.ranks, pad_token_id)
 
