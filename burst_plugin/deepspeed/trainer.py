@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, warn_if_untested
-from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block, why_off
+from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block, near_misses, why_off
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
@@ -135,8 +135,9 @@ def _count_processes(original: Callable[..., Any], state: Any, *args: Any, **kwa
 def _leave_block_alone(
     original: Callable[..., Any], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace `DeepSpeedPlugin.fill_match`, which would fill in "auto" in the block."""
-    if not ds_key_long.startswith(f"{BLOCK}."):
+    """Replace `DeepSpeedPlugin.fill_match`, which would fill in "auto" in the block, also in one by another name."""
+    blocks = (BLOCK, *near_misses(plugin.hf_ds_config.config))
+    if not any(ds_key_long.startswith(f"{name}.") for name in blocks):
         original(plugin, ds_key_long, *args, **kwargs)
 
 

@@ -722,6 +722,21 @@ def test_sp_size_without_the_block_says_why_there_are_no_rings(
         assert trainer._requested_size(lambda **options: "an mpu", sequence_parallel_size=2) == "an mpu"
 
 
+def test_accelerate_fills_in_no_auto_of_the_block_nor_of_one_by_another_name() -> None:
+    from burst_plugin.deepspeed.trainer import _leave_block_alone
+
+    filled: list[str] = []
+    for config, block in (
+        ({BLOCK: {}}, BLOCK),
+        ({"burst_atention": {}}, "burst_atention"),
+        ({"zero_optimization": {BLOCK: {}}}, f"zero_optimization.{BLOCK}"),
+    ):
+        plugin = types.SimpleNamespace(hf_ds_config=types.SimpleNamespace(config=config))
+        for key in (f"{block}.layout", "train_batch_size"):
+            _leave_block_alone(lambda plugin, key: filled.append(key), plugin, key)
+    assert filled == ["train_batch_size"] * 3
+
+
 def test_trainers_of_trl_with_a_loss_of_their_own_are_refused_by_name() -> None:
     from burst_plugin.deepspeed.trainer import _check_trainer
 

@@ -249,6 +249,23 @@ def test_what_cannot_be_had_on_a_ring_is_refused(tmp_path: Path, options: dict[s
         run_ranks(_refused, 2, setup, options)
 
 
+def _misspelt(rank: int, setup: Setup) -> None:
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    args = arguments(setup, deepspeed=True)
+    config = args.hf_deepspeed_config.config
+    config["burst_atention"] = config.pop("burst_attention")
+    Trainer(model=load(setup), args=args, train_dataset=Rows(draw(1, rows=2)[0])).train()
+
+
+def test_a_misspelt_block_with_auto_in_it_is_named(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
+    with pytest.raises(
+        RankError, match=r'not rings, since .* no block "burst_attention" .*, only "burst_atention"; wr'
+    ):
+        run_ranks(_misspelt, 2, setup)
+
+
 def _other_mean(rank: int, setup: Setup, tells_accelerate: bool) -> list[float]:
     """Losses that Trainer logged; without sp_size there are rings of one."""
     burst.install()
