@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,9 +27,7 @@ __all__ = [
     "UnderWay",
     "merged",
     "row_count",
-    "rows_within",
     "union",
-    "without",
 ]
 
 Side = Literal["q", "kv"]
@@ -98,29 +95,3 @@ def union(several: Iterable[Rows | None]) -> Rows | None:
     several = list(several)
     known = [rows for rows in several if rows is not None]
     return merged(chain.from_iterable(known)) if len(known) == len(several) else None
-
-
-def without(rows: Rows, others: Rows) -> Rows:
-    """Return the rows that are not among the others."""
-    left = list[tuple[int, int]]()
-    for start, stop in rows:
-        for low, high in others:
-            if start < low < stop:
-                left.append((start, low))
-            if low < stop and start < high:
-                start = high
-        if start < stop:
-            left.append((start, stop))
-    return tuple(left)
-
-
-@lru_cache(maxsize=256)  # asked for whenever a block leaves
-def rows_within(rows: Rows, others: Rows | None) -> Rows:
-    """Return where rows are among others, which have all of them, one behind the other; None is all rows."""
-    if others is None:
-        return rows
-    found, before = list[tuple[int, int]](), 0
-    for start, stop in others:
-        found += [(before + a - start, before + b - start) for a, b in rows if start <= a and b <= stop]
-        before += stop - start
-    return merged(found)

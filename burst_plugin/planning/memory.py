@@ -33,7 +33,7 @@ from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.masks import Causal, Full, Mask, SlidingWindow
+from burst_plugin.sequence.masks import Full, Mask, SlidingWindow
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
@@ -173,8 +173,6 @@ def _nccl_bytes(setting: Setting) -> float:
         links.append(Link.INTER)
     exchange = Link.INTRA if setting.ulysses <= setting.inner else Link.INTER
     of_ring = len(Traffic) * sum(peer_bytes(_STRATEGY.max_ctas, link) for link in links)
-    if ring.nodes == 1 and ring.ranks > 2:  # partial results come from two others where blocks shed rows
-        of_ring += peer_bytes(_STRATEGY.max_ctas, Link.INTRA)
     return of_ring + (setting.ulysses - 1) * peer_bytes(0, exchange)
 
 
@@ -190,11 +188,7 @@ def _ring_buffers(model: ModelShape, setting: Setting) -> Moment:
         rows = min(shapes.q_len, _ROWS)
         window = -(-model.window * rows // shapes.q_len)  # the same share of a block
         return {"ring buffers": count(SlidingWindow(window - 1, 0), rows) * shapes.q_len}
-    whole, shed = count(Full(), 2), count(Causal(), 2)
-    found = {"ring buffers": whole * shapes.q_len}
-    if shed > whole:
-        found["ring buffers, half blocks sent on"] = (shed - whole) * shapes.q_len
-    return found
+    return {"ring buffers": count(Full(), 2) * shapes.q_len}
 
 
 @lru_cache(maxsize=4096)

@@ -254,7 +254,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     """Return about how many bytes the ring's communication buffers take at most, for all layers together.
 
     Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
-    exchange of heads has some to send and to receive, which are not, nor are rows that blocks shed inside a node.
+    exchange of heads has some to send and to receive, which are not.
     """
     groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy.degree)
     counts: Counter[float] = Counter()  # by size

@@ -25,7 +25,8 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Accumulator, Tensors
-from burst_plugin.ring.partial_results import Moving, PartialResults, packed
+from burst_plugin.compute.rows import take_rows
+from burst_plugin.ring.partial_results import Moving, PartialResults
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
 from burst_plugin.types import NOTHING_UNDER_WAY, UnderWay
@@ -194,7 +195,7 @@ class RingPass:
         """Return the bytes of a block, or of partial results of it, on their way out."""
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
-            return self._released_at(due, self._results.leave(post))
+            return self._released_at(due, self._results.leave(block))
         if post.transfer.rows != self._send_recv.rows.get(block):  # some of those here, for one peer alone
             return self._released_at(due, self._packed(post))
         if block not in self._buffers:  # the rank's own block, sent for the first time
@@ -206,10 +207,14 @@ class RingPass:
         return buffer
 
     def _packed(self, post: Post) -> Buffer:
-        """Return a leased buffer with operands of a block that is here: all rows of it, or some."""
-        block = post.transfer.block
-        operands = self._operands.get(block) or self._parts[self._schedule.part(block)].outgoing(self._moving)
-        return packed(post, operands, self._send_recv.rows.get(block), self._lease)
+        """Return a leased buffer with the operands of a block of this rank's own: all rows of it, or some."""
+        operands = self._parts[self._schedule.part(post.transfer.block)].outgoing(self._moving)
+        if post.transfer.rows is not None:
+            operands = tuple(take_rows(x, post.transfer.rows) for x in operands)
+        buffer = self._lease(post.packing.nbytes)
+        for view, operand in zip(buffer.views(post.packing), operands, strict=True):
+            view.copy_(operand)
+        return buffer
 
     def _arrive(self, post: Post, buffer: Buffer) -> None:
         if not buffer.has_label(self._label):

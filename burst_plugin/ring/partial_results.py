@@ -1,7 +1,6 @@
 """Partial results on one rank during a pass: of other ranks' blocks, which come and leave, and of its own.
 
-arrive, add     ->  an accumulator per block  ->  leave          to the next rank
-                                              ->  leave, twice   some rows to the next rank, the others to their owner
+arrive, add     ->  an accumulator per block  ->  leave
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
-from burst_plugin.compute.rows import take_rows
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
-from burst_plugin.types import Rows, Side, rows_within
+from burst_plugin.types import Side
 
-__all__ = ["Moving", "PartialResults", "packed"]
+__all__ = ["Moving", "PartialResults"]
 
 
 class Moving(Protocol):
@@ -53,11 +51,10 @@ class _Leased:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Partial:
-    """Partial results of another rank's block, the storage in which they leave, and how many rows have left."""
+    """Partial results of another rank's block, and the storage in which they leave."""
 
     storage: _Leased
     accumulator: Accumulator
-    left: int = 0
 
 
 class PartialResults:
@@ -111,26 +108,9 @@ class PartialResults:
             arrived.join(here.accumulator, None)
         self._here[block] = _Partial(storage, arrived)
 
-    def leave(self, post: Post) -> Buffer:
-        """Return the buffer with a block's partial results, or one with some rows of them; all leave at one step."""
-        block, length = post.transfer.block, post.packing.length
-        tensors, here = self.of(block).tensors, self._here[block]
-        buffer, is_all = here.storage.buffer, length == here.storage.length
-        assert buffer is not None, "what is settled is in its storage"
-        here.left += length
-        sent = buffer if is_all else packed(post, tensors, self._send_recv.rows.get(block), self._lease)
-        if here.left == here.storage.length:
-            del self._here[block]
-            if not is_all:
-                self._release(buffer)
-        return sent
-
-
-def packed(post: Post, tensors: Tensors, here: Rows | None, lease: Callable[[int], Buffer]) -> Buffer:
-    """Return a leased buffer with what a message takes of tensors, which have the rows of a block that are `here`."""
-    buffer, rows = lease(post.packing.nbytes), post.transfer.rows
-    if rows is not None:
-        tensors = tuple(take_rows(x, rows_within(rows, here)) for x in tensors)
-    for view, tensor in zip(buffer.views(post.packing), tensors, strict=True):
-        view.copy_(tensor)
-    return buffer
+    def leave(self, block: int) -> Buffer:
+        """Return the buffer with the partial results of another rank's block, which this rank holds no longer."""
+        self.of(block).settle()
+        buffer = self._here.pop(block).storage.buffer
+        assert buffer is not None, "settled results are in their storage"
+        return buffer

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from burst_plugin.ring.ulysses_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
-from burst_plugin.schedule.trimming import shedding
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
@@ -25,7 +24,6 @@ from burst_plugin.types import OTHER_SIDE, SIDES, Side, row_count
 
 __all__ = ["Attending", "Pairs", "PassKey", "Route", "RouteTable"]
 
-_FEW_RUNS = 4  # of a block: with more it takes long to find out which rows blocks may shed
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 
 
@@ -70,7 +68,7 @@ class Pairs:
             start = stop
         self.runs = runs
         check_strides(run for shards in runs.values() for held in shards for run in held)
-        self._required: dict[tuple[Side, bool], RequiredRows | None] = {}
+        self._required: dict[Side, RequiredRows | None] = {}
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
@@ -93,16 +91,16 @@ class Pairs:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
-    def required(self, moving: Side, if_most: bool = False) -> RequiredRows | None:
+    def required(self, moving: Side) -> RequiredRows | None:
         """Return the rows that each rank works on of every block of side `moving`.
 
-        None where blocks go to all ranks: if most rows are required, unless `if_most`; or if too many runs meet.
+        None where blocks go to all ranks: if most rows are required, or too many runs meet.
         """
-        if (moving, if_most) not in self._required:
+        if moving not in self._required:
             regions = [of_rows if moving == "kv" else of_rows.transposed for _, of_rows in self._regions]
             shards = self.runs[OTHER_SIDE[moving]], self.runs[moving]
-            self._required[moving, if_most] = find_required_rows(regions, *shards, if_most=if_most)
-        return self._required[moving, if_most]
+            self._required[moving] = find_required_rows(regions, *shards)
+        return self._required[moving]
 
 
 @dataclass(frozen=True)
@@ -279,8 +277,7 @@ class RouteTable:
             required = _half(required, moving, self.ring_ranks)
         lengths = [token_count(held) for held in pairs.runs[moving]]
         if required is None:
-            shed = self._shedding(pairs, moving, reduces, lengths)
-            self._schedules[key] = self.dense(reduces, parts) if shed is None else shed.in_parts(parts)
+            self._schedules[key] = self.dense(reduces, parts)
         else:
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
@@ -291,13 +288,6 @@ class RouteTable:
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
         return self._schedules[key]
-
-    def _shedding(self, pairs: Pairs, moving: Side, reduces: bool, lengths: Sequence[int]) -> Schedule | None:
-        """Return the schedule in which all ranks visit all blocks, and blocks shed rows on their way, if they do."""
-        if self._ring_topology.nodes > 1 or any(len(held) > _FEW_RUNS for held in pairs.runs[moving]):
-            return None
-        required = pairs.required(moving, if_most=True)
-        return None if required is None else shedding(self.dense(reduces), required, lengths)
 
 
 def _half(required: Required | None, moving: Side, ranks: int) -> Required:

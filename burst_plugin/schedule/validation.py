@@ -64,18 +64,12 @@ def _check_transfer(schedule: Schedule, t: Transfer, kind: Traffic, required: Re
 
 
 def _check_rows(schedule: Schedule, required: Required) -> None:
-    """Check that of a block just those rows come to a rank that are required there, or sent on from there."""
-    sent_on = defaultdict[tuple[int, int], list["Rows | None"]](list)
-    for t in schedule.gather:
-        sent_on[t.src, t.block].append(t.rows)
+    """Check that of a block just those rows come to a rank, or to a rank of another node, that are required there."""
     for t in schedule.gather:
         owner, topology = schedule.owner(t.block), schedule.topology
-        ranks: Sequence[int]
-        if topology.link(owner, t.dst) is Link.INTRA:
-            ranks, others = (t.dst,), sent_on[t.dst, t.block]
-        else:  # what all ranks of that node require
-            ranks, others = topology.node_peers(t.dst), []
-        needed = union([*(required[rank][owner] for rank in ranks if owner in required[rank]), *others])
+        is_near = topology.link(owner, t.dst) is Link.INTRA
+        ranks = (t.dst,) if is_near else topology.node_peers(t.dst)  # elsewhere what all ranks of the node require
+        needed = union([required[rank][owner] for rank in ranks if owner in required[rank]])
         if t.rows is not None and needed != t.rows:
             raise ScheduleError(f"{schedule.name}: not the rows that are required: {t}")
 

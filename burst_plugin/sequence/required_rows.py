@@ -25,18 +25,16 @@ Shards = Sequence[Sequence[Run]]  # by rank: the runs that it holds
 RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `schedule.Required`
 
 
-def find_required_rows(
-    regions: Sequence[Regions], local: Shards, moving: Shards, *, if_most: bool = False
-) -> RequiredRows | None:
+def find_required_rows(regions: Sequence[Regions], local: Shards, moving: Shards) -> RequiredRows | None:
     """Return the rows of every moving block that every rank works on; `regions` have the local side as queries.
 
     Runs are of one stride. Return None, so that blocks go to all ranks, if three ranks, looked at for all, require
-    most rows of every block, unless `if_most`; or if too many runs meet.
+    most rows of every block; or if too many runs meet.
     """
     samples = [local[rank] for rank in dict.fromkeys((0, len(local) // 2, len(local) - 1))]
     try:
         sampled = _Meetings(regions, moving, _MOST_MEETINGS * len(samples) // len(local))
-        if not if_most and all(sampled.are_most(sampled.of(held)) for held in samples):
+        if all(sampled.are_most(sampled.of(held)) for held in samples):
             return None
         meetings = _Meetings(regions, moving, _MOST_MEETINGS)
         return [meetings.of(held) for held in local]

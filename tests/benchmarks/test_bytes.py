@@ -13,7 +13,8 @@ from benchmarks.contenders import CONTENDERS, Case, Contender
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from tests.support.ranks import run_ranks
 
-RANKS, MOST = 8, 0.75
+RANKS = 8
+MOST = {(32, 32): 0.77, (64, 8): 0.95}  # by query and key/value heads
 CASES = {
     f"{q_heads}/{kv_heads} heads, {nodes} x {RANKS // nodes} ranks": Case(
         nodes, RANKS // nodes, 64, q_heads, kv_heads, 128, torch.bfloat16, causal=True, batch=1
@@ -50,8 +51,8 @@ def _sent(rank: int, contenders: list[Contender]) -> list[dict[str, int]]:
     return found
 
 
-def test_a_step_sends_three_quarters_of_what_ring_flash_attn_does() -> None:
-    """At most, in bfloat16 under a causal mask: both ring alike, but this one's blocks shed rows on their way."""
+def test_a_step_sends_less_than_with_ring_flash_attn() -> None:
+    """In bfloat16 under a causal mask: both ring alike, but here queries travel backward where that is less."""
     peer, burst = RingFlashAttn(), CONTENDERS[0]
     reason = peer.absent()
     if reason is not None:
@@ -63,4 +64,4 @@ def test_a_step_sends_three_quarters_of_what_ring_flash_attn_does() -> None:
         hops = RANKS * (RANKS - 1)
         assert theirs == hops * block * (2 + 2 + 4) + RANKS * block * 4, "forward, backward, sums once more to owners"
         print(f"{name}: {mine / theirs:.3f}")
-        assert mine <= MOST * theirs, name
+        assert mine <= MOST[case.q_heads, case.kv_heads] * theirs, name

@@ -11,10 +11,8 @@ import torch
 
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, tasp, two_level_ring
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.planning.buffer_count import CountingPool, Held, as_many_buffers, most_bytes, most_held
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.planning.buffer_count import CountingPool, Held, as_many_buffers, most_held
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence.layout import Tokens
 from tests.support.reference import Problem
 
 TOPOLOGIES = [Topology(n, w) for n, w in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8))]
@@ -77,18 +75,6 @@ def test_rings_lease_what_was_counted(schedule: str, topology: Topology, parts: 
     for rank_state in ring.rank_states:
         held = rank_state.transport.pool.allocated_bytes
         assert held <= most[operands] * operands + most[sums] * sums
-
-
-def test_a_ring_that_sheds_rows_leases_what_was_counted() -> None:
-    """Half of a block more on its way out, and halves of partial results where rows are shed."""
-    tokens, ring = Tokens(96), VirtualRing(Topology(1, 6), Strategy(backward="kv"))
-    schedule = RouteTable(Topology(1, 6), Strategy()).schedule(Attending(tokens, tokens, Causal()), "kv", True)
-    assert most_held(schedule) == Held(3, 4)
-    leased = leased_at_once(ring, Causal())
-    block = max(leased) / 2  # of operands, in bfloat16; sums are in float32
-    most = max(member.transport.pool.allocated_bytes for member in ring.rank_states)
-    assert most <= 1.02 * most_bytes(schedule, block, 2 * block)
-    assert most_bytes(schedule, block, 0) == 2.5 * block
 
 
 def test_rows_are_let_go_of_when_they_have_been_worked_on() -> None:

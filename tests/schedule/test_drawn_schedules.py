@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from burst_plugin import Topology
 from burst_plugin.planning.buffer_count import most_held
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.schedule.trimming import mirrored, trimmed
-from burst_plugin.types import merged
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -51,25 +49,3 @@ def test_schedules_of_required_rows_are_exact(topology: Topology, reduces: bool,
             if not schedule.by_link:
                 assert len(schedule.gather) == pairs
                 assert len(schedule.reduce) == pairs * reduces
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    topology=st.integers(2, 6).map(lambda ranks: Topology(1, ranks)),
-    kinds=st.lists(st.sets(st.integers(0, 3), min_size=1).map(sorted), min_size=1, max_size=5),
-    random=st.randoms(use_true_random=False),
-)
-def test_blocks_that_shed_any_rows_are_exact(topology: Topology, kinds: list[list[int]], random: Any) -> None:
-    rows = [merged((row, row + 1) for row in kind) for kind in kinds]
-    ranks = range(topology.ranks)
-    required = [{owner: random.choice(rows) for owner in ranks} | {rank: ((0, 4),)} for rank in ranks]
-    for make in SCHEDULES.values():
-        dense = make(topology, True, None)
-        if dense.ring_of_part is None:
-            for way in (dense, mirrored(dense)):
-                shed = trimmed(way, required, [4] * topology.ranks)
-                sent_on = {(t.src, t.block) for t in shed.gather}
-                last = [t for t in shed.gather if (t.dst, t.block) not in sent_on]
-                assert all((t.rows or ((0, 4),)) == required[t.dst][t.block] for t in last), "rows are sent in vain"
-                for parts in (1, 2):
-                    shed.in_parts(parts).validate(required)
