@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["FAILED", "NOT_SHOWN", "OK", "SECTIONS", "Finding", "failed", "shown_time", "table"]
 
-SECTIONS = ("right", "safe", "fast", "tuned", "peers")
+SECTIONS = ("right", "safe", "fast", "tuned")
 OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
 
 

@@ -15,7 +15,6 @@ import torch
 from burst_plugin.check.crew import Crew
 from burst_plugin.check.fast import fast
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, Finding
-from burst_plugin.check.peers import peers
 from burst_plugin.check.right import right
 from burst_plugin.check.right_gpu import BOUND, ONLY_GPUS
 from burst_plugin.check.right_ring import check_rings
@@ -34,7 +33,7 @@ _GRACE_S = 15.0  # between the ends of the first and of the last rank
 _UNTIMED = ("right", "safe")
 
 Section = Callable[[World, Settings], Iterator[Finding]]
-_TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned, "peers": peers})
+_TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned})
 
 
 def is_first() -> bool:

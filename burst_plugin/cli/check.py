@@ -20,7 +20,7 @@ from burst_plugin.profiling.cluster_profile import Model, device_name
 __all__ = ["add_arguments", "lines"]
 
 _BAR_WIDTH = 20
-_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1, "peers": 4}  # findings of each section
+_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1}  # findings of each section
 _ERASE = f"\r{' ' * 60}\r"
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
@@ -30,7 +30,6 @@ Prove, measure and tune this machine, or the ranks that a launcher has started
   safe    a rank that raises, is killed or stops: all others end within 30 s, and name it
   fast    the kernel, the links and the ring, each by itself; slow links and GPUs by name
   tuned   the strategy that suits a model here, written to burst-profile.json
-  peers   on GPUs: other libraries that are installed, interleaved with the ring
 
 It runs on GPUs with NCCL where there are any, else on CPUs with gloo. The exit status is 1 if any check fails.
 """

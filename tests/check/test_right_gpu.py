@@ -109,7 +109,7 @@ def test_ranks_that_share_a_gpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run, "_spawned", lambda settings, ranks: asked.append((settings.sections, ranks)) or [])
     assert list(run.check(Settings(), 2)) == []
     found = list(run.check(Settings(), 4))
-    assert [each.section for each in found] == ["fast", "tuned", "peers"]
+    assert [each.section for each in found] == ["fast", "tuned"]
     assert {each.verdict for each in found} == {NOT_SHOWN}
     assert asked == [(SECTIONS, 2), (("right", "safe"), 4)]
 
