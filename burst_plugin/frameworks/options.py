@@ -1,17 +1,16 @@
-"""The options of `Strategy` as command-line flags and as the table of docs/options.md, from its fields."""
+"""The options of `Strategy` as command-line flags, from its fields."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Collection
-from dataclasses import Field, fields
+from dataclasses import Field
 from typing import Any
 
-from burst_plugin.frameworks import all_frameworks
-from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.strategy import AUTO
 
-__all__ = ["flag_keywords", "table"]
+__all__ = ["flag_keywords"]
 
 
 def number_or_word(text: str) -> float | str:
@@ -48,21 +47,3 @@ def _whole_or(words: Collection[str]) -> dict[str, Any]:
         return text if text in words else int(text)
 
     return {"type": whole_or_word, "metavar": f"{{N,{','.join(words)}}}"}
-
-
-def table() -> str:
-    """Return the table of docs/options.md in Markdown: a row per option, and how frameworks write it."""
-    by_name = [each.title for each in all_frameworks() if each.written is None]
-    other_ways = [(each.title, each.written) for each in all_frameworks() if each.written is not None]
-    rows = [[f"field and {' and '.join(by_name)} key", *(title for title, _ in other_ways), "default", "values"]]
-    rows.append(["---"] * len(rows[0]))
-    for option in fields(Strategy):
-        ways = [written(option.name) for _, written in other_ways]
-        rows.append([f"`{option.name}`", *ways, f"`{_shown(option.default)}`", option.metadata["help"]])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from burst_plugin import Strategy
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.frameworks import options
 from burst_plugin.megatron.arguments import add_arguments, written
+from tools import tables
 
 OTHER_VALUES: dict[str, Any] = {  # other than the default; numbers and switches have them by type
     "bool": True,
@@ -22,14 +22,6 @@ OTHER_VALUES: dict[str, Any] = {  # other than the default; numbers and switches
     "int | str": 2,
     "int | tuple[int, int]": (1, 2),
 }
-
-
-def test_the_page_of_options_has_their_table() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
-    found = text.split("<!-- options:begin -->\n")[1].split("\n<!-- options:end -->")[0]
-    assert found.strip() == options.table(), (
-        "put what burst_plugin.frameworks.options.table() gives between the markers"
-    )
 
 
 @pytest.mark.parametrize("option", fields(Strategy), ids=lambda option: option.name)
@@ -68,13 +60,12 @@ def test_megatrons_flags_are_all_options_but_those_that_say_what_takes_their_pla
     assert len(given) == len(fields(Strategy)) - 4 + len(["burst_preset", "burst_profile"])
 
 
-def test_an_option_that_is_added_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_is_added_is_in_the_table() -> None:
     @dataclass(frozen=True, kw_only=True)
     class More(Strategy):
         wait: bool = field(default=False, metadata={"help": "whether to wait, 5 % [longer](there.md)", "choices": ()})
 
     assert options.flag_keywords(fields(More)[-1])["help"] == "whether to wait, 5 %% longer"
-    monkeypatch.setattr(options, "Strategy", More)
-    assert options.table().endswith(
+    assert tables.options(More).endswith(
         "\n| `wait` | `--burst-wait` | `false` | whether to wait, 5 % [longer](there.md) |"
     )

@@ -36,7 +36,6 @@ from burst_plugin.kernels import flash_attn_4 as flash_attn_4_module
 from burst_plugin.kernels.flash import Ask
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
-from burst_plugin.kernels.table import table
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.trial import problem_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, UnderWay
@@ -802,9 +801,3 @@ def test_versions_compare_as_numbers() -> None:
     assert not library.older("2.10.0", (2, 7))
     assert not library.older("2.7", (2, 7))
     assert library.older("unknown", (2, 7))
-
-
-def test_the_page_of_kernels_has_their_table() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-    found = text.split("<!-- kernels:begin -->\n")[1].split("\n<!-- kernels:end -->")[0]
-    assert found.strip() == table(), "put what burst_plugin.kernels.table.table() gives between the markers"
