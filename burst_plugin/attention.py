@@ -13,12 +13,13 @@ algorithm 2) for travelling queries in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
-from burst_plugin.activations.kept_attention import next_memo
-from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
+from burst_plugin.activations.kept_attention import next_memo, unseen_by_selective_checkpoints
 from burst_plugin.checks import shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.consistency import prepared_together
@@ -26,11 +27,10 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, Outputs, Request, both_sides, has_gradients
+from burst_plugin.ring.request import Inputs, Outputs, Request, has_gradients
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.listed_masks import QueriesBefore
@@ -139,17 +139,24 @@ def burst_attention(
             "and pass it here"
         )
     inputs = Inputs(q, k, v, sink, bias)
-    request = Request(mask, scores, both_sides(tokens), return_max_logits, return_lse, softmax_scale)
-    outputs = ring_attention(inputs, request, cp, tag)
+    pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    request = Request(mask, scores, pair, return_max_logits, return_lse, softmax_scale)
+    if torch.compiler.is_compiling():
+        from burst_plugin.ring.compiled import opaque  # which imports the compiler
+
+        outputs: Outputs = opaque(ring_attention, inputs, request, cp, tag)
+    else:
+        outputs = ring_attention(inputs, request, cp, tag)
+    if not return_lse and not return_max_logits:
+        return outputs.out
     wanted = (True, return_lse, return_max_logits)
-    chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
-    return chosen if len(chosen) > 1 else chosen[0]
+    return tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
 
 
-@between_graphs
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
-    """Return what this rank gets; see `burst_attention`."""
-    calls = by_head_group(inputs, request)
+    """Return the outputs of this rank; see `burst_attention`."""
+    is_whole = not isinstance(request.mask, Mask) or request.mask.head_groups is None
+    calls = [] if is_whole else by_head_group(inputs, request)
     if not calls:
         return _first_of([(inputs, request)], cp, tag)
     outputs = [_first_of(calls, cp, tag)]  # checks all of them
@@ -157,51 +164,53 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: o
 
 
 def _first_of(calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object) -> Outputs:
-    """Return what this rank gets of the first of `calls`; raise ValueError if it cannot make the others, too."""
-    inputs, _ = calls[0]
+    """Return the outputs of the first of `calls`; raise ValueError if this rank cannot make the others, too."""
+    inputs, state = calls[0][0], cp.rank_state
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
-        cp.rank_state.check_usable(inputs.q.device)
+        state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
-        memo = next_memo(cp.strategy.kept_share, inputs)
-        plan, which = _agreed_plan(calls, cp, tag, memo)
-        again = memo.rest if memo is not None else None
-        cp.connect(plan.by_link if again is None else plan.by_link | again.by_link)
-        return Outputs(*RingAttention.apply([plan], which, memo, *inputs))  # type: ignore[no-untyped-call]
+        memo = next_memo(cp.strategy, inputs)
+        prepare = partial(_prepared, calls, cp, tag, memo)
+        (plan, _), call = prepared_together(prepare, partial(_agreed, cp, inputs, memo))
+        if cp.group is not None:
+            cp.connect(plan.by_link if memo is None or memo.rest is None else plan.by_link | memo.rest.by_link)
+        return Outputs(*RingAttention.apply(plan, call, memo, *inputs))  # type: ignore[no-untyped-call]
 
 
-def _agreed_plan(
+def _prepared(
     calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object, memo: Memo | None
-) -> tuple[Plan, CallId]:
-    """Return this rank's plan, and which call it is for: checked here, and compared with those of the other ranks.
-
-    It is that of the first of `calls`; the others are checked beside it.
-    """
+) -> tuple[Plan, str]:
+    """Return this rank's plan of the first of `calls`, and the call's name. Raise ValueError for a wrong one."""
     inputs, request = calls[0]
-    recalled = {} if memo is None else {"kept by a checkpoint": memo.is_filled}
+    plan = make_plan(cp.rank_state, inputs, request, cp.plans)
+    for call in calls[1:]:
+        make_plan(cp.rank_state, *call, cp.plans)
+    if memo is not None and memo.is_filled:
+        memo.check(plan)
+        memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
+    cp.rank_state.note_call(plan.choices)
+    cp.check_device(plan.device)
+    if plan.device.type == "cuda" and plan.is_rehearsed:
+        from burst_plugin.ring.rehearsal import rehearse_forward
 
-    def prepared() -> tuple[Plan, str]:
-        plan, *_ = (make_plan(cp.rank_state, *call, cp.plans) for call in calls)
-        if memo is not None and memo.is_filled:
-            memo.check(plan)
-            memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
-        cp.rank_state.note_call(plan.choices)
-        cp.check_device(inputs.q.device)
-        if plan.is_rehearsed:
-            from burst_plugin.ring.rehearsal import rehearse_forward
+        rehearse_forward(plan, inputs)
+    return plan, cp.name_of_next_call(tag)
 
-            rehearse_forward(plan, inputs)
-        return plan, cp.name_of_next_call(tag)
 
-    def agree(mine: tuple[Plan, str] | None, problem: str) -> CallId:
-        if mine is None:
-            return cp.agree_on_attention({}, problem)
-        plan, name = mine
+def _agreed(
+    cp: ContextParallel, inputs: Inputs, memo: Memo | None, prepared: tuple[Plan, str] | None, problem: str
+) -> CallId:
+    """Compare what this rank has prepared with the other ranks, and return which call it is; collective."""
+    if prepared is None:
+        return cp.agree_on_attention(dict, problem)
+    plan, name = prepared
+
+    def compared() -> dict[str, object]:
+        kept = {} if memo is None else {"kept by a checkpoint": memo.is_filled}
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
-        compared = {"takes part in gradients": has_gradients(inputs), **recalled, **plan.signature, **sink}
-        return cp.agree_on_attention(compared, problem, name)
+        return {"takes part in gradients": has_gradients(inputs), **kept, **plan.signature, **sink}
 
-    (plan, _), which = prepared_together(prepared, agree)
-    return plan, which
+    return cp.agree_on_attention(compared, problem, name)
 
 
 def _plan_of_rest(first_kept: int, inputs: Inputs, request: Request, cp: ContextParallel) -> Plan | None:

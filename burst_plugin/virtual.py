@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
+from burst_plugin.activations.kept_attention import unseen_by_selective_checkpoints
 from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.planning.choice import planned
 from burst_plugin.profiling.recorder import Profile
-from burst_plugin.ring.autograd import RingAttention, by_rank
+from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
+from burst_plugin.ring.autograd import refuse_second_derivatives
 from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
@@ -46,7 +48,7 @@ from burst_plugin.topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
-__all__ = ["VirtualRing"]
+__all__ = ["VirtualRing", "VirtualRingAttention", "by_rank"]
 
 
 class VirtualRing:
@@ -129,8 +131,8 @@ class VirtualRing:
         for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are, before any is run
             self._number += 1
             with unseen_by_selective_checkpoints():
-                flat = RingAttention.apply(plans, CallId(self._number), None, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
-            outputs.append(self._unsharded([Outputs(*each) for each in by_rank(flat, len(plans))], tokens[0]))
+                flat = VirtualRingAttention.apply(plans, CallId(self._number), *(x for one in inputs for x in one))  # type: ignore[no-untyped-call]
+            outputs.append(self._unsharded([Outputs(*one) for one in by_rank(flat, len(plans))], tokens[0]))
         out, lse, _ = joined(outputs)
         assert lse is not None, "it is asked for"
         return out, lse
@@ -182,3 +184,45 @@ class VirtualRing:
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Return the same, as the schedule counts it."""
         return self.rank_states[rank].expected_traffic()
+
+
+class VirtualRingAttention(torch.autograd.Function):
+    """The ring of all ranks of this process as one step of autograd: `RingAttention`, with the tensors of each rank.
+
+    Inputs, outputs and gradients are flat: all tensors of rank 0, then all of rank 1, and so on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plans: Sequence[Plan], call: CallId, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ExitStack() as passes:
+            for plan in plans:
+                passes.enter_context(plan.rank_state.one_pass("forward", call, plan.device))
+            inputs = [dense(Inputs(*of_rank)) for of_rank in by_rank(tensors, len(plans))]
+            results = lockstep([forward_program(plan, call, x) for plan, x in zip(plans, inputs, strict=True)])
+            ctx.save_for_backward(
+                *(x for _, saved in results for x in (*cut_loose(saved.given), saved.out, saved.lse))
+            )
+        ctx.plans, ctx.call = plans, call
+        ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
+        return tuple(x for outputs, _ in results for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        plans, call, programs = ctx.plans, ctx.call, []
+        douts = [of_rank[0] for of_rank in by_rank(grad_outputs, len(plans))]
+        saved = [Saved(Inputs(*of_rank[:-2]), *of_rank[-2:]) for of_rank in by_rank(ctx.saved_tensors, len(plans))]
+        wanted = ctx.needs_input_grad[2:]
+        for plan, dout, kept, wants in zip(plans, douts, saved, by_rank(wanted, len(plans)), strict=True):
+            programs.append(backward_program(plan, call, dout, kept, wants[4]))
+        with ExitStack() as passes:
+            for plan in plans:
+                passes.enter_context(plan.rank_state.one_pass("backward", call, plan.device))
+            grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
+        return None, None, *(grad if wants else None for wants, grad in zip(wanted, grads, strict=True))
+
+
+def by_rank(flat: Sequence[Any], ranks: int) -> list[tuple[Any, ...]]:
+    """Return the items of each rank, equally many for each."""
+    count = len(flat) // ranks
+    return [tuple(flat[count * rank : count * (rank + 1)]) for rank in range(ranks)]

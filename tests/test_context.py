@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, VirtualRing, burst_attention, context
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from tests.support.exactness import train_step
 from tests.support.ranks import run_ranks
@@ -76,7 +77,7 @@ def test_unshard_refuses_to_lose_a_gradient(cp: ContextParallel) -> None:
 
 def test_entering_twice_at_once_is_refused(cp: ContextParallel) -> None:
     with (
-        cp.rank_state.exclusive(torch.device("cpu")),
+        cp.rank_state.one_pass("forward", CallId(1), torch.device("cpu")),
         pytest.raises(RuntimeError, match="while another of its passes"),
     ):
         burst_attention(*Problem.draw(8, (2, 2))[:3], cp)

@@ -13,19 +13,30 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from burst_plugin.activations.host_memory import host_memory, park_inputs_of, park_inputs_of_frames
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.request import Inputs
+from burst_plugin.strategy import Strategy
 
-__all__ = ["KeptCalls", "follow_checkpoint_class", "follow_checkpoint_function", "follow_torch", "next_memo"]
+__all__ = [
+    "KeptCalls",
+    "follow_checkpoint_class",
+    "follow_checkpoint_function",
+    "follow_torch",
+    "next_memo",
+    "unseen_by_selective_checkpoints",
+]
+
+_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 _MARK = "_burst_plugin_followed"
 # PyTorch's generator of a checkpoint that is not reentrant: since torch 2.14, and before.
@@ -97,6 +108,22 @@ class _Run:
         return self.of.memos[self._calls - 1]
 
 
+def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
+    """Return a context that hides operations from all modes that watch them, if one is a selective checkpoint's.
+
+    A selective checkpoint notes every operation of the forward pass, keeps what its policy says, and expects the same
+    operations again when the layer is recomputed. A ring does not make the same ones twice: its buffers may be there
+    already, and ranks compare notes at some calls only. It also sums up into what a kernel returned, which a policy
+    may have kept. So attention is recomputed as a whole, or not at all. The modes: `torch/utils/checkpoint.py`.
+    """
+    if not torch._C._len_torch_dispatch_stack():  # which is asked at every call
+        return nullcontext()
+    if not any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack()):
+        return nullcontext()
+    hidden: AbstractContextManager[object] = _disable_current_modes()
+    return hidden
+
+
 class KeptCalls(_Checkpoint):
     """The attention calls of a function that an autograd function runs again in its backward pass, all kept.
 
@@ -131,10 +158,10 @@ class KeptCalls(_Checkpoint):
             memo.restore(tensors.pop(0), tensors.pop(0))
 
 
-def next_memo(share: float, inputs: Inputs) -> Memo | None:
+def next_memo(strategy: Strategy, inputs: Inputs) -> Memo | None:
     """Return where the outputs of the next attention call are kept, or are to be; None if they are not.
 
-    Checkpoints keep `share` of the sequence, unless a selective one has all saved.
+    Checkpoints keep the strategy's share of the sequence, unless a selective one has all saved.
     """
     runs = _THREAD.runs
     if not runs:
@@ -145,8 +172,8 @@ def next_memo(share: float, inputs: Inputs) -> Memo | None:
     checkpoints = [each for each in first_runs if not isinstance(each, KeptCalls)]
     if memo is None and any(each.saves_attention(inputs) for each in checkpoints):
         memo = Memo(1.0, host_memory(inputs.q.device))
-    elif memo is None and checkpoints and share:
-        memo = Memo(share, host_memory(inputs.q.device))
+    elif memo is None and checkpoints and strategy.kept_share:
+        memo = Memo(strategy.kept_share, host_memory(inputs.q.device))
     for each in checkpoints:
         each.memos.append(memo)
     if first_runs and isinstance(first_runs[-1], KeptCalls):

@@ -53,31 +53,31 @@ class _KnowsItsStep(Protocol):
 class Progress:
     """What a rank does right now on a ring; written by the training thread, read by the watching thread.
 
-    where: in words, such as "in the forward pass of call 13 (step 7, layer 2)".
+    where: what it does and of which call, or in words, such as ("in the forward pass of", call 13).
     call: the call whose pass is running, if any; `ring_pass` has the step it is at.
     waiting: the rank that this one waits for, and since when.
     """
 
-    where: str = "before the first call"
+    where: tuple[object, ...] = ("before the first call",)
     call: CallId | None = None
     ring_pass: _KnowsItsStep | None = None
     waiting: tuple[int, float] | None = None
 
     def begin_pass(self, direction: Direction, call: CallId) -> None:
         """Note that this rank enters a pass."""
-        self.call, self.where = call, f"in the {direction} pass of {call}"
+        self.call, self.where = call, ("in the", direction, "pass of", call)
 
     def end_pass(self, direction: Direction) -> None:
         """Note that this rank has left the pass."""
-        self.where, self.call, self.ring_pass = f"after the {direction} pass of {self.call}", None, None
+        self.where, self.call, self.ring_pass = ("after the", direction, "pass of", self.call), None, None
 
     def wait_for(self, peer: int) -> None:
         """Note that this rank begins to wait for a message to or from `peer`."""
         self.waiting = (peer, monotonic())
 
     def __str__(self) -> str:
-        ring_pass = self.ring_pass  # which the other thread may take away
-        return self.where if ring_pass is None else f"{self.where}, ring step {ring_pass.step}"
+        ring_pass, where = self.ring_pass, " ".join(map(str, self.where))  # the other thread may take the pass away
+        return where if ring_pass is None else f"{where}, ring step {ring_pass.step}"
 
 
 def by_rank(texts: Mapping[int, str], count: int, name_of: Callable[[int], str] = lambda rank: "") -> str:

@@ -40,6 +40,14 @@ class Storage(Protocol):
         ...
 
 
+class MakesAccumulators(Protocol):
+    """A part of the heads in a pass."""
+
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """Return an accumulator of a side, with what `tensors` hold if there are any."""
+        ...
+
+
 class _Contribution(NamedTuple):
     """Tensors that are to be added to these rows."""
 
@@ -75,13 +83,13 @@ class Accumulator:
 
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
         """Add what a tile contributes to its rows of this side; the contribution may be kept."""
-        rows, several = tile.rows(side), fan_in(contribution)
+        rows, several = tile.q if side == "q" else tile.k, fan_in(contribution)
         if tile.batch is not None or (several == 1 and self._tensors is not None):
             self.combine.add([rows_of(x, rows, tile.batch) for x in self.tensors], [contribution], True)
             return
         if 1 < several <= len(self._waiting):
             self._add_up()
-        may_be_all = self._tensors is None and not self._waiting and self._covers(rows)
+        may_be_all = self._tensors is None and not self._waiting and rows == slice(0, self._length)
         self._waiting.append(_Contribution(rows, contribution))
         if several == 1 and not may_be_all:
             self._add_up()
@@ -111,8 +119,8 @@ class Accumulator:
         if not self._waiting:
             return self.tensors
         first = self._waiting[0]
-        if len(self._waiting) == 1 and self._tensors is None and self._covers(first.rows):
-            return tuple(_owned(x, x.shape, x.dtype) for x in first.tensors)
+        if len(self._waiting) == 1 and self._tensors is None and first.rows == slice(0, self._length):
+            return tuple(map(_owned, first.tensors))
         if fan_in(first.tensors) == 1:
             return self.tensors
         result = Accumulator(self.combine, Given(tuple(_of_length(x, self._length) for x in first.tensors)))
@@ -124,7 +132,7 @@ class Accumulator:
         """Add all that waits to the tensors; the first contribution may become these if `may_keep`."""
         waiting, self._waiting = self._waiting, []
         filled = self._tensors is not None
-        if may_keep and not filled and waiting and self._covers(waiting[0].rows):
+        if may_keep and not filled and waiting and waiting[0].rows == slice(0, self._length):
             first = waiting[0].tensors
             if len(waiting) == 1 or fan_in(first) == 1:
                 self._tensors, filled = self.storage.take(first), True
@@ -137,9 +145,6 @@ class Accumulator:
             else:
                 for tensor, value in zip(mine, self.combine.nothing, strict=False):
                     tensor.fill_(value)
-
-    def _covers(self, rows: slice) -> bool:
-        return rows == slice(0, self._length)
 
 
 def _add_each(tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
@@ -163,20 +168,18 @@ class BlockAccumulators:
 
     Args:
         specs: shape and type of the tensors of all heads.
-        make: for each part of the heads, what makes an accumulator in a storage.
+        heads: the parts of the heads; each makes its accumulator of `side` in a storage.
     """
 
-    def __init__(
-        self, specs: Sequence[Spec], device: torch.device, make: Sequence[Callable[[Storage], Accumulator]]
-    ) -> None:
+    def __init__(self, specs: Sequence[Spec], device: torch.device, heads: Sequence[MakesAccumulators], side: Side):
         self._whole: Tensors | None = None
         new = _New(specs, device)
-        if len(make) == 1:
-            self.parts = [make[0](new)]
+        if len(heads) == 1:
+            self.parts = [heads[0].accumulator(side, new)]
             return
         self._whole = new.take(None)
-        views = in_parts(self._whole, len(make))
-        self.parts = [of_part(Given(mine)) for of_part, mine in zip(make, views, strict=True)]
+        views = in_parts(self._whole, len(heads))
+        self.parts = [part.accumulator(side, Given(mine)) for part, mine in zip(heads, views, strict=True)]
 
     def finished(self, rounded: bool) -> Tensors:
         """Return the result; `rounded` if it may be in the type of the contributions."""
@@ -246,8 +249,9 @@ def _of_length(x: Tensor, length: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _owned(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return what a kernel gave if it has that shape and type, and no more memory; else a copy that has."""
+def _owned(part: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what a kernel gave if it has this shape and type, or any, and no more memory; else a copy that has."""
+    shape, dtype = shape or part.shape, dtype or part.dtype
     fits = part.dtype == dtype and part.shape == shape and part.is_contiguous()
     if fits and part.untyped_storage().nbytes() == part.nbytes:
         return part.data  # a kernel's view of its own tensor: as an output it must not count as one

@@ -6,27 +6,66 @@ Queries that travel backward send a factor per row in place of out, `online_soft
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, Storage, Tensors
 from burst_plugin.compute.online_softmax import project
-from burst_plugin.compute.tile_attention import (
-    TileAttention,
-    VisitPositions,
-    fold,
-    fold_lse,
-    unfold,
-    unfold_lse,
-)
-from burst_plugin.compute.varlen import put_back, taken
-from burst_plugin.kernels import How, Queries, largest_scores
+from burst_plugin.compute.varlen import SpanTable, put_back, taken
+from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import Side, UnderWay
+from burst_plugin.types import NOTHING_UNDER_WAY, Band, Side, UnderWay
 
-__all__ = ["BackwardPart", "ForwardPart", "Part"]
+__all__ = [
+    "NO_POSITIONS",
+    "BackwardPart",
+    "ForwardPart",
+    "Part",
+    "RowTable",
+    "TileAttention",
+    "VisitPositions",
+    "bias_grad",
+    "fold",
+    "fold_lse",
+    "unfold",
+    "unfold_lse",
+]
+
+
+class VisitPositions(NamedTuple):
+    """Which tokens meet in a visit, int64; None where nothing depends on them.
+
+    q, k: [Sq] and [Sk], positions as scores count them, logical ones under a prefix tree.
+    columns: [Sk], the positions of the keys in the sequence, as a bias has them.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    columns: Tensor | None = None
+
+
+NO_POSITIONS = VisitPositions()
+
+
+class RowTable:
+    """Positions or rows of tokens on a device, made once, and kept for as many as meet in calls of one kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Tensor] = {}
+
+    def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, which `key` is the name of. What is kept goes before it is more than `most`."""
+        found = self._known.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # other calls use them, too
+                found = make()
+            if found.numel() + sum(each.numel() for each in self._known.values()) > most:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
 
 class Part(Protocol):
@@ -54,6 +93,54 @@ class Part(Protocol):
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
         """Return what a tile contributes to its queries, and to its keys and values; () for nothing."""
         ...
+
+
+class TileAttention:
+    """A kernel at work on the tiles of one part of the heads; see `passes` for its two kinds.
+
+    Args:
+        how: what the call wants of its scores.
+        spans: the rows of tiles with spans, of which there are none with a bias.
+        bias: [1 or B, 1 or Hq, S_local, S_global], or None. Its gradient accumulates in `dbias`.
+        q, kv: this rank's operands.
+
+    `under_way` are messages during the visit at work.
+    """
+
+    def __init__(
+        self, kernel: Kernel, how: How, spans: SpanTable, bias: Tensor | None, q: Tensors, kv: Tensors
+    ) -> None:
+        self.kernel, self.spans, self.q, self.kv = kernel, spans, q, kv
+        self._base, self._bias = how, bias
+        self.under_way = NOTHING_UNDER_WAY
+        self._without_positions: dict[tuple[Band, int, UnderWay], How] = {}
+        self.dbias: Tensor | None = None
+
+    def how(self, tile: Tile, positions: VisitPositions) -> How:
+        """Return what the kernel is told of a tile."""
+        first = 0 if tile.batch is None else tile.batch[0]
+        if positions.q is None or positions.k is None:
+            how = self._without_positions.get((tile.band, first, self.under_way))
+            if how is None:
+                how = self._base._replace(band=tile.band, first_batch_row=first, under_way=self.under_way)
+                self._without_positions[tile.band, first, self.under_way] = how
+            return how
+        q, k = positions.q[tile.q], positions.k[tile.k]
+        bias = self._bias
+        if bias is not None:
+            assert positions.columns is not None
+            bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, positions.columns[tile.k])
+        return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_batch_row=first)
+
+    def add_to_dbias(self, dbias: Tensor, tile: Tile, positions: VisitPositions) -> None:
+        """Add a tile's gradient of the bias."""
+        bias = self._bias
+        if bias is None:
+            return
+        assert positions.columns is not None
+        if self.dbias is None:
+            self.dbias = torch.zeros_like(bias, dtype=dbias.dtype)
+        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, positions.columns[tile.k], dbias)
 
 
 class ForwardPart(TileAttention):
@@ -85,7 +172,7 @@ class ForwardPart(TileAttention):
         out, lse = self.kernel.forward(query, key, value, how)
         if self.max_logits is not None:
             self.max_logits = self.max_logits.maximum(largest_scores(query, key, how))
-        return (unfold(out, tile), unfold_lse(lse, tile)), ()
+        return ((out, lse) if tile.pieces == 1 else (unfold(out, tile), unfold_lse(lse, tile))), ()
 
     def _of_spans(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, how: How) -> Tensors:
         rows = self.spans.rows_of(tile)
@@ -129,7 +216,10 @@ class BackwardPart(TileAttention):
         if tile.subtiles:
             return self._of_spans(queries, key, value, tile, how)
         grads = self.kernel.backward(queries, key, value, how)
-        self.add_to_dbias(grads.dbias, tile, positions)
+        if grads.dbias is not None:
+            self.add_to_dbias(grads.dbias, tile, positions)
+        if tile.pieces == 1:
+            return (grads.dq,), (grads.dk, grads.dv)
         return (unfold(grads.dq, tile),), (unfold(grads.dk, tile), unfold(grads.dv, tile))
 
     def _of_spans(
@@ -142,3 +232,49 @@ class BackwardPart(TileAttention):
         grads = self.kernel.backward(some, taken(k, rows.k), taken(v, rows.k), how)
         dk, dv = (put_back(grad, rows.k, k_count) for grad in (grads.dk, grads.dv))
         return (put_back(grads.dq, rows.q, q_count),), (dk, dv)
+
+
+def bias_grad(bias: Tensor, parts: Sequence[TileAttention]) -> Tensor:
+    """Return the gradient of a whole bias, from that of each part of the heads."""
+    grads = [torch.zeros_like(bias[:, :1]) if part.dbias is None else part.dbias for part in parts]
+    if bias.shape[1] == 1:
+        return torch.stack(grads).sum(0) if len(grads) > 1 else grads[0]
+    heads = bias.shape[1] // len(grads)
+    return torch.cat([grad.expand(-1, heads, -1, -1) for grad in grads], 1)
+
+
+def _bias_batch(bias: Tensor, tile: Tile) -> slice:
+    return slice(None) if bias.shape[0] == 1 or tile.batch is None else slice(*tile.batch)
+
+
+def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
+    """Return these rows of [B, S, H, D]; of a tile with n pieces, [B * n, S/n, H, D]."""
+    if tile.batch is not None:
+        x = x.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
+    if rows.stop - rows.start < x.size(1):
+        x = x.narrow(1, rows.start, rows.stop - rows.start)
+    return x if tile.pieces == 1 else _split(x, 1, tile.pieces).flatten(0, 1)
+
+
+def unfold(x: Tensor, tile: Tile) -> Tensor:
+    """Return [B * n, S/n, H, D] as [B, S, H, D]."""
+    return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
+
+
+def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
+    """Return the tile's queries of [B, H, S]; of a tile with n pieces, [B * n, H, S/n]."""
+    if tile.batch is not None:
+        lse = lse.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
+    if tile.q_stop - tile.q_start < lse.size(2):
+        lse = lse.narrow(2, tile.q_start, tile.q_stop - tile.q_start)
+    return lse if tile.pieces == 1 else _split(lse, 2, tile.pieces).transpose(1, 2).flatten(0, 1)
+
+
+def unfold_lse(lse: Tensor, tile: Tile) -> Tensor:
+    """Return [B * n, H, S/n] as [B, H, S]."""
+    return lse if tile.pieces == 1 else lse.reshape(-1, tile.pieces, *lse.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+
+def _split(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """Return x with `dim` as two dims, the first of `pieces`."""
+    return x.reshape(*x.shape[:dim], pieces, -1, *x.shape[dim + 1 :])

@@ -22,9 +22,10 @@ from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import Turn
+from burst_plugin.ring.attention_pass import dense
 from burst_plugin.ring.choices import features_of, is_deterministic, kernel_for
 from burst_plugin.ring.plan import Extras
-from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, dense
+from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.turns import RoundRobin, TurnMask
@@ -161,7 +162,7 @@ def attend_on_ring(
         call = appended()
     except Exception as error:  # of any kind: the other ranks must know of it
         try:
-            cp.agree_on_attention({}, error_text(error), cp.name_of_next_call(tag))
+            cp.agree_on_attention(dict, error_text(error), cp.name_of_next_call(tag))
         except ValueError as told:
             raise told from error
         raise
@@ -185,7 +186,8 @@ def attend_in_tree(
         return call, own_attention(call, cp.strategy)
 
     def agree(mine: tuple[LayerCall, OwnAttention] | None, problem: str) -> CallId:
-        return cp.agree_on_attention({} if mine is None else mine[1].signature, problem, cp.name_of_next_call(tag))
+        signature = dict if mine is None else (lambda: mine[1].signature)
+        return cp.agree_on_attention(signature, problem, cp.name_of_next_call(tag))
 
     (call, own), which = prepared_together(prepared, agree)
     q, sink = call.asked.q, call.asked.sink

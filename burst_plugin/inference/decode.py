@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,15 +11,14 @@ from torch import Tensor
 
 from burst_plugin.compute.accumulators import BlockAccumulators
 from burst_plugin.compute.online_softmax import merge_
-from burst_plugin.compute.passes import ForwardPart
+from burst_plugin.compute.passes import NO_POSITIONS, ForwardPart
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.compute.tile_attention import NO_POSITIONS
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.tree import Partial
 from burst_plugin.inference.turn import Turn
 from burst_plugin.kernels import How, Kernel
-from burst_plugin.ring.pass_plan import KernelTiles
+from burst_plugin.ring.plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run
 from burst_plugin.sequence.masks import Mask
@@ -115,7 +113,7 @@ class OwnAttention(NamedTuple):
         specs = self.shapes._replace(batch=len(q), q_len=q.shape[1]).side("forward", "q")[1]
         how = How(FULL, self.scores, deterministic=self.deterministic)
         part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), None, (q,), kv)
-        own = BlockAccumulators(specs, q.device, [partial(part.accumulator, "q")])
+        own = BlockAccumulators(specs, q.device, [part], "q")
         for tile in tiles:
             own.parts[0].make_room()
             contribution, _ = part.compute((q,), kv, tile, NO_POSITIONS)

@@ -48,18 +48,13 @@ class TreeMerge:
         assert isinstance(device, torch.device)
         self._cp.connect(())  # ranks meet, so that they can tell each other what went wrong
         self._transport.board = state.transport.board
-        with state.exclusive(device):
-            state.begin_pass("forward", which)
-            try:
-                log = None if state.profile is None else state.profile.begin_pass("merge", device)
-                transport = self._transport if log is None else log.watch(self._transport)
-                label = self._label(which, signature, device)
-                with torch.autocast(device.type, enabled=False):  # as on the ring
-                    with nullcontext() if log is None else log.timed("kernel"):
-                        mine = compute()
-                    return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
-            finally:
-                state.progress.end_pass("forward")
+        with state.one_pass("forward", which, device):
+            log = None if state.profile is None else state.profile.begin_pass("merge", device)
+            transport = self._transport if log is None else log.watch(self._transport)
+            label = self._label(which, signature, device)
+            with nullcontext() if log is None else log.timed("kernel"):
+                mine = compute()
+            return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
 
     def _label(self, which: CallId, signature: Mapping[str, object], device: torch.device) -> Tensor | None:
         """Return what messages carry on CPUs: which call it is, and what it computes."""

@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-import torch
-
 from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
@@ -32,7 +30,7 @@ from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.kernels.torch_cudnn import TorchCudnnKernel
 from burst_plugin.kernels.torch_efficient import TorchEfficientKernel
-from burst_plugin.kernels.torch_flash import TorchFlashKernel, activated_library
+from burst_plugin.kernels.torch_flash import TorchFlashKernel
 
 __all__ = [
     "FEATURES",
@@ -45,7 +43,6 @@ __all__ = [
     "Queries",
     "choose_kernel",
     "largest_scores",
-    "switches",
 ]
 
 KERNELS: Mapping[str, LimitedKernel] = MappingProxyType(
@@ -84,11 +81,6 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     known: dict[str, Kernel] = {**KERNELS, kernel.name: kernel}
     able = [name for name, other in known.items() if _refusal(other, case) is None]
     raise ValueError(f"kernel={kernel.name!r} cannot do this attention ({refusal}); these can: {able or 'none'}")
-
-
-def switches() -> tuple[object, ...]:
-    """Return PyTorch's process-wide switches that a choice depends on, except that of deterministic algorithms."""
-    return activated_library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def _fastest(case: Case) -> Kernel:

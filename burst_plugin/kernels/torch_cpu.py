@@ -9,6 +9,8 @@ and a narrower v is filled up with zeros.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -41,9 +43,10 @@ class TorchCpuKernel:
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         dtype, v_dim = torch.promote_types(q.dtype, torch.float32), v.shape[-1]
-        q, k, v = (_heads_first(x, dtype, max(q.shape[-1], v_dim)) for x in (q, k, v))
+        dim = max(q.shape[-1], v_dim)
+        q, k, v = _heads_first(q, dtype, dim), _heads_first(k, dtype, dim), _heads_first(v, dtype, dim)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, how.band == CAUSAL, scale=how.scale
+            q, k, v, 0.0, how.band == CAUSAL, scale=how.scores.scale
         )
         _restore_lost_rows(out, lse, q, k, how)
         return out.transpose(1, 2)[..., :v_dim], lse
@@ -78,9 +81,9 @@ def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How)
 def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torch.dtype) -> Grads:
     """Return the gradients of a full or causal tile, computed in `dtype`."""
     dims = (k.shape[-1], v.shape[-1])
-    q, dout, out, k, v = (_heads_first(x, dtype, max(dims)) for x in (*queries[:3], k, v))
+    q, dout, out, k, v = map(partial(_heads_first, dtype=dtype, dim=max(dims)), (*queries[:3], k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, queries.lse.contiguous(), 0.0, how.band == CAUSAL, scale=how.scale
+        dout, q, k, v, out, queries.lse.contiguous(), 0.0, how.band == CAUSAL, scale=how.scores.scale
     )
     return Grads(
         dq.transpose(1, 2)[..., : dims[0]], dk.transpose(1, 2)[..., : dims[0]], dv.transpose(1, 2)[..., : dims[1]]
@@ -89,4 +92,7 @@ def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torc
 
 def _heads_first(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
     """Return [B, S, H, D] as [B, H, S, dim], copied only to change type, pad the last dim, or make it dense."""
-    return fit(x.to(dtype), dim).transpose(1, 2)
+    x = x.to(dtype)
+    if x.shape[-1] < dim or x.stride(-1) != 1:
+        x = fit(x, dim)
+    return x.transpose(1, 2)

@@ -87,11 +87,9 @@ def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
     own = [part.accumulator("q", Given(())) for part in parts]
     send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), packing)
     ring = RingPass(send_recv, _NullTransport(pool), parts, own)
-    for visit in ring.visits():
+    for visit in ring.steps():
         if visit is not None and reduces:
             visit.accumulator.settle()
-    for _ in ring.final_reduce_hops():
-        pass
     return pool
 
 

@@ -6,6 +6,7 @@ and accumulates on either side is in `compute.passes`; which side moves is data.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -16,37 +17,38 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.accumulators import BlockAccumulators, Tensors
 from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
-from burst_plugin.compute.passes import Part
-from burst_plugin.compute.tile_attention import bias_grad
+from burst_plugin.compute.passes import NO_POSITIONS, Part, bias_grad
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.executor import Visit
+from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.ring.memo import Memo
-from burst_plugin.ring.pass_plan import PassPlan
-from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
-from burst_plugin.types import SIDES, Side
+from burst_plugin.types import OTHER_SIDE, SIDES, Side
 
-__all__ = ["Saved", "backward_program", "forward_program", "run_pass"]
+__all__ = ["Saved", "backward_program", "cut_loose", "dense", "forward_program", "run_pass"]
 
 
 def run_pass(
-    plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], which: CallId
+    plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], call: CallId
 ) -> Generator[None, None, tuple[Tensors, Tensors]]:
     """Run one pass of one rank, and return the results of its queries, and of its keys and values.
 
-    Yields once per step, for ranks that take turns. `parts` are those of the heads, mostly one; `which` call this is,
-    is the same on every rank.
+    Yields once per step, for ranks that take turns. `parts` are the parts of the heads, mostly one; `call` is the
+    same on every rank.
     """
-    own = {side: pass_plan.accumulators(side, parts) for side in SIDES}
-    rings = plan.ring_passes(pass_plan, parts, own, which)
-    for visits in zip_longest(*(ring.steps() for ring in rings)):  # of the ring, or one of each half
+    own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
+    log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
+    rings = []
+    for half in pass_plan.halves:  # mostly one
+        rings.append(plan.ring_pass(half, parts, own, call, log))
+    for visits in zip_longest(*map(RingPass.steps, rings)):  # of the ring, or one of each half
         for half, ring, visit in zip(pass_plan.halves, rings, visits, strict=True):
             if visit is not None:
                 with ring.traced(visit):
                     _work(half, parts[visit.part], visit, own)
         yield
-    q, kv = (own[side].finished(pass_plan.rounded[side]) for side in SIDES)
-    return q, kv
+    kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
+    return own["q"].finished(pass_plan.rounded["q"]), kv
 
 
 def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
@@ -55,14 +57,15 @@ def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccu
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
-    positions = plan.positions(visit.owner)
-    stays = own["q" if plan.moving == "kv" else "kv"].parts[visit.part]
+    positions = plan.positions(visit.owner) if plan.kernel_tiles.uses_positions else NO_POSITIONS
+    stays = own[OTHER_SIDE[plan.moving]].parts[visit.part] if OTHER_SIDE[plan.moving] in own else None
     for tile in plan.tiles[visit.owner, visit.is_tail]:
-        stays.make_room()
+        if stays is not None:
+            stays.make_room()
         contributions = part.compute(q, kv, tile, positions)
         for side, contribution in zip(SIDES, contributions, strict=True):
             if contribution:
-                accumulator = visit.accumulator if side == plan.moving else stays
+                accumulator = visit.accumulator if side == plan.moving or stays is None else stays
                 accumulator.add(tile, side, contribution)
         del contributions, contribution  # whose memory the next tile may have
 
@@ -76,31 +79,65 @@ class Saved(NamedTuple):
 
 
 def forward_program(
-    plan: Plan, which: CallId, inputs: Inputs, memo: Memo | None = None
+    plan: Plan, call: CallId, inputs: Inputs, memo: Memo | None = None
 ) -> Generator[None, None, tuple[Outputs, Saved]]:
-    """Run a rank's forward pass, with heads exchanged, or blocks gathered and reduced, before and after the ring.
+    """Run a rank's forward pass: exchange heads, go around the ring, exchange heads back.
 
     What `memo` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
     pass needs.
     """
-    exchange = plan.head_exchange("forward", which)
-    given = yield from exchange.to_heads(inputs)
-    memo = memo or Memo(0.0)
-    computed, missing = None, memo.missing(plan)
-    if missing is not None:
-        mesh = missing.mesh_exchange("forward", which)
-        parts = missing.forward_parts((yield from mesh.gathered(given)))
-        (out, lse), _ = yield from run_pass(missing, missing.forward, parts, which)
-        largest = [part.max_logits for part in parts if part.max_logits is not None]
-        del parts  # with the group's queries, whose memory the exchange may have
+    heads = plan.head_exchange("forward", call) if plan.exchanges_heads else None
+    given = inputs if heads is None else (yield from heads.to_heads(inputs))
+    if memo is None:
+        on_ring = yield from _around_the_ring(plan, call, given)
+    else:
+        missing = memo.missing(plan)
+        computed = None if missing is None else (yield from _around_the_ring(missing, call, given))
+        on_ring = memo.completed(plan, computed)
+    assert on_ring.lse is not None, "the ring always gives it"
+    outputs = on_ring if heads is None else (yield from heads.outputs_to_tokens(on_ring, plan.lse))
+    if plan.lse or plan.max_logits:
+        outputs = _own_numbers(outputs, plan.lse)
+    return outputs, Saved(given, on_ring.out, on_ring.lse)
+
+
+def _around_the_ring(plan: Plan, call: CallId, given: Inputs) -> Generator[None, None, Outputs]:
+    """Return out and lse of the queries that this rank has on the ring, over the keys of all ranks."""
+    mesh = plan.mesh_exchange("forward", call) if plan.gathers_blocks else None
+    parts = plan.forward_parts(given if mesh is None else (yield from mesh.gathered(given)))
+    (out, lse), _ = yield from run_pass(plan, plan.forward, parts, call)
+    largest = torch.cat([part.max_logits for part in parts]) if plan.max_logits else None  # type: ignore[misc]
+    del parts  # with the group's queries, whose memory the exchange may have
+    if mesh is not None:
         out, lse = yield from mesh.merged(out, lse)
-        if given.sink is not None:
-            out, lse = add_sink(out, lse, given.sink)
-        computed = Outputs(out.to(given.q.dtype), lse, torch.cat(largest) if largest else None)
-    ring_outputs = memo.completed(plan, computed)
-    outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
-    assert ring_outputs.lse is not None, "the ring always gives it"
-    return _own_numbers(outputs, plan.lse), Saved(given, ring_outputs.out, ring_outputs.lse)
+    if given.sink is not None:
+        out, lse = add_sink(out, lse, given.sink)
+    return Outputs(out.to(given.q.dtype), lse, largest)
+
+
+def dense(inputs: Inputs) -> Inputs:
+    """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
+    q, k, v = inputs[:3]
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return inputs
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def cut_loose(inputs: Inputs) -> Inputs:
+    """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
+
+    Values are such views where one projection makes all three and rotary embedding replaces queries and keys.
+    """
+    used_bytes: Counter[int] = Counter()
+    for x in inputs[:3]:
+        used_bytes[x.untyped_storage().data_ptr()] += x.nbytes
+    separate = {}
+    for name, x in zip(Inputs._fields, inputs[:3], strict=False):
+        storage = x.untyped_storage()
+        if storage.nbytes() > used_bytes[storage.data_ptr()]:
+            separate[name] = x.clone(memory_format=torch.contiguous_format)
+    return inputs._replace(**separate) if separate else inputs
 
 
 def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
@@ -114,34 +151,40 @@ def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
 
 
 def backward_program(
-    plan: Plan, which: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
+    plan: Plan, call: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
 ) -> Generator[None, None, Inputs]:
     """Run a rank's backward pass, with heads exchanged, or blocks gathered and reduced, before and after the ring.
 
     Returns the gradients of its inputs, in their types.
     """
     given, out, lse = saved
-    wants_dbias = wants_dbias or plan.rank_state.exchange_group.degree > 1  # others of the group may want theirs
-    exchange, mesh = plan.head_exchange("backward", which), plan.mesh_exchange("backward", which)
-    dout = yield from exchange.dout_to_heads(dout)
+    heads = plan.head_exchange("backward", call) if plan.exchanges_heads else None
+    mesh = plan.mesh_exchange("backward", call) if plan.gathers_blocks else None
+    wants_dbias = wants_dbias or heads is not None or mesh is not None  # others of the group may want theirs
+    dout = dout.contiguous() if heads is None else (yield from heads.dout_to_heads(dout))
     factor = row_factor(out, dout) if plan.sends_row_factor else None
-    own = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
-    operands = yield from mesh.gathered_backward(own)
+    operands = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
+    if mesh is not None:
+        operands = yield from mesh.gathered_backward(operands)
     parts, bias = plan.backward_parts(*operands, wants_dbias), operands.inputs.bias
-    del own, operands
-    (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
+    del operands
+    (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, call)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(bias, parts) if bias is not None and wants_dbias else None
     grads = Inputs(dq, dk, dv, dsink, dbias)
     del dout, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
-    grads = yield from mesh.summed(grads)
+    if mesh is not None:
+        grads = yield from mesh.summed(grads)
     grads = _rounded(given, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())
-    return _rounded(given, (yield from exchange.grads_to_tokens(grads, plan.extras.shared_bias)))
+    if heads is not None:
+        grads = _rounded(given, (yield from heads.grads_to_tokens(grads, plan.extras.shared_bias)))
+    return grads
 
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
-    """Return gradients in the types of what they are for; those of `but` as they are."""
-    named = zip(Inputs._fields, given, grads, strict=True)
-    both = [(name, x, grad) for name, x, grad in named if x is not None and grad is not None and name not in but]
-    rounded = {name: grad.to(x.dtype) for name, x, grad in both if grad.dtype != x.dtype}
+    """Return gradients in the types of the inputs; the gradients named in `but` as they are."""
+    rounded = {}
+    for name, x, grad in zip(Inputs._fields, given, grads, strict=True):
+        if x is not None and grad is not None and name not in but and grad.dtype != x.dtype:
+            rounded[name] = grad.to(x.dtype)
     return grads._replace(**rounded) if rounded else grads

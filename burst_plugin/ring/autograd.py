@@ -1,105 +1,90 @@
-"""Ring attention as one step of autograd, for all ranks of this process."""
+"""Ring attention of one rank as one step of autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_plugin.comm.call_identity import CallId
-from burst_plugin.ring.attention_pass import Saved, backward_program, forward_program
-from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, Outputs, cut_loose, dense
-from burst_plugin.types import Direction
+from burst_plugin.ring.request import Inputs
 
 T = TypeVar("T")
+_BIAS = Inputs._fields.index("bias")
 
-__all__ = ["RingAttention", "by_rank"]
+__all__ = ["RingAttention", "completed", "refuse_second_derivatives"]
 
 
 class RingAttention(torch.autograd.Function):
-    """The ring, and heads exchanged before and after it, for all ranks of this process: five inputs each.
+    """The ring of one rank, and heads exchanged before and after it.
 
-    Saves what the ring was given, its out and lse, nothing else of it; any number of calls may await their backward
-    pass. `memo`, of one rank, has what need not be computed again, or takes it up.
+    Saves the ring's inputs, its out and lse, nothing else of it; any number of calls may await their backward pass.
+    `memo` has what need not be computed again, or takes it up.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plans: Sequence[Plan], which: CallId, memo: Memo | None, *tensors: Tensor | None
+        ctx: Any, plan: Plan, call: CallId, memo: Memo | None, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        with _one_pass(plans, "forward", which):
-            inputs = [dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
-            each = zip(plans, inputs, strict=True)
-            results = lockstep([forward_program(plan, which, mine, memo) for plan, mine in each])
-            kept = [(*cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
-        ctx.plans, ctx.which = plans, which
-        ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
-        ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
-        return tuple(x for outputs, _ in results for x in outputs)
+        with plan.rank_state.one_pass("forward", call, plan.device):
+            inputs = dense(Inputs(*tensors))  # type: ignore[arg-type]
+            outputs, saved = completed(forward_program(plan, call, inputs, memo))
+            ctx.save_for_backward(*cut_loose(saved.given), saved.out, saved.lse)
+        ctx.plan, ctx.call = plan, call
+        ctx.mark_non_differentiable(*filter(torch.is_tensor, outputs[1:]))
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: that graph would lack something without a word
-            raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
-        plans, mine = ctx.plans, douts[:: len(Outputs._fields)]
-        with _told_to_others(plans):  # of hooks that bring them back, which may compute a forward pass again
-            tensors = ctx.saved_tensors
-            saved = [Saved(Inputs(*each[:-2]), *each[-2:]) for each in by_rank(tensors, len(plans))]
-            for plan, dout, kept in zip(plans, mine, saved, strict=True):
-                if plan.is_rehearsed:
-                    from burst_plugin.ring.rehearsal import rehearse_backward
+    def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[3:]
+        with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
+            *inputs, out, lse = ctx.saved_tensors
+            saved = Saved(Inputs(*inputs), out, lse)
+            if plan.device.type == "cuda" and plan.is_rehearsed:
+                from burst_plugin.ring.rehearsal import rehearse_backward
 
-                    rehearse_backward(plan, kept, dout)
-        wants_dbias = [Inputs(*each).bias for each in by_rank(ctx.needs_input_grad[3:], len(plans))]
-        each = zip(plans, mine, saved, wants_dbias, strict=True)
-        programs = [backward_program(plan, ctx.which, *of_rank) for plan, *of_rank in each]  # type: ignore[arg-type]
-        for plan in plans:
-            plan.rank_state.compare_backward(ctx.which)
-        with _one_pass(plans, "backward", ctx.which):
-            grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
-        wanted = zip(ctx.needs_input_grad[3:], grads, strict=True)
-        return None, None, None, *(grad if wants else None for wants, grad in wanted)
+                rehearse_backward(plan, saved, dout)
+        plan.rank_state.compare_backward(call)
+        with plan.rank_state.one_pass("backward", call, plan.device):
+            grads = completed(backward_program(plan, call, dout, saved, wanted[_BIAS]))
+        returned: list[Tensor | None] = [None, None, None]
+        for grad, is_wanted in zip(grads, wanted, strict=True):
+            returned.append(grad if is_wanted else None)
+        return tuple(returned)
 
 
-def by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
-    """Return the items of each rank, the same number for each."""
-    each = len(flat) // ranks
-    return [tuple(flat[each * rank : each * (rank + 1)]) for rank in range(ranks)]
+def completed(program: Generator[None, None, T]) -> T:
+    """Return the result of a program that runs alone in its process, with no other rank to take turns with."""
+    while True:
+        try:
+            next(program)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError if this backward pass is to be differentiated: its graph would lack the ring silently."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
 
 
 @contextmanager
-def _told_to_others(plans: Sequence[Plan]) -> Iterator[None]:
-    """Tell the other ranks why they wait, if what is inside the block, before a pass, fails on this one.
+def _reported(plan: Plan) -> Iterator[None]:
+    """Tell the other ranks why they wait if the block, which runs before a pass, fails on this rank.
 
-    Plain RuntimeErrors are autograd's own, of a graph that is gone through twice say, and the same on all ranks.
+    Plain RuntimeErrors are autograd's own, of a graph that is gone through twice say, and occur on all ranks.
     """
     try:
         yield
     except BaseException as error:
         if type(error) is not RuntimeError:
-            for plan in plans:
-                plan.rank_state.give_up(error)
+            plan.rank_state.give_up(error)
         raise
-
-
-@contextmanager
-def _one_pass(plans: Sequence[Plan], direction: Direction, which: CallId) -> Iterator[None]:
-    """Run the block as one pass of all ranks of this process: no other pass meanwhile, and no autocast."""
-    with ExitStack() as stack:
-        for plan in plans:
-            stack.enter_context(plan.rank_state.exclusive(plan.device))
-            plan.rank_state.begin_pass(direction, which)
-        device = plans[0].device.type
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        try:
-            yield
-        finally:
-            for plan in plans:
-                plan.rank_state.progress.end_pass(direction)

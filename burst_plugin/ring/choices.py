@@ -11,10 +11,9 @@ import torch
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
-from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
+from burst_plugin.kernels import Case, Kernel, choose_kernel
 from burst_plugin.ring.head_groups import why_uncut
-from burst_plugin.ring.pass_plan import KernelTiles, PassPlan
-from burst_plugin.ring.plan import Extras, Plan
+from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.ring.routes import Attending
@@ -35,29 +34,46 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 
     Raises ValueError, before any communication.
     """
-    check_kinds(inputs, request)
-    if request.mask.head_groups is not None:  # others were cut before: see `by_head_group`
-        raise ValueError(why_uncut(inputs, request))
-    request = scaled(request)
-    scores = request.scores
-    seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
-    deterministic = is_deterministic(rank_state.strategy)
-    key = (
-        seedless,
-        deterministic,
-        switches(),
-        *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs),
-    )
-    plan = known.get(key)
+    try:
+        key = _kind_of_call(rank_state.strategy, inputs, request)
+        plan = known.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # arguments of other types, which have no shape or no hash
+        plan = None
     if plan is None:
-        plan = _new_plan(rank_state, inputs, seedless, deterministic)
+        check_kinds(inputs, request)
+        if request.mask.head_groups is not None:  # others were cut before: see `by_head_group`
+            raise ValueError(why_uncut(inputs, request))
+        key = _kind_of_call(rank_state.strategy, inputs, request)
+        plan = _new_plan(rank_state, inputs, _seedless(scaled(request)))
         if len(known) >= _KNOWN_CALLS:
             known.clear()
         known[key] = plan
-    return replace(plan, scores=replace(plan.scores, seed=scores.seed)) if scores.seed else plan
+    seed = request.scores.seed
+    return replace(plan, scores=replace(plan.scores, seed=seed)) if seed else plan
 
 
-def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
+def _kind_of_call(strategy: Strategy, inputs: Inputs, request: Request) -> Hashable:
+    """Return what calls that may share a plan have in common: all but the values of tensors, and dropout's seed."""
+    kinds: list[object] = []
+    for x in inputs:
+        kinds.append(None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout))
+    seedless = _seedless(request) if request.scores.seed else request
+    flags = type(request.lse), type(request.max_logits)  # 1 is not True, though equal
+    return seedless, flags, is_deterministic(strategy), switches(), *kinds
+
+
+def switches() -> tuple[object, ...]:
+    """Return PyTorch's process-wide switches that a choice of kernel depends on, but for deterministic algorithms."""
+    library = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in all releases
+    return library and library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+def _seedless(request: Request) -> Request:
+    return request._replace(scores=replace(request.scores, seed=0))
+
+
+def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
+    deterministic = is_deterministic(rank_state.strategy)
     strategy, device = _strategy_of(request, rank_state.strategy), inputs.q.device
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.group_size)

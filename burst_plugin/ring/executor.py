@@ -17,24 +17,24 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_plugin.comm.buffers import Buffer, BufferPool
+from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
-from burst_plugin.compute.accumulators import Accumulator, Tensors
+from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
 from burst_plugin.compute.rows import take_rows
-from burst_plugin.ring.partial_results import Moving, PartialResults
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
+from burst_plugin.schedule.schedule import Step
 from burst_plugin.topology import Traffic
-from burst_plugin.types import NOTHING_UNDER_WAY, UnderWay
+from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
 
-__all__ = ["RingPass", "Visit", "lockstep"]
+__all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
 T = TypeVar("T")
 
@@ -112,29 +112,31 @@ class RingPass:
         """Return the step of the schedule that this rank is at."""
         return self._step
 
-    def visits(self) -> Iterator[Visit | None]:
-        """Yield the blocks as they come by; None at a step without one to work on."""
-        for step in range(self._schedule.visit_steps):
-            self._advance(step)
-            work = self._schedule.steps[step]
-            block = work.visit
-            if block is None:
-                yield None
-                continue
-            is_own = self._schedule.is_own(block)
-            operands = () if is_own else self._operands[block]
-            owner, part = self._schedule.owner(block), self._schedule.part(block)
-            accumulator = partial(self._results.of, block)
-            yield Visit(owner, part, work.is_tail, is_own, operands, accumulator, self._under_way())
-
     def steps(self) -> Iterator[Visit | None]:
-        """Take all steps: yield what `visits` yields, and None at the final reduce hops."""
-        yield from self.visits()
-        yield from self.final_reduce_hops()
+        """Take all steps: yield the blocks as they come by, None at a step without one to work on.
+
+        After the last step, which may be a reduce hop, the results of the rank's own block are complete.
+        """
+        for number, step in enumerate(self._schedule.steps):
+            self._step = number
+            if self._log is None:
+                self._move(step)
+            else:
+                self._log.step = number
+                with self._log.timed("move"):
+                    self._move(step)
+            yield None if step.visit is None else self._visit(step.visit, step.is_tail)
+
+    def _visit(self, block: int, is_tail: bool) -> Visit:
+        part, owner = divmod(block, self._schedule.ranks)
+        is_own = owner == self._schedule.rank
+        operands = () if is_own else self._operands[block]
+        under_way = self._under_way() if self._on_gpu else NOTHING_UNDER_WAY
+        return Visit(owner, part, is_tail, is_own, operands, partial(self._results.of, block), under_way)
 
     def _under_way(self) -> UnderWay:
-        """Return what is under way during the work of this step, where that takes something from kernels."""
-        nbytes = self._send_recv.under_way[self._step] if self._on_gpu else None
+        """Return the messages under way during the work of this step, which take something from kernels on GPUs."""
+        nbytes = self._send_recv.under_way[self._step]
         return UnderWay(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_UNDER_WAY
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
@@ -145,38 +147,25 @@ class RingPass:
             named = torch.cuda.nvtx.range(name)
         return named if self._log is None else self._log.timed("kernel", named)
 
-    def final_reduce_hops(self) -> Generator[None, None, None]:
-        """Take the steps after the last visit; then the results of the rank's own block are complete."""
-        for step in range(self._schedule.visit_steps, len(self._schedule.steps)):
-            self._advance(step)
-            yield
-
-    def _advance(self, step: int) -> None:
-        self._step = step
-        if self._log is None:
-            self._move()
-            return
-        self._log.step = step
-        with self._log.timed("move"):
-            self._move()
-
-    def _move(self) -> None:
+    def _move(self, step: Step) -> None:
         """Wait for what ends before this step, release what is not needed any more, and post its messages."""
-        ending = self._endings.pop(self._step, None) or _Ending()
-        for pending in ending.pending:
-            try:
-                pending.wait()
-            except PeerLostError as lost:
-                self._give_up(lost)
-        for buffer in ending.leaving:
-            self._transport.pool.release(buffer)
-        for post, buffer in ending.arriving:
-            self._arrive(post, buffer)
-        for block in self._schedule.steps[self._step].drop:
+        ending = self._endings.pop(self._step, None)
+        if ending is not None:
+            for pending in ending.pending:
+                try:
+                    pending.wait()
+                except PeerLostError as lost:
+                    self._give_up(lost)
+            for buffer in ending.leaving:
+                self._transport.pool.release(buffer)
+            for post, buffer in ending.arriving:
+                self._arrive(post, buffer)
+        for block in step.drop:
             self._operands.pop(block, None)
             if block in self._buffers:
                 self._transport.pool.release(self._buffers.pop(block))
-        self._post()
+        if step.issue:
+            self._post()
 
     def _post(self) -> None:
         """Post this step's messages, those that are due together in one batch per communicator."""
@@ -229,6 +218,102 @@ class RingPass:
     def _give_up(self, lost: PeerLostError) -> NoReturn:
         rank = self._send_recv.peers[self._schedule.rank]
         raise lost_peer_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
+
+
+class Moving(Protocol):
+    """A part of the heads, as far as it travels; see `passes.Part`."""
+
+    def outgoing(self, side: Side) -> Tensors:
+        """Return this rank's operands of a side as they travel; asked for when they leave."""
+        ...
+
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """Return an accumulator of a side, with what `tensors` hold if there are any."""
+        ...
+
+
+class _Leased:
+    """A `Storage`: `buffer`, leased when it is asked for, if there is none yet."""
+
+    def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
+        self._packing, self._lease = packing, lease
+        self.buffer = buffer
+        self.length = packing.length
+
+    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
+        """Return views of a buffer, leased now, with the values of the contribution `kept` if there is one."""
+        self.buffer = self._lease(self._packing.nbytes)
+        views = self.buffer.views(self._packing)
+        for tensor, part in zip(views, kept or (), strict=False):
+            tensor.copy_(part)
+        return views
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Partial:
+    """Partial results of another rank's block, and the storage in which they leave."""
+
+    storage: _Leased
+    accumulator: Accumulator
+
+
+class PartialResults:
+    """Accumulators by block.
+
+    Args:
+        own: by part of the heads, the accumulators of this rank's own block, which outlive the pass.
+        lease, release: of buffers.
+    """
+
+    def __init__(
+        self,
+        send_recv: SendRecvPlan,
+        parts: Sequence[Moving],
+        own: Sequence[Accumulator],
+        lease: Callable[[int], Buffer],
+        release: Callable[[Buffer], None],
+    ) -> None:
+        self._send_recv, self._schedule, self._moving = send_recv, send_recv.schedule, send_recv.moving
+        self._parts, self._own = parts, own
+        self._lease, self._release = lease, release
+        self._here: dict[int, _Partial] = {}  # of others' blocks
+
+    def of(self, block: int) -> Accumulator:
+        """Return the accumulator of a block that is here; an empty one if there is none."""
+        part, owner = divmod(block, self._schedule.ranks)
+        if owner == self._schedule.rank:
+            return self._own[part]
+        if block not in self._here:
+            packing = self._send_recv.packing(Traffic.REDUCE, block, self._send_recv.rows.get(block))
+            storage = _Leased(packing, self._lease)
+            self._here[block] = _Partial(storage, self._parts[part].accumulator(self._moving, storage))
+        return self._here[block].accumulator
+
+    def arrive(self, post: Post, buffer: Buffer) -> None:
+        """Add partial results to those that are here; where these have no buffer yet, go on in the one that came."""
+        block, rows = post.transfer.block, post.transfer.rows
+        part = self._parts[self._schedule.part(block)]
+        storage = _Leased(post.packing, self._lease, buffer)
+        arrived = part.accumulator(self._moving, storage, buffer.views(post.packing))
+        if self._schedule.is_own(block):
+            self.of(block).join(arrived, rows)
+            self._release(buffer)
+            return
+        here = self._here.get(block)  # of the same rows, if there are any
+        if here is not None and here.storage.buffer is not None:
+            here.accumulator.join(arrived, None)
+            self._release(buffer)
+            return
+        if here is not None:  # what waits, as the kernel returned it
+            arrived.join(here.accumulator, None)
+        self._here[block] = _Partial(storage, arrived)
+
+    def leave(self, block: int) -> Buffer:
+        """Return the buffer with the partial results of another rank's block, which this rank holds no longer."""
+        self.of(block).settle()
+        buffer = self._here.pop(block).storage.buffer
+        assert buffer is not None, "settled results are in their storage"
+        return buffer
 
 
 def _labelled(pool: BufferPool, device: torch.device, label: Tensor | None, nbytes: int) -> Buffer:

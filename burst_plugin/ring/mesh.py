@@ -54,7 +54,7 @@ __all__ = ["MeshExchange"]
 class MeshExchange(HeadExchange):
     """One rank's part in what its group gathers before a pass, and reduces after it.
 
-    `stays` is the side that does not move. A group of one sends nothing, and returns what it is given.
+    `stays` is the side that does not move.
     """
 
     what: ClassVar[str] = "the exchange of blocks"
@@ -62,8 +62,6 @@ class MeshExchange(HeadExchange):
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
         """Return what a forward pass is given: of the side that stays all rows of the group."""
-        if self.ulysses_group.degree == 1:
-            return inputs
         if self.stays == "kv":
             k, v = yield from self._gather([inputs.k, inputs.v])
             return inputs._replace(k=k, v=v)
@@ -72,8 +70,6 @@ class MeshExchange(HeadExchange):
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
         """Return what a backward pass is given; queries that are gathered send their factor in place of out."""
-        if self.ulysses_group.degree == 1:
-            return own
         if self.stays == "kv":
             return own._replace(inputs=(yield from self.gathered(own.inputs)))
         (q, dout, out, lse), factor, bias = own.queries, own.factor, own.inputs.bias
@@ -85,7 +81,7 @@ class MeshExchange(HeadExchange):
 
     def merged(self, out: Tensor, lse: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Return out [B, S, H, D] and lse [B, H, S] of this rank's queries over the keys of all ranks."""
-        if self.ulysses_group.degree == 1 or self.stays == "kv":
+        if self.stays == "kv":
             return out, lse
         (batch, _, heads, dim), block, members = out.shape, self._block, self.ulysses_group.degree
         own = (batch, block.counts[self.ulysses_group.place])
@@ -97,8 +93,6 @@ class MeshExchange(HeadExchange):
 
     def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
         """Return the gradients of this rank's inputs, of which those of the side that stays are added up."""
-        if self.ulysses_group.degree == 1:
-            return grads
         if self.stays == "kv":
             dk, dv = yield from self._reduce([grads.k, grads.v])
             return grads._replace(k=dk, v=dv)

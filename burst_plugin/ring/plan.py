@@ -2,13 +2,16 @@
 
 A `Plan` has a `PassPlan` for each direction. Calls of one kind share all of it but the seed of dropout, so that the
 steady state looks up nothing.
+
+Where both sides move, in different visits, the pass has two halves, each with a plan of its own: its schedule has the
+visits in which its side moves. They are run together, step by step, and their results are accumulated together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,28 +21,171 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.accumulators import BlockAccumulators, Tensors, in_parts
-from burst_plugin.compute.passes import BackwardPart, ForwardPart, Part
+from burst_plugin.compute.passes import BackwardPart, ForwardPart, Part, VisitPositions
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
-from burst_plugin.kernels.varlen import sent
+from burst_plugin.kernels.varlen import DQ_ROWS, sent
 from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
-from burst_plugin.ring.routes import Attending
+from burst_plugin.ring.routes import Attending, PassKey, Route
+from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup, member_rows
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.layout import Run
-from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Side, Spec
+from burst_plugin.sequence.layout import Run, positions, token_count
+from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
+from burst_plugin.sequence.tiles import Tile
+from burst_plugin.topology import Traffic
+from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Rows, Side, Spec, row_count
 
 if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import PassLog
     from burst_plugin.ring.mesh import MeshExchange
 
-__all__ = ["Extras", "Plan"]
+__all__ = ["Extras", "KernelTiles", "PassPlan", "Plan"]
 
 _MOST_REHEARSED = 32  # passes of a thread
+_LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
+_FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
+
+
+class KernelTiles(NamedTuple):
+    """The tiles that a kernel can take: with its `features`, for `shapes`, told of positions or not."""
+
+    features: frozenset[str]
+    shapes: Shapes
+    uses_positions: bool
+    max_logits: bool
+
+    def of(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+        """Return the same work in tiles that the kernel can take."""
+        if "windows" not in self.features:
+            most = max(1, _LARGEST_BATCH // self.shapes.batch)
+            tiles = [piece for tile in tiles for piece in cut(tile, most)]
+        if self.uses_positions:  # which pieces cannot share as a batch
+            tiles = [piece for tile in tiles for piece in split_pieces(tile)]
+        elif "varlen" in self.features and not self.max_logits:
+            tiles = [*batched(tiles, self.most_spans)]
+        return tuple(tiles)
+
+    @property
+    def most_spans(self) -> int:
+        """Return how many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
+        widest = max(self.shapes.qk_dim, self.shapes.v_dim)
+        document_bytes = self.shapes.batch * self.shapes.q_heads * DQ_ROWS * widest * 4
+        return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PassPlan:
+    """What a rank of the ring does in one direction of a call.
+
+    moving: the side whose blocks go around.
+    rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
+    packing: how tensors travel.
+    halved: whether this is a half of the pass, and the other side moves in the other one.
+    other: the other half, if this is the first.
+    """
+
+    direction: Direction
+    moving: Side
+    rank_state: RankState
+    attending: Attending
+    kernel_tiles: KernelTiles
+    rounded: Mapping[Side, bool]
+    device: torch.device
+    packing: Callable[[tuple[Spec, ...]], Packing]
+    halved: bool = False
+    other: PassPlan | None = None
+
+    @cached_property
+    def halves(self) -> tuple[PassPlan, ...]:
+        """Return both halves, or all of it if one side moves in all visits."""
+        return (self,) if self.other is None else (self, self.other)
+
+    @property
+    def moving_sides(self) -> str:
+        """Return which side moves, or which two, for people to read."""
+        return " and ".join(half.moving for half in self.halves)
+
+    @cached_property
+    def parts(self) -> int:
+        """Return how many parts the heads are cut into."""
+        return self.rank_state.strategy.parts_of(self.direction)
+
+    @cached_property
+    def route(self) -> Route:
+        """Return the visits of this rank, and what it sends."""
+        _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
+        state, place = self.rank_state, self.rank_state.mesh_group.place
+        key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.halved)
+        return state.route_table.route(state.ring_rank, key)
+
+    @cached_property
+    def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
+        """Return the work of a visit, in tiles that the kernel takes, by owner and whether it is the tail."""
+        schedule, tiles = self.route.schedule, {}
+        for owner, work in self.route.tiles.items():
+            head, tail = split_tail(work, schedule.tail_share if owner == schedule.rank else 0.0)
+            tiles[owner, False], tiles[owner, True] = self.kernel_tiles.of(head), self.kernel_tiles.of(tail)
+        return tiles
+
+    def positions(self, owner: int) -> VisitPositions:
+        """Return the positions of the tokens that meet in a visit."""
+        table, trees = self.rank_state.positions, self.attending.mask.trees
+        most = (self.attending.q.length + self.attending.kv.length) * (2 if trees else 1)
+        held = [self.route.runs[side][owner] for side in SIDES]
+        q, k = (table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
+        if len(trees) != 1:  # of several none counts: see `choices`
+            return VisitPositions(q, k, columns=k)
+        (tree,) = trees
+        places = zip(held, (q, k), strict=True)
+        logical = [table.of((runs, self.device, tree), most, partial(tree.logical, x)) for runs, x in places]
+        return VisitPositions(logical[0], logical[1], columns=k)
+
+    @cached_property
+    def send_recv(self) -> SendRecvPlan:
+        """Return the steps and messages."""
+        packing = cache(self._packing_of_block)
+        schedule, peers = self.route.schedule, self.rank_state.ring_peers
+        return SendRecvPlan(self.direction, self.moving, self.device, schedule, peers, packing)
+
+    def accumulators(self, parts: Sequence[Part]) -> dict[Side, BlockAccumulators]:
+        """Return empty accumulators of this rank's own block, of its queries and, backward, its keys and values."""
+        own = {}
+        for side, specs in self._specs.items():
+            if specs:
+                own[side] = BlockAccumulators(specs, self.device, parts, side)
+        return own
+
+    @cached_property
+    def _specs(self) -> dict[Side, Sequence[Spec]]:
+        """Shapes and types of what accumulates of this rank's block, by side."""
+        whole = self._of_block(self.route.schedule.rank, None)
+        return {side: whole.side(self.direction, side)[1] for side in SIDES}
+
+    def _packing_of_block(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+        """Return how rows of a part of a rank's block travel, or partial results of them."""
+        part = self._of_block(self.route.schedule.owner(block), rows).of_part(self.parts)
+        operands, results = part.side(self.direction, self.moving)
+        return self.packing(tuple(operands if traffic is Traffic.GATHER else results))
+
+    def _of_block(self, owner: int, rows: Rows | None) -> Shapes:
+        """Return the shapes of one rank's block, or of some of its rows, whichever side moves."""
+        shapes = self.kernel_tiles.shapes
+        if rows is not None:
+            count = row_count(rows)
+            return shapes._replace(q_len=count, kv_len=count)
+        return shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
+
+    @cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        """Return by side and rank of the ring the tokens of its block."""
+        state = self.rank_state
+        runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
+        return {side: [*map(token_count, held)] for side, held in runs.items()}
 
 
 class Extras(NamedTuple):
@@ -114,7 +260,7 @@ class Plan:
         """Return whether the schedules need separate communicators for the two links."""
         return frozenset(each.route.schedule.by_link for each in self.passes)
 
-    @property
+    @cached_property
     def sends_row_factor(self) -> bool:
         """Return whether queries travel backward with a factor per row, not out (`online_softmax.row_factor`)."""
         state = self.rank_state
@@ -144,10 +290,9 @@ class Plan:
 
     def forward_parts(self, inputs: Inputs) -> list[ForwardPart]:
         """Return the parts of the heads, ready for a forward pass."""
-        parts = [
-            ForwardPart(self.kernel, how, self.spans, bias, *operands)
-            for how, bias, *operands in self._by_part(self.forward.parts, inputs[:1], inputs[1:3], inputs.bias)
-        ]
+        parts = []
+        for how, bias, q, kv in self._by_part(self.forward.parts, inputs[:1], inputs[1:3], inputs.bias):
+            parts.append(ForwardPart(self.kernel, how, self.spans, bias, q, kv))
         if self.max_logits:
             shape, wide = (self.shapes.q_heads // len(parts),), self.shapes.sum_dtype
             for part in parts:
@@ -175,6 +320,8 @@ class Plan:
         self, count: int, q: Tensors, kv: Tensors, bias: Tensor | None
     ) -> list[tuple[How, Tensor | None, Tensors, Tensors]]:
         """Return what each part of the heads has: what the kernel is told, its bias, and its operands."""
+        if count == 1:
+            return [(self._hows[1][0], bias, tuple(q), tuple(kv))]
         heads, found = self.shapes.q_heads // count, []
         both = zip(in_parts(q, count), in_parts(kv, count), strict=True)
         for number, (how, (q_part, kv_part)) in enumerate(zip(self._hows[count], both, strict=True)):
@@ -196,20 +343,22 @@ class Plan:
                 hows.append(How(FULL, scores, first_head=first, deterministic=self.deterministic))
         return found
 
-    def ring_passes(
-        self, pass_plan: PassPlan, parts: Sequence[Part], own: Mapping[Side, BlockAccumulators], which: CallId
-    ) -> list[RingPass]:
-        """Return the ring of a pass, or of each half; results of its moving side accumulate in `own` at the end."""
-        state, direction = self.rank_state, pass_plan.direction
-        label = self.label(direction, which)
-        log = None if state.profile is None else state.profile.begin_pass(direction, self.device)
-        rings = []
-        for half in pass_plan.halves:
-            state.expected_bytes.update(half.send_recv.sent_bytes)
-            accumulators = own[half.moving].parts
-            rings.append(RingPass(half.send_recv, state.transport, parts, accumulators, label=label, log=log))
-        state.progress.ring_pass = rings[0]
-        return rings
+    def ring_pass(
+        self,
+        pass_plan: PassPlan,
+        parts: Sequence[Part],
+        own: Mapping[Side, BlockAccumulators],
+        call: CallId,
+        log: PassLog | None,
+    ) -> RingPass:
+        """Return the ring of a pass, at whose end the results of its moving side are complete in `own`."""
+        state, direction, send_recv = self.rank_state, pass_plan.direction, pass_plan.send_recv
+        state.expected_bytes.update(send_recv.sent_bytes)
+        accumulators = own[send_recv.moving].parts if send_recv.moving in own else ()
+        label = self.label(direction, call) if send_recv.has_messages else None
+        ring = RingPass(send_recv, state.transport, parts, accumulators, label=label, log=log)
+        state.progress.ring_pass = ring
+        return ring
 
     @property
     def q_runs(self) -> tuple[Run, ...]:
@@ -218,35 +367,29 @@ class Plan:
         table = state.route_table
         return table.shards(whole)[state.rank] if state.mesh_group.degree > 1 else table.runs(whole)[state.ring_rank]
 
-    def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
-        """Return the exchange of heads before and after the ring, in one pass."""
-        group = self.rank_state.ulysses_group
-        if group.degree == 1:
-            return self._no_heads
-        return HeadExchange(**self._exchange(group, self.label(direction, which)))
+    @cached_property
+    def exchanges_heads(self) -> bool:
+        """Return whether ranks exchange heads before and after the ring."""
+        return self.rank_state.ulysses_group.degree > 1
 
-    def mesh_exchange(self, direction: Direction, which: CallId) -> MeshExchange:
+    @cached_property
+    def gathers_blocks(self) -> bool:
+        """Return whether groups of ranks gather blocks before the ring, and reduce results after it."""
+        return self.rank_state.mesh_group.degree > 1
+
+    def head_exchange(self, direction: Direction, call: CallId) -> HeadExchange:
+        """Return the exchange of heads before and after the ring, in one pass."""
+        return HeadExchange(**self._exchange(self.rank_state.ulysses_group, self.label(direction, call)))
+
+    def mesh_exchange(self, direction: Direction, call: CallId) -> MeshExchange:
         """Return what the ranks of a group gather and reduce before and after the ring, in one pass."""
-        group = self.rank_state.mesh_group
-        if group.degree == 1:
-            return self._no_mesh
         from burst_plugin.ring.mesh import MeshExchange
 
         moving = self.forward.moving if direction == "forward" else self.backward.moving
-        return MeshExchange(**self._exchange(group, self.label(direction, which)), stays=OTHER_SIDE[moving])
+        exchange = self._exchange(self.rank_state.mesh_group, self.label(direction, call))
+        return MeshExchange(**exchange, stays=OTHER_SIDE[moving])
 
-    @cached_property
-    def _no_heads(self) -> HeadExchange:
-        """Return the exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
-        return HeadExchange(**self._exchange(self.rank_state.ulysses_group))
-
-    @cached_property
-    def _no_mesh(self) -> MeshExchange:
-        from burst_plugin.ring.mesh import MeshExchange  # rarely needed otherwise
-
-        return MeshExchange(**self._exchange(self.rank_state.mesh_group), stays="q")
-
-    def _exchange(self, group: UlyssesGroup, label: Tensor | None = None) -> dict[str, Any]:
+    def _exchange(self, group: UlyssesGroup, label: Tensor | None) -> dict[str, Any]:
         """Return what an exchange between the ranks of a group takes."""
         state = self.rank_state
         return {
@@ -258,7 +401,7 @@ class Plan:
             "label": label,
             "profile": state.profile,
             "ranks_per_kv_head": self.ranks_per_kv_head,
-            "rows": self._exchanged_rows() if group.degree > 1 and label is None else None,
+            "rows": self._exchanged_rows() if label is None else None,
         }
 
     def _exchanged_rows(self) -> dict[Side, Tensor] | None:

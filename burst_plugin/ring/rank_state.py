@@ -19,7 +19,7 @@ from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck, Constants
 from burst_plugin.comm.transport import Channel, RingError, Transport
-from burst_plugin.compute.tile_attention import RowTable
+from burst_plugin.compute.passes import RowTable
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.ring.ulysses_groups import UlyssesGroup
 from burst_plugin.strategy import Strategy
@@ -141,23 +141,37 @@ class RankState:
             counter.clear()
 
     @contextmanager
-    def exclusive(self, device: torch.device) -> Iterator[None]:
-        """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
+    def one_pass(self, direction: Direction, call: CallId, device: torch.device) -> Iterator[None]:
+        """Run the block as a pass of `call`: no other pass meanwhile, no autocast, and on GPUs one stream for all.
 
         A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
         RuntimeError. The other ranks are told why when they miss this one. A pass that is refused before it begins,
         on another stream say, leaves the ring as it was.
+
+        Ranks that make passes in different orders may send messages of the same sizes. On CPUs the labels of messages
+        show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
         """
-        with self.undisturbed(device):
-            try:
+        self.check_usable(device)
+        if not self._busy.acquire(blocking=False):
+            raise self._entered_twice()
+        is_cast = torch.is_autocast_enabled(device.type)
+        try:
+            if device.type == "cuda":
+                self._stream = self._stream or torch.cuda.current_stream(device)
+            self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
+            self.progress.begin_pass(direction, call)
+            with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
                 yield
-            except BaseException as error:
-                self.give_up(error)
-                raise
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            self.progress.end_pass(direction)
+            self._busy.release()
 
     @contextmanager
-    def undisturbed(self, device: torch.device) -> Iterator[None]:
-        """Do the same for a pass that sends nothing: one that raises leaves the ring as it was."""
+    def rehearsal(self, device: torch.device) -> Iterator[None]:
+        """Run the block as a pass that sends nothing: one that raises leaves the ring as it was."""
         self.check_usable(device)
         with self.alone():
             if device.type == "cuda":
@@ -166,22 +180,26 @@ class RankState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other threads of this process from sending messages of this ring meanwhile.
+        """Keep other threads of this process from sending messages of this ring during the block.
 
         Raises RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
         """
         if not self._busy.acquire(blocking=False):
-            error = RuntimeError(
-                "burst attention was entered, or ranks were to compare a batch, while another of its passes was "
-                "running on the same group; run microbatches one after another, cut batches in the thread that "
-                "trains, or give each thread a process group and a ContextParallel of its own"
-            )
-            self.give_up(error)
-            raise error
+            raise self._entered_twice()
         try:
             yield
         finally:
             self._busy.release()
+
+    def _entered_twice(self) -> RuntimeError:
+        """Return the error of a second thread, which ends the ring: other ranks do not know of it."""
+        error = RuntimeError(
+            "burst attention was entered, or ranks were to compare a batch, while another of its passes was "
+            "running on the same group; run microbatches one after another, cut batches in the thread that "
+            "trains, or give each thread a process group and a ContextParallel of its own"
+        )
+        self.give_up(error)
+        return error
 
     def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
         """Check that all ranks are at one place, with one `signature`: what has to be equal, by name; collective.
@@ -194,7 +212,7 @@ class RankState:
             return
         order = f"{self.passes_digest:x}"  # backward passes may come in another one
         compared = {"ring": self.consistency.ring_name(self.ring_id), "order of passes so far": order, **signature}
-        self.progress.where = f"before {at}"
+        self.progress.where = ("before", at)
         noted = nullcontext() if self.profile is None else self._noted(self.consistency, self.profile)
         with self.alone(), noted:
             try:
@@ -224,18 +242,9 @@ class RankState:
 
         A rank that left one out would meet them with its next call instead.
         """
-        if call.is_compared:
+        if call.is_compared and self.consistency is not None:
             self.check_open()
             self.compare(f"the backward pass of {call}", {})
-
-    def begin_pass(self, direction: Direction, call: CallId) -> None:
-        """Remember that this pass of that call is the next one of this rank.
-
-        Ranks that make passes in different orders may send messages of the same sizes. On CPUs the labels of messages
-        show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
-        """
-        self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
-        self.progress.begin_pass(direction, call)
 
     def check_usable(self, device: torch.device) -> None:
         """Raise RuntimeError if this ring has ended, on another stream than before, or while a graph is captured."""
@@ -250,7 +259,8 @@ class RankState:
         """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
         if self.is_closed:
             raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
-        self._check_not_aborted()
+        if self.transport.board is not None:
+            self._check_not_aborted()
         if self._broken:
             raise RuntimeError(
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "

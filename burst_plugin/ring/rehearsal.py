@@ -21,11 +21,10 @@ from torch import Tensor
 from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.null_transport import NullTransport
-from burst_plugin.ring.attention_pass import Saved, backward_program, forward_program
+from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.pass_plan import PassPlan
-from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, cut_loose, dense, has_gradients
+from burst_plugin.ring.plan import PassPlan, Plan
+from burst_plugin.ring.request import Inputs, has_gradients
 from burst_plugin.types import Direction
 
 __all__ = ["rehearse", "rehearse_backward", "rehearse_forward"]
@@ -78,7 +77,7 @@ def _is_new(plan: Plan, which: PassPlan) -> bool:
 def _unnoticed(plan: Plan, which: PassPlan) -> Iterator[None]:
     """Run a pass without its messages inside the block, and note that this thread need not do so again."""
     state = plan.rank_state
-    with state.undisturbed(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
+    with state.rehearsal(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
         try:
             yield
         except BaseException:  # what was leased then is lost

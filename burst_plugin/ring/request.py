@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple, TypedDict
 
@@ -27,8 +26,6 @@ __all__ = [
     "check_kinds",
     "check_mask",
     "check_tensors",
-    "cut_loose",
-    "dense",
     "has_gradients",
     "scaled",
     "token_dim",
@@ -92,27 +89,6 @@ class Request(NamedTuple):
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
     """Return the sequences of queries and of keys, of which one may stand for both."""
     return tokens if isinstance(tokens, tuple) else (tokens, tokens)
-
-
-def dense(inputs: Inputs) -> Inputs:
-    """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v)
-
-
-def cut_loose(inputs: Inputs) -> Inputs:
-    """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
-
-    Values are such views where one projection makes all three and rotary embedding replaces queries and keys.
-    """
-    storages = [x.untyped_storage() for x in inputs[:3]]
-    used_bytes: Counter[int] = Counter()
-    for x, storage in zip(inputs[:3], storages, strict=True):
-        used_bytes[storage.data_ptr()] += x.nbytes
-    whole = (storage.nbytes() <= used_bytes[storage.data_ptr()] for storage in storages)
-    each = zip(inputs[:3], whole, strict=True)
-    q, k, v = (x if is_whole else x.clone(memory_format=torch.contiguous_format) for x, is_whole in each)
-    return inputs._replace(q=q, k=k, v=v)
 
 
 def has_gradients(inputs: Inputs) -> bool:

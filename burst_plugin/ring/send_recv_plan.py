@@ -85,6 +85,11 @@ class SendRecvPlan:
         return self.schedule.rows
 
     @cached_property
+    def has_messages(self) -> bool:
+        """Return whether this rank sends or receives anything."""
+        return any(step.issue for step in self.schedule.steps)
+
+    @cached_property
     def sent_bytes(self) -> Counter[Channel]:
         """Return what a pass sends."""
         sent: Counter[Channel] = Counter()

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -269,20 +269,25 @@ class Session:
         reads = consistency is not None and (
             consistency.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, consistency.is_on_cpu)
         )
-        return call_name(self.rank_state.training_step, tag if reads else None)
+        step = self.rank_state.training_step
+        return step if tag is None or not reads else call_name(step, tag)
 
-    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", name: str = "") -> CallId:
+    def agree_on_attention(
+        self, signature: Callable[[], Mapping[str, object]], problem: str = "", name: str = ""
+    ) -> CallId:
         """Compare as `agree` does, before an attention call that `Strategy.check` has ranks compare.
 
-        At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
-        `name` is that of `name_of_next_call`.
+        `signature` returns what has to be equal, by name; it is called where ranks compare. At other calls only this
+        rank knows of its problem, and the other ranks may be sending already: so the ring ends. `name` is the one of
+        `name_of_next_call`.
         """
         self._attention_count += 1
         consistency = self._consistency
         due = consistency is None or self.strategy.check_is_due(self._attention_count, consistency.is_on_cpu)
         call = CallId(self._next_comparison(), name, due)
         if due:
-            self.rank_state.compare(f"the forward pass of {call}", signature, problem)
+            if problem or consistency is not None:
+                self.rank_state.compare(f"the forward pass of {call}", signature(), problem)
             return call
         if problem:
             ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"

@@ -109,8 +109,6 @@ class HeadExchange:
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
         """Return what the ring is given: the group's rows of this rank's share of the heads."""
         group = self.ulysses_group
-        if group.degree == 1:
-            return inputs
         tensors = [inputs.q, inputs.k, inputs.v]
         sides: list[Side] = ["q", "kv", "kv"]
         if inputs.bias is not None:
@@ -124,8 +122,6 @@ class HeadExchange:
     def outputs_to_tokens(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
         """Return what the ring gave, for this rank's rows of all heads; lse if it is asked for."""
         group = self.ulysses_group
-        if group.degree == 1:
-            return outs
         tensors = [outs.out]
         if with_lse and outs.lse is not None:
             tensors.append(outs.lse.transpose(1, 2).unsqueeze(3))
@@ -138,16 +134,12 @@ class HeadExchange:
 
     def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:
         """Return the gradient of the output, as the ring takes it."""
-        if self.ulysses_group.degree == 1:
-            return dout.contiguous()
         (dout,) = yield from self.run(True, [dout], ["q"])
         return dout
 
     def grads_to_tokens(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
         """Return the gradients of the inputs of `to_heads`; `shared_bias` says that heads share theirs."""
         group = self.ulysses_group
-        if group.degree == 1:
-            return grads
         dq, dk, dv, dsink, dbias = grads
         tensors = [dq, dk, dv]
         sides: list[Side] = ["q", "kv", "kv"]

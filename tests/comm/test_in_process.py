@@ -33,6 +33,7 @@ from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.ring.executor import RingPass, lockstep
 from burst_plugin.ring.routes import Attending
 from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.schedule.schedule import Step
 from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.masks import Causal
 from tests.support.reference import Problem, Result, errors, reference, relative
@@ -147,16 +148,16 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     problem = Problem.draw(32, (2, 2))
     ring = VirtualRing(Topology(2, 2))
     assert relative(ring.attention(*problem[:3])[0], reference(problem, Causal()).out) < 2e-6
-    original = RingPass._advance
+    original = RingPass._move
 
-    def damaged(self: RingPass, step: int) -> None:
+    def damaged(self: RingPass, step: Step) -> None:
         if damage is _forget_to_wait:
-            _forget_to_wait(self, step)
+            _forget_to_wait(self, self.step)
         original(self, step)
         if damage is _release_too_early:
-            _release_too_early(self, step)
+            _release_too_early(self, self.step)
 
-    monkeypatch.setattr(RingPass, "_advance", damaged)
+    monkeypatch.setattr(RingPass, "_move", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
         VirtualRing(Topology(2, 2)).attention(*problem[:3])
     monkeypatch.setattr(Buffer, "has_label", lambda buffer, label: True)

@@ -23,6 +23,7 @@ from burst_plugin import (
 )
 from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups as communicators
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.consistency import error_text
 from burst_plugin.comm.process_groups import new_group_like
 from burst_plugin.ring import autograd, session
@@ -46,7 +47,8 @@ def test_another_stream_is_refused_before_anything_is_sent_and_the_ring_goes_on(
     for stream in ("training's", "an evaluation's", "training's"):
         refused = pytest.raises(RuntimeError, match="ran on training's before and now on an evaluation's")
         here = mock.patch.object(torch.cuda, "current_stream", lambda _, stream=stream: stream)
-        with fake_driver(), here, nullcontext() if stream == "training's" else refused, state.exclusive(GPU):
+        in_pass = state.one_pass("forward", CallId(1), GPU)
+        with fake_driver(), here, nullcontext() if stream == "training's" else refused, in_pass:
             assert stream == "training's"
     assert not state.is_broken
 

@@ -56,7 +56,7 @@ def test_where_nccl_waits_in_vain_all_ranks_end_and_hear_where_each_has_come_to(
 
     def watch(rank: int, where: str, fault: str) -> FailureWatch:
         board = _board(store, rank)
-        board.progress.where = where
+        board.progress.where = (where,)
         return FailureWatch(board, 0.6, lambda text: ended.update({rank: text}), lambda: fault)
 
     watches = [watch(0, "after the backward pass of call 5", ""), watch(1, "in the forward pass of call 5", "")]

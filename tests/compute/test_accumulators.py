@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, BlockAccumulators
+from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, BlockAccumulators, Storage, Tensors
 from burst_plugin.compute.online_softmax import add_
 from burst_plugin.sequence.tiles import Tile
+from burst_plugin.types import Side
 
 ROWS = 8
 
@@ -52,9 +52,16 @@ def arrived_with(value: float) -> Accumulator:
     return Accumulator(SUM, Blanks(), (torch.full((2, ROWS, 3, 4), value),))
 
 
+class Sums:
+    """A part of the heads whose contributions are added up, on either side."""
+
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        return Accumulator(SUM, storage, tensors)
+
+
 def own_accumulators(tensors: int, parts: int = 1) -> BlockAccumulators:
     shapes = [((2, ROWS, 3, 4), torch.float32)] * tensors
-    return BlockAccumulators(shapes, torch.device("cpu"), [partial(Accumulator, SUM)] * parts)
+    return BlockAccumulators(shapes, torch.device("cpu"), [Sums()] * parts, "q")
 
 
 def contribution_to(accumulator: Accumulator, rows: int) -> list[Tensor]:

@@ -30,8 +30,8 @@ from burst_plugin import (
     key_padding,
 )
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.plan import Plan
+from burst_plugin.virtual import VirtualRingAttention
 from tests.support.fake_gpu import GPU, Launches, fake_gpu
 
 SEQ = 512
@@ -87,11 +87,9 @@ class _Pass:
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         pass
 
-    def apply(
-        self, plans: Sequence[Plan], number: int, memo: None, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        self.needs_input_grad = (False, False, False, *(x is not None for x in tensors))
-        return RingAttention.forward(self, plans, number, memo, *tensors)
+    def apply(self, plans: Sequence[Plan], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
+        return VirtualRingAttention.forward(self, plans, number, *tensors)
 
 
 def _run(
@@ -113,7 +111,7 @@ def _run(
     """Both passes; out and gradients have to be those of the inputs in shape, type and place."""
     (heads_q, heads_kv), (qk_dim, v_dim) = heads, dims
     done = _Pass()
-    with fake_gpu() as launches, mock.patch.object(RingAttention, "apply", done.apply):
+    with fake_gpu() as launches, mock.patch.object(VirtualRingAttention, "apply", done.apply):
         shapes = (2, seq, heads_q, qk_dim), (2, kv_seq, heads_kv, qk_dim), (2, kv_seq, heads_kv, v_dim)
         q, k, v = (torch.empty(shape, dtype=dtype, device=GPU) for shape in shapes)
         extras = {
@@ -134,7 +132,7 @@ def _run(
                 saved[5].shape[1] // ring.rank_states[0].ulysses_group.degree
             )  # those of the group are together here
             douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
-        grads = RingAttention.backward(done, *douts)[3:]
+        grads = VirtualRingAttention.backward(done, *douts)[2:]
     assert len(grads) == 5 * topology.ranks
     for n, grad in enumerate(grads):
         assert (grad is None) == ([True, True, True, sink, bias][n % 5] is False)
@@ -167,7 +165,7 @@ def test_what_a_kernel_lacks_is_refused(kernel: str, case: str) -> None:
 @pytest.mark.parametrize("kernel", LACKING)
 def test_lse_and_largest_scores_are_on_the_gpu(kernel: str) -> None:
     done = _Pass()
-    with fake_gpu(), mock.patch.object(RingAttention, "apply", done.apply):
+    with fake_gpu(), mock.patch.object(VirtualRingAttention, "apply", done.apply):
         q, k, v = (torch.empty(2, SEQ, heads, 64, dtype=torch.bfloat16, device=GPU) for heads in (8, 2, 2))
         cp = ContextParallel(kernel=kernel)
         found = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True)

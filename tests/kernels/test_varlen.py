@@ -29,7 +29,7 @@ from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import flash as flash_module
 from burst_plugin.kernels.protocol import Grads
 from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths_of
-from burst_plugin.ring.pass_plan import KernelTiles
+from burst_plugin.ring.plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.sequence.tile_splitting import batched

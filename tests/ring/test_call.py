@@ -23,10 +23,10 @@ from burst_plugin import (
     burst_attention,
 )
 from burst_plugin.comm.call_identity import CallId
+from burst_plugin.compute.passes import TileAttention
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.compute.tile_attention import TileAttention
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.ring import pass_plan
+from burst_plugin.ring import plan
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
@@ -51,7 +51,7 @@ def plan_of(request: Request, **changes: Any) -> Plan:
 
 def test_positions_are_made_once_for_calls_of_one_kind_and_are_bounded_for_others() -> None:
     ring = VirtualRing(Topology(1, 4), Strategy(kernel="reference"))
-    made = mock.Mock(side_effect=pass_plan.positions)
+    made = mock.Mock(side_effect=plan.positions)
 
     def both_passes(length: int) -> int:
         made.reset_mock()
@@ -59,7 +59,7 @@ def test_positions_are_made_once_for_calls_of_one_kind_and_are_bounded_for_other
         ring.attention(q, k, v, mask=Full(), scores=Scores(dropout=0.1, seed=1))[0].sum().backward()
         return int(made.call_count)
 
-    with mock.patch.object(pass_plan, "positions", made):
+    with mock.patch.object(plan, "positions", made):
         assert [both_passes(32), both_passes(32)] == [4 * 4, 0], "by each rank, those of each"
         for length in (24, 48, 16):
             assert [both_passes(length) for _ in range(3)][-1] == 0

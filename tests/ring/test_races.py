@@ -23,6 +23,7 @@ from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.send_recv_plan import Post
 from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.schedule.schedule import Step
 from burst_plugin.topology import Traffic
 from burst_plugin.types import SIDES
 from tests.support.races import RaceError
@@ -137,10 +138,10 @@ def _last_sends_left_alone(patch: pytest.MonkeyPatch) -> None:
         both = zip(pending.messages, pending.parcels, strict=True)
         pending.network.collect([parcel for message, parcel in both if parcel.target is message.data])
 
-    def moved(ring: RingPass) -> None:
+    def moved(ring: RingPass, step: Step) -> None:
         is_last = not any(ring._send_recv.batches[ring.step :])
         patch.setattr(in_process._InProcessPending, "wait", received if is_last else wait)
-        move(ring)
+        move(ring, step)
 
     patch.setattr(RingPass, "_move", moved)
 
@@ -226,9 +227,9 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], st
         _last_sends_left_alone,
         COPIES,
         OPTIONS,
-        "read by copy_ .* call 1, .*; they are written by .* packed .* call 2,",
+        "read by copy_ .* call 1, .*; they are written by .* _packed .* call 2,",
     ),
-    (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* packed .*; they are read by copy_ .* deliver"),
+    (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* _packed .*; they are read by copy_ .* deliver"),
     (_no_event_of_receiver, COPIES, OPTIONS, "written by what had them before, .*; they are written by .* deliver"),
     (_no_event_of_copy, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by attention"),
     (_parked_freed_early, NCCL, {"keeps": 1.0}, "read by .* copy_to_pages .*; they are given back"),

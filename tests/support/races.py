@@ -222,7 +222,7 @@ class Gpus:
 
         def followed(plan: Plan, which: object, *rest: Any) -> Generator[None, None, T]:
             state = plan.rank_state
-            if state.rank in self.memos and len(rest) == 2:  # inputs and memo of a forward pass
+            if state.rank in self.memos and len(rest) == 1:  # the inputs of a forward pass
                 rest = rest[0], self.memos[state.rank]
             steps = program(plan, which, *rest)
             while True:

@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from burst_plugin import virtual
 from burst_plugin.comm import torch_distributed
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel
 from burst_plugin.kernels import Case, Grads, How, Queries
-from burst_plugin.ring import autograd
 from burst_plugin.topology import Link
 from tests.support.fake_gpu import Launches, fake_gpu
 from tests.support.races import Event, Gpus, Stream
@@ -240,8 +240,8 @@ def recorded_gpus() -> Iterator[Gpus]:
         (dist, "batch_isend_irecv", partial(_batch, gpus)),
         (torch_distributed, "launches_batches", lambda group: True),
         (torch_distributed, "ctas_of", lambda group: 8),
-        (autograd, "forward_program", gpus.follow(autograd.forward_program)),
-        (autograd, "backward_program", gpus.follow(autograd.backward_program)),
+        (virtual, "forward_program", gpus.follow(virtual.forward_program)),
+        (virtual, "backward_program", gpus.follow(virtual.backward_program)),
         *((Launches, name, _fused(gpus, name, written)) for name, written in _FUSED.items()),
     ]
     modes: list[AbstractContextManager[Any]] = [_Kernels(gpus), _Copies(gpus)]

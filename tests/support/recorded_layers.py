@@ -18,12 +18,12 @@ from burst_plugin import Causal, Mask, Scores, Strategy, Tokens, Topology, Virtu
 from burst_plugin.activations.host_memory import HostMemory, Parked
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.listed_masks import QueriesBefore
+from burst_plugin.virtual import VirtualRingAttention, by_rank
 from tests.support.fake_gpu import GPU
 from tests.support.late_copies import LateNetwork
 from tests.support.races import Gpus
@@ -75,7 +75,7 @@ class _Node:
 
     def __init__(self, ranks: int) -> None:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self.needs_input_grad = (*[False] * 3, *[True, True, True, False, False] * ranks)
+        self.needs_input_grad = (*[False] * 2, *[True, True, True, False, False] * ranks)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -120,7 +120,7 @@ class _Layers:
             node, parked, memos = saved.pop()
             if node is None:
                 node, _ = self._attend(self._on_each(_fetch, self._hosts, parked), memos)
-            grads = RingAttention.backward(node, *(x for dout in douts for x in (dout, None, None)))[3:]
+            grads = VirtualRingAttention.backward(node, *(x for dout in douts for x in (dout, None, None)))[2:]
             douts = self._on_each(_twice, [dq for dq, *_ in by_rank(grads, len(self._ranks))])
             del node, grads
 
@@ -134,8 +134,8 @@ class _Layers:
                 memo.rest = self._plan(rank, x[rank], rest)
         self._gpus.memos = dict(enumerate(memos))
         node = _Node(len(self._ranks))
-        flat = RingAttention.forward(
-            node, plans, CallId(self._calls), None, *(tensor for each in x for tensor in each)
+        flat = VirtualRingAttention.forward(
+            node, plans, CallId(self._calls), *(tensor for each in x for tensor in each)
         )
         return node, [out for out, *_ in by_rank(flat, len(self._ranks))]
 

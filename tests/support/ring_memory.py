@@ -8,11 +8,10 @@ from unittest import mock
 
 import torch
 
-from burst_plugin import Full, Strategy, Topology, VirtualRing
+from burst_plugin import Full, Strategy, Topology, VirtualRing, virtual
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.ring import autograd
-from burst_plugin.ring.autograd import RingAttention
+from burst_plugin.virtual import VirtualRingAttention
 from tests.support.fake_gpu import GPU, fake_gpu
 from tests.support.live_bytes import LiveBytes
 
@@ -35,9 +34,9 @@ class _Pass:
     def mark_non_differentiable(self, *tensors: Any) -> None:
         pass
 
-    def apply(self, plans: Any, number: Any, memo: None, *tensors: Any) -> tuple[Any, ...]:
-        self.needs_input_grad = (False, False, False, *(x is not None for x in tensors))
-        return RingAttention.forward(self, plans, number, memo, *tensors)
+    def apply(self, plans: Any, number: Any, *tensors: Any) -> tuple[Any, ...]:
+        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
+        return VirtualRingAttention.forward(self, plans, number, *tensors)
 
 
 def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBytes:
@@ -45,7 +44,7 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
 
     `shapes` are those of a rank. Every rank has work at every visit.
     """
-    last, done, lockstep = topology.ranks - 1, _Pass(), autograd.lockstep
+    last, done, lockstep = topology.ranks - 1, _Pass(), virtual.lockstep
 
     def watched(program: Program[T], rank: int, live: LiveBytes) -> Program[T]:
         while True:
@@ -63,9 +62,9 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
 
     with (
         fake_gpu(),
-        mock.patch.object(RingAttention, "apply", done.apply),
+        mock.patch.object(VirtualRingAttention, "apply", done.apply),
         LiveBytes() as live,
-        mock.patch.object(autograd, "lockstep", of_all),
+        mock.patch.object(virtual, "lockstep", of_all),
     ):
         live.counts = False
         heads, tokens = (shapes.q_heads, shapes.kv_heads, shapes.kv_heads), topology.ranks * shapes.q_len
@@ -80,5 +79,5 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
         douts: list[Any] = []
         for _ in range(topology.ranks):
             douts += [torch.empty(shape, dtype=shapes.dtype, device=GPU), None, None]
-        RingAttention.backward(done, *douts)
+        VirtualRingAttention.backward(done, *douts)
     return live

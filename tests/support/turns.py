@@ -16,11 +16,11 @@ from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.attending import Asked, LayerCall, own_attention, ring_call
 from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.tree import merge_in_tree
-from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal
+from burst_plugin.virtual import VirtualRingAttention, by_rank
 from tests.support.reference import Problem, reference
 
 __all__ = ["Conversation", "RanksInOne", "Told", "held_by_rank"]
@@ -162,7 +162,7 @@ class RanksInOne:
         plans = [make_plan(state, *each, {}) for state, each in zip(self.ring.rank_states, asked, strict=True)]
         flat = [x for inputs, _ in asked for x in inputs]
         outs = [
-            each[0] for each in by_rank(RingAttention.apply(plans, CallId(self._number), None, *flat), len(plans))
+            each[0] for each in by_rank(VirtualRingAttention.apply(plans, CallId(self._number), *flat), len(plans))
         ]
         self.last_turn_bytes = self._sent() - before
         error = 0.0
