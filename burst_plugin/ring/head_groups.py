@@ -13,7 +13,7 @@ __all__ = ["by_head_group", "joined", "why_uncut"]
 
 
 def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Request]]:
-    """Return a call for each group of heads, one if all have the same mask.
+    """Return a call for each group of heads, of which there may be one.
 
     None where heads share the mask, or the call cannot be cut, which is refused by `choices.make_plan`, so that all
     ranks hear of it.
@@ -21,7 +21,7 @@ def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Reques
     groups = request.mask.head_groups if isinstance(request.mask, Mask) else None
     if groups is None or why_uncut(inputs, request):
         return []
-    if _is_shared(request.mask):
+    if groups == 1:
         return [(inputs, request._replace(mask=request.mask.of_head_group(0)))]
     return [(_inputs_of(inputs, n, groups), _request_of(request, n, inputs.q.shape[2])) for n in range(groups)]
 
@@ -43,18 +43,12 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
             f"the mask is for {groups} groups of heads, into which {q_heads} query heads and {kv_heads} key/value "
             "heads cannot be cut; give one mask for each key/value head, or one for all heads"
         )
-    if request.scores.dropout and not _is_shared(request.mask):
+    if request.scores.dropout and groups > 1:
         return (
             f"dropout={request.scores.dropout} depends on the number of a head, and the mask's {groups} groups are "
             "calls of their own, each with a head 0; use dropout=0.0, or a mask that all heads share"
         )
     return ""
-
-
-def _is_shared(mask: Mask) -> bool:
-    """Return whether all groups of heads have the same mask."""
-    first = mask.of_head_group(0)
-    return all(mask.of_head_group(group) == first for group in range(1, mask.head_groups or 1))
 
 
 def joined(outputs: Sequence[Outputs]) -> Outputs:
