@@ -28,6 +28,7 @@ __all__ = [
     "problems_of_changing_groups",
     "spreads_sequences",
     "unknown_fields",
+    "weighs_losses",
 ]
 
 
@@ -184,6 +185,11 @@ def misspelt_kind(cp_comm_type: Any) -> str | None:
 def is_hybrid(config: Any) -> bool:
     """Return whether every microbatch brings its own context-parallel group."""
     return bool(getattr(config, "hybrid_context_parallel", False))
+
+
+def weighs_losses(config: Any) -> bool:
+    """Return whether losses of this model are weighed over the ranks of one ring: all but in hybrid parallelism."""
+    return asks_for_burst(config) and not is_hybrid(config)
 
 
 def spreads_sequences(config: Any) -> bool:

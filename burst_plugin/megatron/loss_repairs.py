@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.config import asks_for_burst, is_hybrid
+from burst_plugin.megatron.config import asks_for_burst, is_hybrid, weighs_losses
 from burst_plugin.megatron.registry import Registry
 
 __all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]
@@ -42,10 +42,6 @@ def weigh_tokens_alike(registry: Registry) -> str:
         wrap(gpt_model.GPTModel, "forward", prediction.process_model)
         wrap(gpt_model, "roll_tensor", prediction.roll)
     return "losses weigh the tokens of all context-parallel ranks alike, also where some have fewer of them"
-
-
-def _weighs(config: Any) -> bool:
-    return asks_for_burst(config) and not is_hybrid(config)
 
 
 def _group_of(model: Any) -> dist.ProcessGroup:
@@ -155,7 +151,7 @@ class _PredictionLoss:
 
     def _compute(self, original: Any, given: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
         """Call `original` with a mask of floats. `multiplies`: by its sum, with `--calculate-per-token-loss`."""
-        self._weighs = _weighs(config)
+        self._weighs = weighs_losses(config)
         if self._weighs and config.mtp_num_layers:
             mask = _mask_of_floats(given.arguments)
             given.arguments["loss_mask"] = mask

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.config import asks_for_burst, is_hybrid
+from burst_plugin.megatron.config import weighs_losses
 from burst_plugin.megatron.packed import layout_of
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import positions
@@ -45,10 +45,6 @@ def weigh_valid_tokens_alike(registry: Registry) -> str:
     return "losses of routers (balance, z) weigh the valid tokens of all context-parallel ranks alike"
 
 
-def _weighs(config: Any) -> bool:
-    return asks_for_burst(config) and not is_hybrid(config)
-
-
 class _Weights:
     """Functions around Megatron's, for models with rings.
 
@@ -62,7 +58,7 @@ class _Weights:
 
     def route(self, original: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
         """Route tokens with a mask that may be that of `find_samples`; Megatron has transposed it on its way."""
-        if not _weighs(router.config):
+        if not weighs_losses(router.config):
             return original(router, *args, **kwargs)
         given = inspect.signature(original).bind(router, *args, **kwargs)
         logits, mask = given.arguments["logits"], given.arguments.get("padding_mask")
@@ -120,7 +116,7 @@ class _Weights:
         recomputation: as [samples, T], or as [samples, T, 1] without padding.
         """
         length = getattr(packed_seq_params, "tokens_per_sample", None)
-        if length is None or not layer.is_moe_layer or not _weighs(layer.config):
+        if length is None or not layer.is_moe_layer or not weighs_losses(layer.config):
             return original(layer, hidden_states, padding_mask, packed_seq_params)  # type: ignore[no-any-return]
         router = layer.mlp.router
         if not router.get_aux_loss_coeff("seq_aux_loss"):  # other losses do not tell samples apart
@@ -175,7 +171,7 @@ def weigh_routers_per_token() -> None:
     def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
-        if config.calculate_per_token_loss and config.num_moe_experts is not None and _weighs(config):
+        if config.calculate_per_token_loss and config.num_moe_experts is not None and weighs_losses(config):
             ranks = config.tensor_model_parallel_size * config.context_parallel_size
             MoEAuxLossAutoScaler.set_loss_scale(MoEAuxLossAutoScaler.main_loss_backward_scale * ranks)
         return found
