@@ -164,6 +164,7 @@ class Groups(NamedTuple):
 
     apart: whether rings are of neighbours, and the ranks of a group as far apart as can be, or the other way round.
     option: by which the size was asked for.
+    gathers: whether the ranks of a group gather each other's blocks, of all heads, instead of sharing heads.
 
         8 ranks, size 2    groups               rings
         neighbours         0 1, 2 3, 4 5, 6 7   0 2 4 6, 1 3 5 7
@@ -174,6 +175,7 @@ class Groups(NamedTuple):
     size: int
     apart: bool = False
     option: str = "ulysses_degree"
+    gathers: bool = False
 
     @property
     def ring_size(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_held
 from burst_plugin.planning.exchange import exchange_buffer_bytes, exchanged_bytes, in_ring
+from burst_plugin.ring.both_sides import half_of_visits
 from burst_plugin.ring.choices import moving_sides
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.schedule.schedule import Schedule
@@ -63,13 +64,12 @@ def _halves(strategy: Strategy, direction: Direction, topology: Topology, shapes
     table, ring = RouteTable(topology, strategy), in_ring(shapes, strategy.degree)
     tokens, parts = Tokens(topology.ranks * shapes.q_len), strategy.parts_of(direction)
     attending, sides = Attending(tokens, tokens, Full()), moving_sides(strategy, ring, table.ring_ranks)[direction]
-    return [
-        _Half(
-            side,
-            table.schedule(attending, side, bool(ring.side(direction, side)[1]), parts, halved=len(sides) > 1),
-        )
-        for side in sides
-    ]
+    visits = half_of_visits if len(sides) > 1 else None
+
+    def of(side: Side) -> Schedule:
+        return table.schedule(attending, side, bool(ring.side(direction, side)[1]), parts, visits=visits)
+
+    return [_Half(side, of(side)) for side in sides]
 
 
 def page() -> str:

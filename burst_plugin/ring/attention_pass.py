@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,11 @@ from burst_plugin.compute.accumulators import BlockAccumulators, Tensors
 from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
 from burst_plugin.compute.passes import NO_POSITIONS, Part, bias_grad
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.executor import RingPass, Visit
+from burst_plugin.ring.executor import Visit
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
 from burst_plugin.types import OTHER_SIDE, SIDES, Side
-
-__all__ = ["Saved", "backward_program", "cut_loose", "dense", "forward_program", "run_pass"]
 
 
 def run_pass(
@@ -38,20 +35,17 @@ def run_pass(
     """
     own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
-    rings = []
-    for half in pass_plan.halves:  # mostly one
-        rings.append(plan.ring_pass(half, parts, own, call, log))
-    for visits in zip_longest(*map(RingPass.steps, rings)):  # of the ring, or one of each half
-        for half, ring, visit in zip(pass_plan.halves, rings, visits, strict=True):
-            if visit is not None:
-                with ring.traced(visit):
-                    _work(half, parts[visit.part], visit, own)
+    ring = plan.ring_pass(pass_plan, parts, own, call, log)
+    for visit in ring.steps():
+        if visit is not None:
+            with ring.traced(visit):
+                work(pass_plan, parts[visit.part], visit, own)
         yield
     kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
     return own["q"].finished(pass_plan.rounded["q"]), kv
 
 
-def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
+def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
     """Do the work of one visit: what its tiles contribute is accumulated here, and with the block that travels."""
     q, kv, part.under_way = part.q, part.kv, visit.under_way
     if not visit.is_own:
@@ -81,13 +75,13 @@ class Saved(NamedTuple):
 def forward_program(
     plan: Plan, call: CallId, inputs: Inputs, memo: Memo | None = None
 ) -> Generator[None, None, tuple[Outputs, Saved]]:
-    """Run a rank's forward pass: exchange heads, go around the ring, exchange heads back.
+    """Run a rank's forward pass: around the ring, between the exchanges of its group if there are any.
 
     What `memo` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
     pass needs.
     """
-    heads = plan.head_exchange("forward", call) if plan.exchanges_heads else None
-    given = inputs if heads is None else (yield from heads.to_heads(inputs))
+    exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
+    given = inputs if exchange is None else (yield from exchange.inputs(inputs))
     if memo is None:
         on_ring = yield from _around_the_ring(plan, call, given)
     else:
@@ -95,7 +89,7 @@ def forward_program(
         computed = None if missing is None else (yield from _around_the_ring(missing, call, given))
         on_ring = memo.completed(plan, computed)
     assert on_ring.lse is not None, "the ring always gives it"
-    outputs = on_ring if heads is None else (yield from heads.outputs_to_tokens(on_ring, plan.lse))
+    outputs = on_ring if exchange is None else (yield from exchange.outputs(on_ring, plan.lse))
     if plan.lse or plan.max_logits:
         outputs = _own_numbers(outputs, plan.lse)
     return outputs, Saved(given, on_ring.out, on_ring.lse)
@@ -103,13 +97,13 @@ def forward_program(
 
 def _around_the_ring(plan: Plan, call: CallId, given: Inputs) -> Generator[None, None, Outputs]:
     """Return out and lse of the queries that this rank has on the ring, over the keys of all ranks."""
-    mesh = plan.mesh_exchange("forward", call) if plan.gathers_blocks else None
-    parts = plan.forward_parts(given if mesh is None else (yield from mesh.gathered(given)))
-    (out, lse), _ = yield from run_pass(plan, plan.forward, parts, call)
+    exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
+    parts = plan.forward_parts(given if exchange is None else (yield from exchange.gathered(given)))
+    (out, lse), _ = yield from plan.run_pass(plan, plan.forward, parts, call)
     largest = torch.cat([part.max_logits for part in parts]) if plan.max_logits else None  # type: ignore[misc]
     del parts  # with the group's queries, whose memory the exchange may have
-    if mesh is not None:
-        out, lse = yield from mesh.merged(out, lse)
+    if exchange is not None:
+        out, lse = yield from exchange.merged(out, lse)
     if given.sink is not None:
         out, lse = add_sink(out, lse, given.sink)
     return Outputs(out.to(given.q.dtype), lse, largest)
@@ -153,31 +147,30 @@ def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
 def backward_program(
     plan: Plan, call: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
 ) -> Generator[None, None, Inputs]:
-    """Run a rank's backward pass, with heads exchanged, or blocks gathered and reduced, before and after the ring.
+    """Run a rank's backward pass: around the ring, between the exchanges of its group if there are any.
 
     Returns the gradients of its inputs, in their types.
     """
     given, out, lse = saved
-    heads = plan.head_exchange("backward", call) if plan.exchanges_heads else None
-    mesh = plan.mesh_exchange("backward", call) if plan.gathers_blocks else None
-    wants_dbias = wants_dbias or heads is not None or mesh is not None  # others of the group may want theirs
-    dout = dout.contiguous() if heads is None else (yield from heads.dout_to_heads(dout))
+    exchange = None if plan.exchange_kind is None else plan.exchange("backward", call)
+    wants_dbias = wants_dbias or exchange is not None  # others of the group may want theirs
+    dout = dout.contiguous() if exchange is None else (yield from exchange.dout(dout))
     factor = row_factor(out, dout) if plan.sends_row_factor else None
     operands = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
-    if mesh is not None:
-        operands = yield from mesh.gathered_backward(operands)
+    if exchange is not None:
+        operands = yield from exchange.gathered_backward(operands)
     parts, bias = plan.backward_parts(*operands, wants_dbias), operands.inputs.bias
     del operands
-    (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, call)
+    (dq,), (dk, dv) = yield from plan.run_pass(plan, plan.backward, parts, call)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(bias, parts) if bias is not None and wants_dbias else None
     grads = Inputs(dq, dk, dv, dsink, dbias)
     del dout, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
-    if mesh is not None:
-        grads = yield from mesh.summed(grads)
+    if exchange is not None:
+        grads = yield from exchange.summed(grads)
     grads = _rounded(given, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())
-    if heads is not None:
-        grads = _rounded(given, (yield from heads.grads_to_tokens(grads, plan.extras.shared_bias)))
+    if exchange is not None:
+        grads = _rounded(given, (yield from exchange.grads(grads, plan.extras.shared_bias)))
     return grads
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
@@ -12,11 +12,15 @@ from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel
+from burst_plugin.ring.attention_pass import run_pass
+from burst_plugin.ring.group_exchange import GroupExchange
 from burst_plugin.ring.head_groups import why_uncut
-from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan
+from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan, RunPass
+from burst_plugin.ring.rank_groups import RankGroup
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.ring.routes import Attending
+from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
@@ -84,7 +88,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
     moving = moving_sides(strategy, shapes, rank_state.route_table.ring_ranks, bias=extras.bias)
     rounded = _rounded_sides(extras, ranks_per_kv_head)
-    if strategy.mesh_degree > 1:  # one side moves
+    if rank_state.group.gathers:  # where its blocks are added up
         for direction in DIRECTIONS:
             rounded[direction][OTHER_SIDE[moving[direction][0]]] = False
     same = partial(
@@ -95,9 +99,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
         device=device,
         packing=packing,
     )
-    forward, backward = (
-        _pass_plan(partial(same, direction=each, rounded=rounded[each]), moving[each]) for each in DIRECTIONS
-    )
+    run, passes = _passes(same, moving, rounded)
     return Plan(
         rank_state=rank_state,
         shapes=shapes,
@@ -110,10 +112,12 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
         max_logits=request.max_logits,
         lse=request.lse,
         ranks_per_kv_head=ranks_per_kv_head,
-        forward=forward,
-        backward=backward,
+        forward=passes["forward"],
+        backward=passes["backward"],
         spans=SpanTable(shapes.batch, device),
         packing=packing,
+        run_pass=run,
+        exchange_kind=_exchange_kind(rank_state.group),
     )
 
 
@@ -138,11 +142,34 @@ def _rounded_sides(extras: Extras, ranks_per_kv_head: int) -> dict[Direction, di
     }
 
 
-def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
-    """Return the plan of a pass in which this side moves; where two do, that of the first half, with the other."""
-    first, *others = moving
-    other = make(moving=others[0], halved=True) if others else None
-    return make(moving=first, halved=bool(others), other=other)
+def _passes(
+    make: Callable[..., PassPlan],
+    moving: Mapping[Direction, tuple[Side, ...]],
+    rounded: Mapping[Direction, Mapping[Side, bool]],
+) -> tuple[RunPass, dict[Direction, PassPlan]]:
+    """Return what runs the passes, and their plans, in which this side moves, or these two."""
+    passes: dict[Direction, PassPlan] = {}
+    run: RunPass = run_pass
+    for direction, sides in moving.items():
+        same = partial(make, direction=direction, rounded=rounded[direction])
+        if len(sides) == 1:
+            passes[direction] = same(moving=sides[0])
+        else:
+            from burst_plugin.ring.both_sides import run_halves, two_halves  # rarely needed
+
+            run, passes[direction] = run_halves, two_halves(same)
+    return run, passes
+
+
+def _exchange_kind(group: RankGroup) -> type[GroupExchange] | None:
+    """Return what the ranks of a group do before and after the ring, if anything."""
+    if group.degree == 1:
+        return None
+    if group.gathers:
+        from burst_plugin.ring.mesh import MeshExchange  # rarely needed
+
+        return MeshExchange
+    return HeadExchange
 
 
 def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Shapes, Attending, int]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from burst_plugin.ring.both_sides import work_of_ranks
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
@@ -58,7 +59,7 @@ def imbalance(table: RouteTable, attending: Attending) -> float:
     sides = () if table.moving == {BOTH} else _staying(table, attending.mask)
     shares = [work_by_rank(table, attending, local) for local in sides]
     if BOTH in table.moving:
-        shares.append(table.work_in_halves(attending))
+        shares.append(work_of_ranks(table, attending))
     return max(map(_uneven, shares))
 
 

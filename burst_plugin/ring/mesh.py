@@ -34,31 +34,29 @@ numbers per row left aside, its tile has 2 (a - 1) + 2 (b - 1) to send forward, 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from burst_plugin.compute.online_softmax import merge_, project
 from burst_plugin.kernels import Queries
+from burst_plugin.ring.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
+from burst_plugin.ring.rank_groups import GroupBlock
 from burst_plugin.ring.request import BackwardOperands, Inputs
-from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import GroupBlock
-from burst_plugin.ring.ulysses_pieces import Piece, ToHeads, ToTokens
-from burst_plugin.types import Side
-
-__all__ = ["MeshExchange"]
+from burst_plugin.types import OTHER_SIDE, Side
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MeshExchange(HeadExchange):
-    """One rank's part in what its group gathers before a pass, and reduces after it.
-
-    `stays` is the side that does not move.
-    """
+class MeshExchange(GroupExchange):
+    """One rank's part in what its group gathers before a pass, and reduces after it."""
 
     what: ClassVar[str] = "the exchange of blocks"
-    stays: Side = field(kw_only=True)
+
+    @property
+    def stays(self) -> Side:
+        """Return the side that does not move."""
+        return OTHER_SIDE[self.moving]
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
         """Return what a forward pass is given: of the side that stays all rows of the group."""
@@ -83,8 +81,8 @@ class MeshExchange(HeadExchange):
         """Return out [B, S, H, D] and lse [B, H, S] of this rank's queries over the keys of all ranks."""
         if self.stays == "kv":
             return out, lse
-        (batch, _, heads, dim), block, members = out.shape, self._block, self.ulysses_group.degree
-        own = (batch, block.counts[self.ulysses_group.place])
+        (batch, _, heads, dim), block, members = out.shape, self._block, self.group.degree
+        own = (batch, block.counts[self.group.place])
         lses = ToTokens(lse.new_empty(*own, members * heads, 1), _as_heads(lse), block, 1)
         merged = out.new_empty(*own, heads, dim), lse.new_empty(batch, heads, own[1])
         outs = _Merged(merged[0], out, block, members, lses, merged[1])
@@ -105,7 +103,7 @@ class MeshExchange(HeadExchange):
         pieces: list[Piece] = []
         for x in tensors:
             joint = x.new_empty(x.shape[0], self._block.length, *x.shape[2:])
-            pieces.append(ToHeads(x, joint, self._block, self.ulysses_group.degree))
+            pieces.append(ToHeads(x, joint, self._block, self.group.degree))
         yield from self.move(pieces, [self.stays] * len(pieces))
         return [piece.result for piece in pieces]
 
@@ -113,8 +111,8 @@ class MeshExchange(HeadExchange):
         """Return this rank's rows of tensors with the rows of the whole group, all members' added up."""
         pieces: list[Piece] = []
         for x in tensors:
-            local = x.new_zeros(x.shape[0], self._block.counts[self.ulysses_group.place], *x.shape[2:])
-            pieces.append(ToTokens(local, x, self._block, self.ulysses_group.degree))
+            local = x.new_zeros(x.shape[0], self._block.counts[self.group.place], *x.shape[2:])
+            pieces.append(ToTokens(local, x, self._block, self.group.degree))
         yield from self.move(pieces, [self.stays] * len(pieces))
         return [piece.result for piece in pieces]
 

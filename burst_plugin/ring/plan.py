@@ -2,18 +2,15 @@
 
 A `Plan` has a `PassPlan` for each direction. Calls of one kind share all of it but the seed of dropout, so that the
 steady state looks up nothing.
-
-Where both sides move, in different visits, the pass has two halves, each with a plan of its own: its schedule has the
-visits in which its side moves. They are run together, step by step, and their results are accumulated together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +24,29 @@ from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
 from burst_plugin.kernels.varlen import DQ_ROWS, sent
 from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.group_exchange import GroupExchange
+from burst_plugin.ring.rank_groups import GroupBlock, member_rows
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
-from burst_plugin.ring.routes import Attending, PassKey, Route
+from burst_plugin.ring.routes import Attending, PassKey, Route, Visits
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
-from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup, member_rows
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run, positions, token_count
 from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
-from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Rows, Side, Spec, row_count
+from burst_plugin.types import FULL, SIDES, Direction, Rows, Side, Spec, row_count
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
-    from burst_plugin.ring.mesh import MeshExchange
-
-__all__ = ["Extras", "KernelTiles", "PassPlan", "Plan"]
 
 _MOST_REHEARSED = 32  # passes of a thread
 _LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
 _FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
+
+
+# Of a plan, one of its passes, its parts of the heads, and which call it is: run the pass, a step at a time.
+RunPass = Callable[["Plan", "PassPlan", Sequence[Part], CallId], Generator[None, None, tuple[Tensors, Tensors]]]
 
 
 class KernelTiles(NamedTuple):
@@ -85,8 +83,7 @@ class PassPlan:
     moving: the side whose blocks go around.
     rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
     packing: how tensors travel.
-    halved: whether this is a half of the pass, and the other side moves in the other one.
-    other: the other half, if this is the first.
+    visits: which of all visits are in this pass, if not all: from what they require, `moving` and the ranks.
     """
 
     direction: Direction
@@ -97,18 +94,17 @@ class PassPlan:
     rounded: Mapping[Side, bool]
     device: torch.device
     packing: Callable[[tuple[Spec, ...]], Packing]
-    halved: bool = False
-    other: PassPlan | None = None
+    visits: Visits | None = None
 
-    @cached_property
-    def halves(self) -> tuple[PassPlan, ...]:
-        """Return both halves, or all of it if one side moves in all visits."""
-        return (self,) if self.other is None else (self, self.other)
+    @property
+    def rings(self) -> tuple[PassPlan, ...]:
+        """Return the plan of each ring that the pass goes around: this one, unless a subclass has several."""
+        return (self,)
 
     @property
     def moving_sides(self) -> str:
         """Return which side moves, or which two, for people to read."""
-        return " and ".join(half.moving for half in self.halves)
+        return " and ".join(ring.moving for ring in self.rings)
 
     @cached_property
     def parts(self) -> int:
@@ -119,8 +115,8 @@ class PassPlan:
     def route(self) -> Route:
         """Return the visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
-        state, place = self.rank_state, self.rank_state.mesh_group.place
-        key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.halved)
+        state, place = self.rank_state, self.rank_state.group.ring_place
+        key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.visits)
         return state.route_table.route(state.ring_rank, key)
 
     @cached_property
@@ -184,7 +180,7 @@ class PassPlan:
     def _lengths(self) -> dict[str, list[int]]:
         """Return by side and rank of the ring the tokens of its block."""
         state = self.rank_state
-        runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
+        runs = state.route_table.pairs(self.attending, self.moving, state.group.ring_place).runs
         return {side: [*map(token_count, held)] for side, held in runs.items()}
 
 
@@ -214,6 +210,8 @@ class Plan:
     scores: those of all heads.
     ranks_per_kv_head: how many ranks of a Ulysses group share a key/value head.
     spans: the rows of tiles that are made of several documents.
+    run_pass: runs either pass; see `attention_pass.run_pass`.
+    exchange_kind: what this rank's group does before and after the ring, if anything.
     """
 
     rank_state: RankState
@@ -231,11 +229,13 @@ class Plan:
     backward: PassPlan
     spans: SpanTable
     packing: Callable[[tuple[Spec, ...]], Packing]
+    run_pass: RunPass
+    exchange_kind: type[GroupExchange] | None
 
     @property
-    def passes(self) -> tuple[PassPlan, ...]:
-        """Return both passes, or the halves of each."""
-        return (*self.forward.halves, *self.backward.halves)
+    def rings(self) -> tuple[PassPlan, ...]:
+        """Return the plan of each ring of both passes."""
+        return (*self.forward.rings, *self.backward.rings)
 
     @property
     def is_rehearsed(self) -> bool:
@@ -251,27 +251,27 @@ class Plan:
     @cached_property
     def choices(self) -> dict[str, str]:
         """Return what was chosen, for people to read."""
-        schedules = dict.fromkeys(each.route.schedule.name for each in self.passes)
+        schedules = dict.fromkeys(each.route.schedule.name for each in self.rings)
         moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     @cached_property
     def by_link(self) -> frozenset[bool]:
         """Return whether the schedules need separate communicators for the two links."""
-        return frozenset(each.route.schedule.by_link for each in self.passes)
+        return frozenset(each.route.schedule.by_link for each in self.rings)
 
     @cached_property
     def sends_row_factor(self) -> bool:
         """Return whether queries travel backward with a factor per row, not out (`online_softmax.row_factor`)."""
         state = self.rank_state
-        around = state.route_table.ring_ranks > 1 and any(half.moving == "q" for half in self.backward.halves)
-        in_group = self.backward.moving == "kv" and state.mesh_group.degree > 1
+        around = state.route_table.ring_ranks > 1 and any(ring.moving == "q" for ring in self.backward.rings)
+        in_group = self.backward.moving == "kv" and state.group.gathers
         return (around or in_group) and not self.shapes.sends_out
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
         """Return what has to be the same on every rank, by name."""
-        degree = self.rank_state.ulysses_group.degree
+        degree = self.rank_state.group.head_shares
         heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.ranks_per_kv_head}
         named = {**self.shapes._asdict(), **heads}
         return {
@@ -334,7 +334,7 @@ class Plan:
     @cached_property
     def _hows(self) -> Mapping[int, Sequence[How]]:
         """Return what the kernel is told of each part of the heads, by the number of parts."""
-        first_head, found = self.rank_state.ulysses_group.heads_of(self.heads).start, {}
+        first_head, found = self.rank_state.group.heads_of(self.heads).start, {}
         for count in {self.forward.parts, self.backward.parts}:
             heads = self.shapes.q_heads // count
             found[count] = hows = list[How]()
@@ -365,44 +365,24 @@ class Plan:
         """Return the queries, of those that this rank works on, whose outputs it has in the end."""
         state, whole = self.rank_state, self.attending.q
         table = state.route_table
-        return table.shards(whole)[state.rank] if state.mesh_group.degree > 1 else table.runs(whole)[state.ring_rank]
+        return table.shards(whole)[state.rank] if state.group.gathers else table.runs(whole)[state.ring_rank]
 
-    @cached_property
-    def exchanges_heads(self) -> bool:
-        """Return whether ranks exchange heads before and after the ring."""
-        return self.rank_state.ulysses_group.degree > 1
-
-    @cached_property
-    def gathers_blocks(self) -> bool:
-        """Return whether groups of ranks gather blocks before the ring, and reduce results after it."""
-        return self.rank_state.mesh_group.degree > 1
-
-    def head_exchange(self, direction: Direction, call: CallId) -> HeadExchange:
-        """Return the exchange of heads before and after the ring, in one pass."""
-        return HeadExchange(**self._exchange(self.rank_state.ulysses_group, self.label(direction, call)))
-
-    def mesh_exchange(self, direction: Direction, call: CallId) -> MeshExchange:
-        """Return what the ranks of a group gather and reduce before and after the ring, in one pass."""
-        from burst_plugin.ring.mesh import MeshExchange
-
-        moving = self.forward.moving if direction == "forward" else self.backward.moving
-        exchange = self._exchange(self.rank_state.mesh_group, self.label(direction, call))
-        return MeshExchange(**exchange, stays=OTHER_SIDE[moving])
-
-    def _exchange(self, group: UlyssesGroup, label: Tensor | None) -> dict[str, Any]:
-        """Return what an exchange between the ranks of a group takes."""
-        state = self.rank_state
-        return {
-            "ulysses_group": group,
-            "transport": state.ulysses_transport,
-            "blocks": self._group_blocks,
-            "expected_bytes": state.expected_bytes,
-            "packing": self.packing,
-            "label": label,
-            "profile": state.profile,
-            "ranks_per_kv_head": self.ranks_per_kv_head,
-            "rows": self._exchanged_rows() if label is None else None,
-        }
+    def exchange(self, direction: Direction, call: CallId) -> GroupExchange:
+        """Return what the ranks of a group send each other in one pass, before and after the ring."""
+        assert self.exchange_kind is not None, "groups have several ranks"
+        state, label = self.rank_state, self.label(direction, call)
+        return self.exchange_kind(
+            group=state.group,
+            transport=state.ulysses_transport,
+            blocks=self._group_blocks,
+            expected_bytes=state.expected_bytes,
+            packing=self.packing,
+            moving=(self.forward if direction == "forward" else self.backward).moving,
+            label=label,
+            profile=state.profile,
+            ranks_per_kv_head=self.ranks_per_kv_head,
+            rows=self._exchanged_rows() if label is None else None,
+        )
 
     def _exchanged_rows(self) -> dict[Side, Tensor] | None:
         """Return the rows of all members of this rank's group, by side, if they can be exchanged all at once.
@@ -417,7 +397,7 @@ class Plan:
         table, most = state.exchanged_rows, self.attending.q.length + self.attending.kv.length
 
         def rows_of(side: Side) -> Tensor:
-            return sent(member_rows(blocks[side], state.exchange_group.place), self.device)
+            return sent(member_rows(blocks[side], state.group.place), self.device)
 
         return {
             side: table.of((self.attending.of(side), self.device), most, partial(rows_of, side)) for side in blocks

@@ -20,8 +20,8 @@ from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck, Constants
 from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.passes import RowTable
+from burst_plugin.ring.rank_groups import RankGroup
 from burst_plugin.ring.routes import RouteTable
-from burst_plugin.ring.ulysses_groups import UlyssesGroup
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Groups, Link, Topology, Traffic
 from burst_plugin.types import Direction
@@ -29,14 +29,10 @@ from burst_plugin.types import Direction
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import Profile
 
-__all__ = ["RankState"]
-
 
 @dataclass(eq=False, repr=False)
 class RankState:
-    """A rank of the context-parallel group, and its transports: of its ring, and of its group.
-
-    With a `ulysses_degree` that is its Ulysses group, with a `mesh_degree` the one that gathers blocks.
+    """A rank of the context-parallel group, and its transports: of its ring, and of its `group`.
 
     `consistency` is how it compares its calls with those of the other ranks, where these are other processes.
     """
@@ -66,25 +62,10 @@ class RankState:
     _broken: str = ""  # why a pass was left half way, or a call refused by this rank alone
 
     @cached_property
-    def ulysses_group(self) -> UlyssesGroup:
-        """Return the ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
-        return self._group(self.strategy.degree)
-
-    @cached_property
-    def mesh_group(self) -> UlyssesGroup:
-        """Return the ranks that this one gathers blocks of; itself alone without a `mesh_degree`."""
-        return self._group(self.strategy.mesh_degree)
-
-    @property
-    def exchange_group(self) -> UlyssesGroup:
-        """Return the one of both that has several ranks, if there is one."""
-        return self.mesh_group if self.strategy.mesh_degree > 1 else self.ulysses_group
-
-    def _group(self, degree: int) -> UlyssesGroup:
-        if degree == 1:
-            return UlyssesGroup(self.topology, range(self.rank, self.rank + 1), 0)
+    def group(self) -> RankGroup:
+        """Return the ranks that this one exchanges heads or blocks with; itself alone if it does neither."""
         group, place = self.groups.of(self.rank)
-        return UlyssesGroup(self.topology, self.groups.members(group), place)
+        return RankGroup(self.topology, self.groups.members(group), place, self.groups.gathers)
 
     @cached_property
     def groups(self) -> Groups:

@@ -6,12 +6,12 @@ kind of call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.ring.ulysses_groups import GroupBlock, group_block
+from burst_plugin.ring.rank_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
@@ -21,8 +21,6 @@ from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import OTHER_SIDE, SIDES, Side, row_count
-
-__all__ = ["Attending", "Pairs", "PassKey", "Route", "RouteTable"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 
@@ -39,10 +37,14 @@ class Attending(NamedTuple):
         return self.q if side == "q" else self.kv
 
 
+# Of what all visits require, the side that moves and the number of ranks: what some of the visits require.
+Visits = Callable[[Required | None, Side, int], Required]
+
+
 class PassKey(NamedTuple):
     """What a pass has its schedule by: side `moving` travels, with partial results if the pass `reduces`.
 
-    place: which ring of a mesh. halved: of the half of the visits in which this side travels where both do (`_half`).
+    place: which of several rings, where groups gather blocks. visits: which of all visits it has, if not all.
     """
 
     attending: Attending
@@ -50,7 +52,7 @@ class PassKey(NamedTuple):
     reduces: bool
     parts: int = 1
     place: int = 0
-    halved: bool = False
+    visits: Visits | None = None
 
 
 class Pairs:
@@ -118,8 +120,8 @@ class RouteTable:
     With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block is what that group holds. Only
     `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
 
-    With a `mesh_degree` that is so for the side that stays. Blocks of the side that moves are those of single ranks,
-    at one `place` in their groups: every such ring has routes of its own.
+    Where groups gather blocks that is so for the side that stays. Blocks of the side that moves are those of single
+    ranks, at one `place` in their groups: every such ring has routes of its own.
     """
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
@@ -198,15 +200,15 @@ class RouteTable:
         return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending, moving: Side = "kv", place: int = 0) -> Pairs:
-        """Return the tiles of every pair of ranks of a ring: in a mesh, where `moving` and `place` say which one."""
-        degree = self._strategy.mesh_degree
-        key = (attending, moving, place) if degree > 1 else (attending, "kv", 0)
+        """Return the tiles of every pair of ranks of a ring; where groups gather blocks `place` says which ring."""
+        gathers = self.groups.gathers
+        key = (attending, moving, place) if gathers else (attending, "kv", 0)
         if key not in self._pairs:
-            if len(self._pairs) >= _KNOWN * degree:
+            if len(self._pairs) >= _KNOWN * (self.groups.size if gathers else 1):
                 for known in (self._pairs, self._schedules, self._routes):
                     known.clear()
             runs: dict[str, list[tuple[Run, ...]]] = {side: self.runs(attending.of(side)) for side in SIDES}
-            if degree > 1:
+            if gathers:
                 shards = self.shards(attending.of(moving))
                 runs[moving] = [shards[rank] for rank in self.groups.ring(place)]
             self._pairs[key] = Pairs(attending, runs)
@@ -252,29 +254,20 @@ class RouteTable:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(map(row_count, needed.values())) for needed in required]
 
-    def work_in_halves(self, attending: Attending) -> list[int]:
-        """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""
-        pairs, work = self.pairs(attending), [0] * self.ring_ranks
-        for moving in SIDES:
-            for rank, owners in enumerate(_half(pairs.required(moving), moving, self.ring_ranks)):
-                tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
-                work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
-        return work
-
     def schedule(
-        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, halved: bool = False
+        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, visits: Visits | None = None
     ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        return self._schedule(PassKey(attending, moving, reduces, parts, halved=halved))
+        return self._schedule(PassKey(attending, moving, reduces, parts, visits=visits))
 
     def _schedule(self, key: PassKey) -> Schedule:
-        attending, moving, reduces, parts, place, halved = key
+        attending, moving, reduces, parts, place, visits = key
         pairs = self.pairs(attending, moving, place)
         if key in self._schedules:
             return self._schedules[key]
         required: Required | None = pairs.required(moving)
-        if halved:
-            required = _half(required, moving, self.ring_ranks)
+        if visits is not None:
+            required = visits(required, moving, self.ring_ranks)
         lengths = [token_count(held) for held in pairs.runs[moving]]
         if required is None:
             self._schedules[key] = self.dense(reduces, parts)
@@ -288,20 +281,3 @@ class RouteTable:
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
         return self._schedules[key]
-
-
-def _half(required: Required | None, moving: Side, ranks: int) -> Required:
-    """Return what is required in the visits in which side `moving` travels where both do.
-
-    The keys and values of a rank go half way round the ring; the queries of ranks beyond that come to it instead.
-    (DistFlashAttn, arXiv 2310.03294, section 3.2: of consecutive tokens under a causal mask, ranks whose queries have
-    few keys before them take over those of ranks that have many.)
-    """
-    if required is None:
-        required = [dict.fromkeys(range(ranks))] * ranks
-
-    def travels(rank: int, owner: int) -> bool:
-        distance = (rank - owner) % ranks
-        return 2 * distance <= ranks if moving == "kv" else 0 < 2 * distance < ranks
-
-    return [{owner: rows for owner, rows in owners.items() if travels(r, owner)} for r, owners in enumerate(required)]

@@ -161,7 +161,7 @@ class Session:
         consistency.board = board
         state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
         state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
-        if (group := state.exchange_group).degree > 1:
+        if (group := state.group).degree > 1:
             exchange = self._communicators.whole
             if launches_batches(exchange) and group.nodes < state.topology.nodes:
                 exchange = self._communicators.of_ranks(group.peers, ring_id)

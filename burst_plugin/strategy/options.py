@@ -217,8 +217,8 @@ class Strategy:
 
     def groups(self, topology: Topology) -> Groups:
         """Return which ranks are a group, and which a ring."""
-        option = "mesh_degree" if self.mesh_degree > 1 else "ulysses_degree"
-        return Groups(topology, self.group_size, self.ulysses_placement == "context_first", option)
+        gathers, apart = self.mesh_degree > 1, self.ulysses_placement == "context_first"
+        return Groups(topology, self.group_size, apart, "mesh_degree" if gathers else "ulysses_degree", gathers)
 
     def on(self, topology: Topology) -> Strategy:
         """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.

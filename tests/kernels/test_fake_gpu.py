@@ -128,9 +128,7 @@ def _run(
         douts: list[Tensor | None] = []
         for saved in of_ranks:
             assert saved[5] is not None
-            rows = (
-                saved[5].shape[1] // ring.rank_states[0].ulysses_group.degree
-            )  # those of the group are together here
+            rows = saved[5].shape[1] // ring.rank_states[0].group.head_shares  # those of the group are together here
             douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
         grads = VirtualRingAttention.backward(done, *douts)[2:]
     assert len(grads) == 5 * topology.ranks

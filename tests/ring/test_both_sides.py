@@ -22,6 +22,7 @@ from burst_plugin import (
 )
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.planner import Links, plans
+from burst_plugin.ring.both_sides import half_of_visits, work_of_ranks
 from burst_plugin.ring.load_balance import imbalance, work_by_rank
 from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import Tokens
@@ -83,7 +84,9 @@ def test_exact_over_gloo_and_bytes_as_counted(ranks: int) -> None:
 def visits(table: RouteTable, rank: int, moving: Side) -> list[tuple[int, int] | None]:
     """By step: whose queries meet whose keys at a rank, of consecutive tokens under a causal mask."""
     tokens = Tokens(8 * table.ring_ranks)
-    schedule = table.route(rank, PassKey(Attending(tokens, tokens, Causal()), moving, True, halved=True)).schedule
+    schedule = table.route(
+        rank, PassKey(Attending(tokens, tokens, Causal()), moving, True, visits=half_of_visits)
+    ).schedule
     met = [None if step.visit is None else (step.visit, rank) for step in schedule.steps]
     return met if moving == "q" else [pair and pair[::-1] for pair in met]
 
@@ -121,7 +124,7 @@ def test_work_is_more_even_than_where_one_side_moves(ranks: int, mask: Mask) -> 
         for side in ("both", "kv")
     ]
     even, plain = (imbalance(table, attending) for table in tables)
-    halves, (local, _) = tables[0].work_in_halves(attending), (work_by_rank(tables[1], attending, s) for s in SIDES)
+    halves, (local, _) = work_of_ranks(tables[0], attending), (work_by_rank(tables[1], attending, s) for s in SIDES)
     assert sum(halves) == sum(local)
     assert even <= plain
     if mask == Causal():  # blocks of 64 pairs, and 36 of a rank's own

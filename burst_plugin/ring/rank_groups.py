@@ -1,4 +1,4 @@
-"""Ulysses groups of ranks that exchange heads (see `ulysses`): their ranks, and the rows that they hold together."""
+"""Groups of ranks that exchange heads (`ulysses`) or blocks (`mesh`): their ranks and rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.sequence.layout import Run, token_count
 from burst_plugin.topology import Topology, Traffic
-
-__all__ = ["GroupBlock", "Span", "UlyssesGroup", "group_block", "member_rows"]
 
 
 class Span(NamedTuple):
@@ -76,17 +74,31 @@ def member_rows(block: GroupBlock, place: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class UlyssesGroup:
-    """A rank's group: its members are the CP ranks `peers`, of which this rank is number `place`."""
+class RankGroup:
+    """A rank's group: its members are the CP ranks `peers`, of which this rank is number `place`.
+
+    Members share the heads between them or, if the group `gathers`, blocks of all heads.
+    """
 
     topology: Topology
     peers: Sequence[int]
     place: int
+    gathers: bool = False
 
     @property
     def degree(self) -> int:
-        """Return how many ranks, and shares of the heads, there are."""
+        """Return how many ranks there are."""
         return len(self.peers)
+
+    @property
+    def head_shares(self) -> int:
+        """Return into how many shares the heads are cut, one for each rank."""
+        return 1 if self.gathers else self.degree
+
+    @property
+    def ring_place(self) -> int:
+        """Return which of several rings this rank goes around, where they have other blocks than each other."""
+        return self.place if self.gathers else 0
 
     @property
     def nodes(self) -> int:
@@ -100,6 +112,8 @@ class UlyssesGroup:
 
     def heads_of(self, heads: int) -> slice:
         """Return which of so many heads this rank works on."""
+        if self.gathers:
+            return slice(0, heads)
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:

@@ -1,0 +1,88 @@
+"""Passes in which both sides move, in different visits: DistFlashAttention's schedule.
+
+The keys and values of a rank go half way round the ring; the queries of ranks beyond that come to it instead. Of 6
+ranks, what travels for a pair of blocks, and where to:
+
+                       keys of rank     0     1     2     3     4     5
+    queries of rank 0                   0     q1    q2    k0    k0    k0      k0: these keys come to rank 0
+                    3                   k3    k3    k3    3     q4    q5      q4: these queries go to rank 4
+
+A pass has two halves, each with a plan and a ring of its own, whose schedule has the visits in which its side moves.
+They are run together, step by step, and their results are accumulated together.
+
+Source: DistFlashAttn (arXiv 2310.03294), section 3.2: of consecutive tokens under a causal mask, ranks whose queries
+have few keys before them take over work of ranks that have many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.compute.accumulators import Tensors
+from burst_plugin.compute.passes import Part
+from burst_plugin.ring.attention_pass import work
+from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.plan import PassPlan, Plan
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.schedule.schedule import Required
+from burst_plugin.types import SIDES, Side
+
+
+def half_of_visits(required: Required | None, moving: Side, ranks: int) -> Required:
+    """Return what is required in the visits in which side `moving` travels."""
+    if required is None:
+        required = [dict.fromkeys(range(ranks))] * ranks
+
+    def travels(rank: int, owner: int) -> bool:
+        distance = (rank - owner) % ranks
+        return 2 * distance <= ranks if moving == "kv" else 0 < 2 * distance < ranks
+
+    return [{owner: rows for owner, rows in owners.items() if travels(r, owner)} for r, owners in enumerate(required)]
+
+
+def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
+    """Return by rank of the ring how many (query, key) pairs it works on."""
+    pairs, work_of = table.pairs(attending), [0] * table.ring_ranks
+    for moving in SIDES:
+        for rank, owners in enumerate(half_of_visits(pairs.required(moving), moving, table.ring_ranks)):
+            tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
+            work_of[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
+    return work_of
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HalvedPass(PassPlan):
+    """The half of a pass in which keys and values move, with the other one, in which queries do."""
+
+    other: PassPlan = field(kw_only=True)
+
+    @property
+    def rings(self) -> tuple[PassPlan, ...]:
+        """Return both halves."""
+        return (self, self.other)
+
+
+def two_halves(make: Callable[..., PassPlan]) -> PassPlan:
+    """Return the plan of a pass in which both sides move; `make` makes that of one in which one does."""
+    other = make(moving="q", visits=half_of_visits)
+    return HalvedPass(**vars(other) | {"moving": "kv", "other": other})
+
+
+def run_halves(
+    plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], call: CallId
+) -> Generator[None, None, tuple[Tensors, Tensors]]:
+    """Run both halves of one pass of one rank, as `attention_pass.run_pass` runs a whole one."""
+    own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
+    log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
+    rings = [plan.ring_pass(half, parts, own, call, log) for half in pass_plan.rings]
+    for visits in zip_longest(*map(RingPass.steps, rings)):
+        for half, ring, visit in zip(pass_plan.rings, rings, visits, strict=True):
+            if visit is not None:
+                with ring.traced(visit):
+                    work(half, parts[visit.part], visit, own)
+        yield
+    kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
+    return own["q"].finished(pass_plan.rounded["q"]), kv

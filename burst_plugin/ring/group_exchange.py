@@ -1,0 +1,388 @@
+"""What the ranks of a group send each other before and after a pass: heads (`ulysses`), or blocks (`mesh`).
+
+A `GroupExchange` surrounds the ring. At each of its places a kind of exchange may send something; where it does not,
+what is there goes on as it is:
+
+    forward     inputs -> (kept for the backward pass) -> gathered -> the ring -> merged -> outputs
+    backward    dout -> gathered_backward -> the ring -> summed -> grads
+
+Tensors are on both sides of an exchange as *pieces*, which say how messages are filled, and where they belong: member
+by member, a copy for every run of rows; or, where launching that many takes longer than the copies do, all members at
+once: heads by a permutation, rows by an index. For that messages lie one behind the other, in the order of the
+members, without this rank itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import Buffer, Packing
+from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
+from burst_plugin.compute.online_softmax import add_
+from burst_plugin.ring.rank_groups import GroupBlock, RankGroup
+from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
+from burst_plugin.topology import Traffic
+from burst_plugin.types import Side, Spec
+
+if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import Profile
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupExchange:
+    """One rank's part in the exchange of its group, in one pass in which side `moving` goes around the ring.
+
+    `blocks` says of side "q" and "kv" what the group holds; `label` to which call a message belongs (see
+    `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
+    is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
+    `rows`, if there are any, are those of `rank_groups.member_rows`: then all messages are filled at once.
+    """
+
+    group: RankGroup
+    transport: Transport
+    blocks: Mapping[Side, GroupBlock]
+    expected_bytes: Counter[Channel]
+    packing: Callable[[tuple[Spec, ...]], Packing]
+    moving: Side = "kv"
+    label: Tensor | None = None
+    profile: Profile | None = None
+    ranks_per_kv_head: int = 1
+    rows: Mapping[Side, Tensor] | None = None
+    what: ClassVar[str] = "the exchange of a group"
+
+    # ---------------------------------------------------------------------------------------------- forward, in order
+
+    def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
+        """Return what the backward pass keeps of the inputs."""
+        yield from ()
+        return inputs
+
+    def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
+        """Return what the ring reads, of what the backward pass keeps."""
+        yield from ()
+        return inputs
+
+    def merged(self, out: Tensor, lse: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return out [B, S, H, D] and lse [B, H, S] over the keys of all ranks, of what the ring gave."""
+        yield from ()
+        return out, lse
+
+    def outputs(self, outputs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
+        """Return out, and lse if it is asked for, of this rank's rows of all heads."""
+        yield from ()
+        return outputs
+
+    # --------------------------------------------------------------------------------------------- backward, in order
+
+    def dout(self, dout: Tensor) -> Generator[None, None, Tensor]:
+        """Return the gradient of what `merged` returned, from that of the output."""
+        yield from ()
+        return dout.contiguous()
+
+    def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
+        """Return what the ring reads in the backward pass."""
+        yield from ()
+        return own
+
+    def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
+        """Return the gradients of what the backward pass kept, of what the ring gave."""
+        yield from ()
+        return grads
+
+    def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
+        """Return the gradients of the inputs; `shared_bias` says that heads share the bias."""
+        yield from ()
+        return grads
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def move(self, pieces: Sequence[Piece], sides: Sequence[Side]) -> Generator[None, None, None]:
+        """Send pieces, each of a side, between the ranks of the group, all in one message to each of the others."""
+        log = None if self.profile is None else self.profile.begin_pass("exchange", pieces[0].local.device)
+        transport = self.transport if log is None else log.watch(self.transport)
+        packings = [
+            self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.group.degree)
+        ]
+        try:
+            with nullcontext() if log is None else log.timed("move"):
+                rows = None if self.rows is None else [self.rows[side] for side in sides]
+                if rows is None:
+                    leased, under_way = self._begin(transport, pieces, packings)
+                else:
+                    leased, under_way = self._begin_at_once(transport, pieces, packings[0], rows)
+            yield
+            while not transport.has_met(under_way):  # rings of other places may take more steps
+                yield
+            with nullcontext() if log is None else log.timed("move"):
+                for pending in under_way:
+                    pending.wait()
+                if rows is None:
+                    self._finish(transport, pieces, packings, leased)
+                else:
+                    self._finish_at_once(transport, pieces, packings[0], rows, leased[0])
+        except PeerLostError as lost:
+            rank = self.group.peers[self.group.place]
+            raise lost_peer_error(transport, rank, self.what, lost) from lost
+
+    def _begin(
+        self, transport: Transport, pieces: Sequence[Piece], packings: Sequence[Packing]
+    ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
+        """Post what goes to and comes from every other member; what stays with this rank is copied meanwhile.
+
+        `packings` are those of messages with the rows of each member.
+        """
+        group, device, traffic, whose = (
+            self.group,
+            pieces[0].local.device,
+            pieces[0].traffic,
+            pieces[0].whose_rows,
+        )
+        sends, recvs = [], []
+        leased: list[tuple[Buffer, Buffer]] = []
+        for member in group.others:
+            out, back = packings[whose(group.place, member)], packings[whose(member, group.place)]
+            leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
+            leased.append((leaving, arriving))
+            for piece, view in zip(pieces, leaving.views(out), strict=True):
+                piece.leave(member, view)
+            leaving.put_label(self.label)
+            sends.append(group.message(traffic, member, leaving.data))
+            recvs.append(group.message(traffic, member, arriving.data))
+            self.expected_bytes[sends[-1].channel] += out.nbytes
+        under_way = transport.post(sends, recvs)
+        for piece in pieces:
+            piece.stay(group.place)
+        return leased, under_way
+
+    def _begin_at_once(
+        self, transport: Transport, pieces: Sequence[Piece], packing: Packing, rows: Sequence[Tensor]
+    ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
+        """Do what `_begin` does in a few launches for each tensor; all messages are in one buffer each way."""
+        group, traffic, count = self.group, pieces[0].traffic, self.group.degree - 1
+        device = pieces[0].local.device
+        leaving, arriving = (transport.pool.lease(count * packing.nbytes, device) for _ in range(2))
+        for piece, messages, here in zip(pieces, leaving.views(packing, count), rows, strict=True):
+            piece.leave_all(messages, here, group.place)
+        sends, recvs = (
+            [group.message(traffic, member, data) for member, data in zip(group.others, all_data, strict=True)]
+            for all_data in (leaving.data.chunk(count), arriving.data.chunk(count))
+        )
+        for message in sends:
+            self.expected_bytes[message.channel] += packing.nbytes
+        under_way = transport.post(sends, recvs)
+        for piece, here in zip(pieces, rows, strict=True):
+            piece.stay_at(here, group.place)
+        return [(leaving, arriving)], under_way
+
+    def _finish_at_once(
+        self,
+        transport: Transport,
+        pieces: Sequence[Piece],
+        packing: Packing,
+        rows: Sequence[Tensor],
+        leased: tuple[Buffer, Buffer],
+    ) -> None:
+        """Do what `_finish` does, of all messages at once."""
+        leaving, arrived = leased
+        views = arrived.views(packing, self.group.degree - 1)
+        for piece, messages, here in zip(pieces, views, rows, strict=True):
+            piece.arrive_all(messages, here, self.group.place)
+        transport.pool.release(leaving)
+        transport.pool.release(arrived)
+
+    def _finish(
+        self,
+        transport: Transport,
+        pieces: Sequence[Piece],
+        packings: Sequence[Packing],
+        leased: Sequence[tuple[Buffer, Buffer]],
+    ) -> None:
+        """Put what arrived where it belongs."""
+        for member, (leaving, arrived) in zip(self.group.others, leased, strict=True):
+            if not arrived.has_label(self.label):
+                raise PeerLostError(self.group.peers[member], "what it sent belongs to another call")
+            packing = packings[pieces[0].whose_rows(member, self.group.place)]
+            for piece, view in zip(pieces, arrived.views(packing), strict=True):
+                piece.arrive(member, view)
+            transport.pool.release(leaving)
+            transport.pool.release(arrived)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Piece(ABC):
+    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
+
+    Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
+    (`ranks_per_head`), the same ones. With as many ranks per head as there are members, each has all heads.
+    """
+
+    local: Tensor
+    joint: Tensor
+    block: GroupBlock
+    ranks_per_head: int
+    traffic: ClassVar[Traffic]
+
+    def local_heads(self, member: int) -> Tensor:
+        """Return the heads of another rank of the group, of the local rows."""
+        heads = self.joint.shape[2]
+        return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
+
+    def spec(self, member: int) -> Spec:
+        """Return shape and type of a message with the rows of a member."""
+        batch, _, heads, dim = self.joint.shape
+        return (batch, self.block.counts[member], heads, dim), self.joint.dtype
+
+    @property
+    @abstractmethod
+    def result(self) -> Tensor:
+        """Return the side that the exchange fills."""
+
+    @abstractmethod
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """Return the one of the two that the rows in the message belong to."""
+
+    @abstractmethod
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """Fill the message to a member."""
+
+    @abstractmethod
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """Put a member's message where it belongs."""
+
+    @abstractmethod
+    def stay(self, place: int) -> None:
+        """Put what this rank, the member at `place`, has for itself where it belongs."""
+
+    @abstractmethod
+    def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Fill the messages to all other members, [members, B, S, h, D].
+
+        `rows` [members, S] are those of every member among the rows of the group; the last are this rank's own.
+        """
+
+    @abstractmethod
+    def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Put the messages of all other members where they belong."""
+
+    @abstractmethod
+    def stay_at(self, rows: Tensor, place: int) -> None:
+        """Do what `stay` does, in one go."""
+
+    def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
+        (batch, rows, all_heads, dim), heads = self.local.shape, self.joint.shape[2]
+        if self.ranks_per_head > 1:  # then all members have all heads: see `Plan._exchanged_rows`
+            yield slice(None), self.local.unsqueeze(0)
+            return
+        by_member = self.local.view(batch, rows, all_heads // heads, heads, dim).permute(2, 0, 1, 3, 4)
+        if place > 0:
+            yield slice(0, place), by_member[:place]
+        if place < by_member.shape[0] - 1:
+            yield slice(place, None), by_member[place + 1 :]
+
+
+class ToHeads(Piece):
+    """A message has the sender's rows of the receiver's heads."""
+
+    traffic = Traffic.GATHER
+
+    @property
+    def result(self) -> Tensor:
+        """Return the rows of the whole group, of this rank's heads."""
+        return self.joint
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """Return the sender."""
+        return sender
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """Fill the message with this rank's rows of the receiver's heads."""
+        message.copy_(self.local_heads(receiver))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """Put the sender's rows among those of the group."""
+        for local, joint, length in self.block.spans[sender]:
+            self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
+
+    def stay(self, place: int) -> None:
+        """Put this rank's own rows among those of the group."""
+        self.arrive(place, self.local_heads(place))
+
+    def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Fill every message with this rank's rows of the receiver's heads."""
+        for some, heads in self._heads_of_others(place):
+            messages[some].copy_(heads)
+
+    def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Put all senders' rows among those of the group."""
+        _put_rows(self.joint, rows[:-1], messages.transpose(0, 1))
+
+    def stay_at(self, rows: Tensor, place: int) -> None:
+        """Put this rank's own rows among those of the group."""
+        _put_rows(self.joint, rows[-1], self.local_heads(place))
+
+
+class ToTokens(Piece):
+    """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
+
+    traffic = Traffic.REDUCE
+
+    @property
+    def result(self) -> Tensor:
+        """Return this rank's rows, of all heads."""
+        return self.local
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """Return the receiver."""
+        return receiver
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """Fill the message with the receiver's rows of this rank's heads."""
+        for local, joint, length in self.block.spans[receiver]:
+            message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """Put this rank's rows of the sender's heads in place, or add them up where members share a head."""
+        mine = self.local_heads(sender)
+        if self.ranks_per_head > 1:
+            mine.add_(message)
+        else:
+            mine.copy_(message)
+
+    def stay(self, place: int) -> None:
+        """Put this rank's rows of its own heads in place."""
+        self.leave(place, self.local_heads(place))
+
+    def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Fill every message with the receiver's rows of this rank's heads."""
+        _take_rows(self.joint, rows[:-1], messages.transpose(0, 1))
+
+    def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Put this rank's rows of all senders' heads in place, or add them up where all members share all heads."""
+        for some, heads in self._heads_of_others(place):
+            if self.ranks_per_head > 1:
+                add_(heads[0], messages[some].unbind())
+            else:
+                heads.copy_(messages[some])
+
+    def stay_at(self, rows: Tensor, place: int) -> None:
+        """Put this rank's rows of its own heads in place."""
+        _take_rows(self.joint, rows[-1], self.local_heads(place))
+
+
+def _put_rows(x: Tensor, rows: Tensor, source: Tensor) -> None:
+    """Set the token rows `rows` of x [B, S, h, D]; by the operator, which takes a `source` of any strides."""
+    torch.ops.aten.index_put_.default(x, [None, rows], source)
+
+
+def _take_rows(x: Tensor, rows: Tensor, target: Tensor) -> None:
+    """Copy the token rows `rows` of x [B, S, h, D] to `target`, of any strides, without a tensor in between."""
+    torch.ops.aten.index.Tensor_out(x, [None, rows], out=target)
