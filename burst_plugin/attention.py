@@ -4,7 +4,7 @@
       RingAttention           autograd, for torch                ring/autograd.py
         forward_program       heads exchanged, the ring          ring/attention_pass.py
           run_pass            the loop: one visit per step
-            _work             the tiles of a visit, to a kernel
+            work              the tiles of a visit, to a kernel
 
 Sources: RingAttention (arXiv 2310.01889) for travelling keys and values; BurstAttention (2403.09347,
 algorithm 2) for travelling queries in the backward pass.
@@ -22,9 +22,9 @@ from torch import Tensor
 from burst_plugin.activations.kept_attention import next_memo, unseen_by_selective_checkpoints
 from burst_plugin.checks import shown
 from burst_plugin.comm.call_identity import CallId
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
+from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.head_groups import by_head_group, joined
@@ -173,8 +173,10 @@ def _first_of(calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag:
         prepare = partial(_prepared, calls, cp, tag, memo)
         (plan, _), call = prepared_together(prepare, partial(_agreed, cp, inputs, memo))
         if cp.group is not None:
-            cp.connect(plan.by_link if memo is None or memo.rest is None else plan.by_link | memo.rest.by_link)
-        return Outputs(*RingAttention.apply(plan, call, memo, *inputs))  # type: ignore[no-untyped-call]
+            cp.connections.connect(
+                plan.by_link if memo is None or memo.rest is None else plan.by_link | memo.rest.by_link
+            )
+        return Outputs(*RingAttention.apply(plan, call, cp.agreement, memo, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _prepared(
@@ -189,12 +191,13 @@ def _prepared(
         memo.check(plan)
         memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
     cp.rank_state.note_call(plan.choices)
-    cp.check_device(plan.device)
+    if cp.group is not None:
+        cp.connections.check_device(plan.device)
     if plan.device.type == "cuda" and plan.is_rehearsed:
         from burst_plugin.ring.rehearsal import rehearse_forward
 
         rehearse_forward(plan, inputs)
-    return plan, cp.name_of_next_call(tag)
+    return plan, cp.agreement.name_of_next_call(tag)
 
 
 def _agreed(
@@ -202,7 +205,7 @@ def _agreed(
 ) -> CallId:
     """Compare what this rank has prepared with the other ranks, and return which call it is; collective."""
     if prepared is None:
-        return cp.agree_on_attention(dict, problem)
+        return cp.agreement.before_forward(dict, problem)
     plan, name = prepared
 
     def compared() -> dict[str, object]:
@@ -210,7 +213,7 @@ def _agreed(
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
         return {"takes part in gradients": has_gradients(inputs), **kept, **plan.signature, **sink}
 
-    return cp.agree_on_attention(compared, problem, name)
+    return cp.agreement.before_forward(compared, problem, name)
 
 
 def _plan_of_rest(first_kept: int, inputs: Inputs, request: Request, cp: ContextParallel) -> Plan | None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
+from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.sequence.batches import IGNORED_LABEL, MASK_KEYS, SEEDS, WholeBatch, read_batch, shifted
 from burst_plugin.sequence.layout import Tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,19 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
-from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.comm.given_groups import as_group, levels_of, place_in
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.ring.agreement import Agreement, consistency_check, prepared_together
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.connections import Connections, find_topology
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.head_groups import by_head_group
+from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
-from burst_plugin.ring.routes import Attending
-from burst_plugin.ring.session import Session
-from burst_plugin.schedule.rings import BY_NODE
+from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
-from burst_plugin.topology import Topology, node_id, node_sizes
+from burst_plugin.topology import Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
@@ -37,11 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextParallel"]
 
-_LOG = logging.getLogger(__name__)
-_NODE = "node: "
 
-
-class ContextParallel(Session):
+class ContextParallel:
     """A context-parallel group: the ranks that hold one sequence between them.
 
     Make one per group and share it between layers. Creating it is collective, unless `ranks_per_node` or a hierarchy
@@ -57,6 +55,15 @@ class ContextParallel(Session):
     Raises:
         ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this
             rank is not in, or no group where there are several ranks.
+
+    Attributes:
+        strategy: the options, with what a profile has planned.
+        group: that of all ranks; None for a single rank.
+        rank, ranks: the number of this rank in the group, and how many there are.
+        rank_state: this rank's place in the ring.
+        agreement: how it compares what it is about to do with the others.
+        connections: the communicators between them.
+        plans: of the kinds of attention calls made before; see `ring.choices.make_plan`.
     """
 
     def __init__(
@@ -77,16 +84,31 @@ class ContextParallel(Session):
         follow_torch(needed=strategy.kept_share > 0 or strategy.offload)
         if strategy.offload:
             offload_while_alive(self)
-        groups = [level for level in levels or () if not isinstance(level, int)]
-        super().__init__(group, groups, *place_in(group), strategy)
+        self.rank, global_ranks = place_in(group)
+        self.ranks = len(global_ranks)
+        self.group = group if self.ranks > 1 else None  # one rank has no others to talk to
+        consistency = consistency_check(self.group, self.rank, global_ranks, strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
-        topology = self._find_topology(sizes)
+        topology = find_topology(strategy, self.rank, self.ranks, sizes, consistency)
         self.strategy, self._planned = strategy.on(topology), ""
         if isinstance(self.strategy, MeasuredStrategy):
             from burst_plugin.planning.choice import planned  # which takes time to import
 
-            self.strategy, self._planned = planned(self.strategy, topology, logs=self._global_ranks[self.rank] == 0)
-        self._begin(topology)
+            self.strategy, self._planned = planned(self.strategy, topology, logs=global_ranks[self.rank] == 0)
+        self.rank_state = RankState(
+            self.rank,
+            topology,
+            self.strategy,
+            DistributedTransport({}, global_ranks),  # both are replaced when ranks meet
+            DistributedTransport({}, global_ranks),
+            RouteTable(topology, self.strategy),
+            is_process=consistency is not None,
+            at_end=None if consistency is None else consistency.forget_shared_group,
+        )
+        self.agreement = Agreement(self.rank_state, consistency)
+        groups = [level for level in levels or () if not isinstance(level, int)]
+        self.connections = Connections(self.rank_state, self.group, groups, global_ranks, consistency)
+        self.plans: dict[Hashable, Plan] = {}
 
     def __copy__(self) -> ContextParallel:
         """Return itself: two objects would count the calls of one ring apart."""
@@ -128,7 +150,65 @@ class ContextParallel(Session):
         """
         whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
         for call in by_head_group(*whole) or [whole]:
-            self._warm_up(*call)
+            plan, _ = prepared_together(partial(self._rehearsed, *call), self._agree_on_warm_up)
+            self.connect(plan.by_link)
+
+    def _rehearsed(self, inputs: Inputs, request: Request) -> Plan:
+        """Return the plan of a call, both passes of which have run without their messages."""
+        from burst_plugin.ring.rehearsal import rehearse
+
+        plan = make_plan(self.rank_state, inputs, request, self.plans)
+        self.connections.check_device(plan.device)
+        rehearse(plan, inputs)
+        return plan
+
+    def _agree_on_warm_up(self, plan: Plan | None, problem: str) -> int:
+        return self.agree({} if plan is None else plan.signature, problem, of="a warm-up")
+
+    def connect(self, by_link: Collection[bool] | None = None) -> None:
+        """Create the communicators that are still missing; collective, and harmless when repeated.
+
+        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls
+        with a mask that leaves most of the work.
+        """
+        self.connections.connect(by_link)
+
+    def close(self) -> None:
+        """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.
+
+        For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
+        RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
+        nothing is left to destroy. All ranks wait for each other first, but not while an exception is handled, as in
+        `finally`, nor once a rank has given up; with NCCL communicators are aborted or left alone then, since
+        destroying them could wait. Raises RuntimeError in the middle of a pass.
+        """
+        self.plans.clear()
+        self.connections.close()
+
+    def release(self) -> None:
+        """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
+        self.connections.release()
+        self.plans.clear()
+
+    @property
+    def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the process groups that this ring has made so far, with the time-out that the given one had then."""
+        return tuple(self.connections.communicators.created)
+
+    def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
+        """Compare what all ranks are about to do, and return how many agreements there have been; collective.
+
+        Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
+        by name, or in their options.
+        """
+        return self.agreement.agree(signature, problem, of)
+
+    def meet(self, at: str) -> None:
+        """Check that all ranks are `at` the same place, as often as calls are compared; collective.
+
+        For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
+        """
+        self.agreement.meet(at)
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
@@ -287,47 +367,3 @@ class ContextParallel(Session):
         from burst_plugin.profiling.recorder import Profile
 
         return self.rank_state.profiled(Profile(self.rank, self.topology, self.group))
-
-    def _find_topology(self, sizes: list[int] | None) -> Topology:
-        per_node = self.strategy.ranks_per_node
-        if isinstance(per_node, int) or sizes is not None:
-            return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
-        if self._consistency is None:
-            return Topology(1, 1)
-        said = self._consistency.exchange(f"{_NODE}{self.strategy.schedule} {node_id()}", "looking for nodes")
-        if not all(text.startswith(_NODE) for text in said):
-            raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
-        schedules, ids = zip(*(text.removeprefix(_NODE).split(" ", 1) for text in said), strict=True)
-        topology = Topology.from_node_ids(ids)
-        if topology is None:
-            return self._without_nodes(node_sizes(ids), [name for name in schedules if name in BY_NODE])
-        if self.rank == 0 and len(set(ids)) != topology.nodes:
-            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(ids)), topology)
-        return topology
-
-    def _without_nodes(self, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
-        """Return the topology of one flat ring over nodes of such sizes, or interleaved ones, of which rank 0 warns.
-
-        `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
-        """
-        found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
-        if impossible:
-            least = min(sizes, default=0)
-            other = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
-            raise ValueError(
-                f"schedule={impossible[0]!r} needs nodes with equally many ranks of the context-parallel "
-                f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
-                "or say with ranks_per_node how many ranks count as a node"
-            )
-        if self.rank == 0:
-            warnings.warn(
-                f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive runs, "
-                f"over the nodes ({found}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
-                stacklevel=4,
-            )
-        return Topology(1, self.ranks)
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    *first, last = map(str, sorted(set(sizes)))
-    return f"{', '.join(first)} and {last}" if first else last

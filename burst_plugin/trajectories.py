@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from burst_plugin.activations.chunked_loss import Head, token_log_probs
 from burst_plugin.checks import shown
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
+from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.request import as_tokens
 from burst_plugin.sequence.folding import Edges, Folded, fold, unfold

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import Causal, ContextParallel, Strategy, Topology, VirtualRing, burst_attention, context
+from burst_plugin import Causal, ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.ring import connections
 from tests.support.exactness import train_step
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, Result, errors, reference, relative
@@ -92,7 +93,7 @@ def test_the_first_size_of_a_hierarchy_is_that_of_a_node() -> None:
 
 
 def _detected(rank: int, nodes: str) -> tuple[Topology, list[str]]:
-    context.node_id = lambda: nodes[rank]
+    connections.node_id = lambda: nodes[rank]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         cp = ContextParallel(dist.group.WORLD)
@@ -111,7 +112,7 @@ def _on_unlike_nodes(rank: int, nodes: str, problem: Problem, truth: Result) -> 
 
     And warnings, and the largest error.
     """
-    context.node_id = lambda: nodes[rank]
+    connections.node_id = lambda: nodes[rank]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         cp = ContextParallel(dist.group.WORLD)

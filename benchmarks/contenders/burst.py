@@ -71,7 +71,7 @@ class Burst(Contender):
         kernel = AUTO if slept is None else sleeping(case, slept)
         strategy = replace(self.strategy, kernel=kernel, ranks_per_node=case.ranks_per_node)
         cp = ContextParallel(dist.group.WORLD, strategy=strategy)
-        cp.strategy = replace(strategy, check="sparse")  # as on GPUs, which emulated ranks stand for
+        cp.rank_state.strategy = replace(strategy, check="sparse")  # as on GPUs, which emulated ranks stand for
         tokens = self.tokens(case, cp.rank_state.route_table)
         attend = partial(burst_attention, cp=cp, mask=case.mask, tokens=tokens)
         return Session(cp.positions(tokens), attend, close=cp.close)

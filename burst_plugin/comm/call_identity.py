@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 
 from burst_plugin.types import Direction
 
-__all__ = ["CallId", "Progress", "by_rank", "call_name"]
-
 
 class CallId(NamedTuple):
     """Which call of attention this is.

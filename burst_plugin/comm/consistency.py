@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,9 @@ __all__ = [
     "EXCHANGE_BYTES",
     "ConsistencyCheck",
     "Constants",
-    "error_text",
     "fingerprint",
-    "prepared_together",
     "raise_if_unlike",
 ]
-
-T = TypeVar("T")
-Agreed = TypeVar("Agreed")
 
 EXCHANGE_BYTES = 2048  # that each rank sends to each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
@@ -192,35 +186,6 @@ class ConsistencyCheck:
             )
         self._transports[group].board = self.board
         return self._transports[group]
-
-
-def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
-    """Return what this rank prepares, once all ranks have, and what they agreed on; collective.
-
-    Args:
-        prepare: called on this rank alone; may raise.
-        agree: collective, called with what was prepared, or None and the problem with it; raises ValueError on every
-            rank if any has one.
-
-    Raises:
-        ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
-    """
-    prepared, problem, cause = None, "", None
-    try:
-        prepared = prepare()
-    except Exception as error:  # of any kind: the other ranks must know of it
-        problem, cause = error_text(error), error
-    try:
-        agreed = agree(prepared, problem)
-    except ValueError as error:
-        raise error from cause or error.__cause__
-    assert prepared is not None, "agree raises if any rank has a problem"
-    return prepared, agreed
-
-
-def error_text(error: BaseException) -> str:
-    """Return the text of an error for other ranks."""
-    return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 
 def fingerprint(ours: Sequence[str], problem: str) -> str:

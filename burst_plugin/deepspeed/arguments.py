@@ -14,9 +14,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from burst_plugin.comm.consistency import fingerprint, prepared_together, raise_if_unlike
+from burst_plugin.comm.consistency import fingerprint, raise_if_unlike
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, Block, RepeatedKeyError, conflicts, loads
 from burst_plugin.deepspeed.groups import RequestedSize, mpu_problem, sequence_parallel_size
+from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.strategy import AUTO, MeasuredStrategy, Strategy
 
 __all__ = ["agree_on_block", "find_configuration", "is_transformers", "read_configuration", "strategy_for"]

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
+from burst_plugin.ring.agreement import prepared_together
 
 __all__ = ["name_of_cache", "ring_for_generation", "watch_generate"]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.models import prepare_model
 from burst_plugin.huggingface.rollouts import rollout_log_probs
+from burst_plugin.ring.agreement import prepared_together
 
 __all__ = ["fold_rollouts"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from burst_plugin.comm.consistency import error_text
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference import KVCache, Turn
+from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask, SlidingWindow
 

@@ -16,11 +16,11 @@ from burst_plugin.activations import Head
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.checks import number, shown
-from burst_plugin.comm.consistency import error_text, prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
 from burst_plugin.huggingface.masks import shard_of_forward
+from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.trajectories import Edges, Folded, edge_log_probs, fold, unfold
 
 __all__ = ["RolloutLogProbs", "rollout_log_probs"]

@@ -13,7 +13,6 @@ from torch import Tensor
 from burst_plugin.attention import ring_attention
 from burst_plugin.checks import as_whole, shown
 from burst_plugin.comm.call_identity import CallId
-from burst_plugin.comm.consistency import error_text, prepared_together
 from burst_plugin.compute.online_softmax import add_sink
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
@@ -22,6 +21,7 @@ from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import Turn
+from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.ring.attention_pass import dense
 from burst_plugin.ring.choices import features_of, is_deterministic, kernel_for
 from burst_plugin.ring.plan import Extras
@@ -162,7 +162,7 @@ def attend_on_ring(
         call = appended()
     except Exception as error:  # of any kind: the other ranks must know of it
         try:
-            cp.agree_on_attention(dict, error_text(error), cp.name_of_next_call(tag))
+            cp.agreement.before_forward(dict, error_text(error), cp.agreement.name_of_next_call(tag))
         except ValueError as told:
             raise told from error
         raise
@@ -182,12 +182,12 @@ def attend_in_tree(
 
     def prepared() -> tuple[LayerCall, OwnAttention]:
         call = appended()
-        cp.check_device(call.asked.q.device)
+        cp.connections.check_device(call.asked.q.device)
         return call, own_attention(call, cp.strategy)
 
     def agree(mine: tuple[LayerCall, OwnAttention] | None, problem: str) -> CallId:
         signature = dict if mine is None else (lambda: mine[1].signature)
-        return cp.agree_on_attention(signature, problem, cp.name_of_next_call(tag))
+        return cp.agreement.before_forward(signature, problem, cp.agreement.name_of_next_call(tag))
 
     (call, own), which = prepared_together(prepared, agree)
     q, sink = call.asked.q, call.asked.sink

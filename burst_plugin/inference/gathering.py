@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.checks import shown
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.turn import Turn
+from burst_plugin.ring.agreement import prepared_together
 
 __all__ = ["gathered"]
 

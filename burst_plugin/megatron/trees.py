@@ -22,7 +22,6 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from burst_plugin.checks import shown, whole_number
-from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.adapter import install_adapter
@@ -31,6 +30,7 @@ from burst_plugin.megatron.chunked_loss import ChunkedLoss, output_layer_problem
 from burst_plugin.megatron.config import is_hybrid
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.tree_masks import as_attention_mask
+from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.trajectories import Edges, Folded

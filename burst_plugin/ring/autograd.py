@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.comm.call_identity import CallId
+from burst_plugin.ring.agreement import Agreement
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
@@ -25,25 +26,25 @@ class RingAttention(torch.autograd.Function):
     """The ring of one rank, and heads exchanged before and after it.
 
     Saves the ring's inputs, its out and lse, nothing else of it; any number of calls may await their backward pass.
-    `memo` has what need not be computed again, or takes it up.
+    Ranks compare a backward pass by `agreement`. `memo` has what need not be computed again, or takes it up.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, call: CallId, memo: Memo | None, *tensors: Tensor | None
+        ctx: Any, plan: Plan, call: CallId, agreement: Agreement, memo: Memo | None, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         with plan.rank_state.one_pass("forward", call, plan.device):
             inputs = dense(Inputs(*tensors))  # type: ignore[arg-type]
             outputs, saved = completed(forward_program(plan, call, inputs, memo))
             ctx.save_for_backward(*cut_loose(saved.given), saved.out, saved.lse)
-        ctx.plan, ctx.call = plan, call
+        ctx.plan, ctx.call, ctx.agreement = plan, call, agreement
         ctx.mark_non_differentiable(*filter(torch.is_tensor, outputs[1:]))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[3:]
+        plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
             *inputs, out, lse = ctx.saved_tensors
             saved = Saved(Inputs(*inputs), out, lse)
@@ -51,10 +52,10 @@ class RingAttention(torch.autograd.Function):
                 from burst_plugin.ring.rehearsal import rehearse_backward
 
                 rehearse_backward(plan, saved, dout)
-        plan.rank_state.compare_backward(call)
+        ctx.agreement.before_backward(call)
         with plan.rank_state.one_pass("backward", call, plan.device):
             grads = completed(backward_program(plan, call, dout, saved, wanted[_BIAS]))
-        returned: list[Tensor | None] = [None, None, None]
+        returned: list[Tensor | None] = [None, None, None, None]
         for grad, is_wanted in zip(grads, wanted, strict=True):
             returned.append(grad if is_wanted else None)
         return tuple(returned)

@@ -241,7 +241,7 @@ class Plan:
     def is_rehearsed(self) -> bool:
         """Return whether passes first run without messages; only the first few do, as batches may bring new kinds."""
         state = self.rank_state
-        return self.device.type == "cuda" and state.consistency is not None and len(state.rehearsed) < _MOST_REHEARSED
+        return self.device.type == "cuda" and state.is_process and len(state.rehearsed) < _MOST_REHEARSED
 
     @property
     def heads(self) -> int:

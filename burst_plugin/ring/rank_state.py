@@ -1,13 +1,13 @@
 """One rank's place in a ring, and what it notes of its calls.
 
-A `ContextParallel` is a rank state and process groups; a `VirtualRing` has those of all ranks in one process.
+A `ContextParallel` has one; a `VirtualRing` has those of all ranks, in one process.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,6 @@ import torch
 
 from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
-from burst_plugin.comm.consistency import ConsistencyCheck, Constants
 from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.passes import RowTable
 from burst_plugin.ring.rank_groups import RankGroup
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class RankState:
     """A rank of the context-parallel group, and its transports: of its ring, and of its `group`.
 
-    `consistency` is how it compares its calls with those of the other ranks, where these are other processes.
+    `is_process` says that other ranks are other processes; `at_end` is called when this rank gives up.
     """
 
     rank: int
@@ -43,7 +42,8 @@ class RankState:
     transport: Transport
     ulysses_transport: Transport
     route_table: RouteTable
-    consistency: ConsistencyCheck | None = None
+    is_process: bool = False
+    at_end: Callable[[], None] | None = None
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
@@ -182,51 +182,6 @@ class RankState:
         self.give_up(error)
         return error
 
-    def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
-        """Check that all ranks are at one place, with one `signature`: what has to be equal, by name; collective.
-
-        Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
-        """
-        if self.consistency is None:  # one rank, or all in this process
-            if problem:
-                raise ValueError(problem)
-            return
-        order = f"{self.passes_digest:x}"  # backward passes may come in another one
-        compared = {"ring": self.consistency.ring_name(self.ring_id), "order of passes so far": order, **signature}
-        self.progress.where = ("before", at)
-        noted = nullcontext() if self.profile is None else self._noted(self.consistency, self.profile)
-        with self.alone(), noted:
-            try:
-                self.consistency.compare(at, compared, problem, self._options)
-            except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
-                self._check_not_aborted()
-                raise
-
-    @cached_property
-    def _options(self) -> Constants:
-        """Return what the ring was made with."""
-        return Constants({"topology": self.topology, **self.strategy.compared})
-
-    @contextmanager
-    def _noted(self, consistency: ConsistencyCheck, profile: Profile) -> Iterator[None]:
-        """Note a comparison, and the ranks that it waits for, in the profile."""
-        log = profile.begin_pass("comparison", torch.device("cpu"))
-        before, consistency.watched = consistency.watched, log.watched
-        try:
-            with log.timed("move"):
-                yield
-        finally:
-            consistency.watched = before
-
-    def compare_backward(self, call: CallId) -> None:
-        """Check that all ranks are about to run the backward pass of `call`, if they compared it; collective.
-
-        A rank that left one out would meet them with its next call instead.
-        """
-        if call.is_compared and self.consistency is not None:
-            self.check_open()
-            self.compare(f"the backward pass of {call}", {})
-
     def check_usable(self, device: torch.device) -> None:
         """Raise RuntimeError if this ring has ended, on another stream than before, or while a graph is captured."""
         self.check_open()
@@ -241,14 +196,14 @@ class RankState:
         if self.is_closed:
             raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
         if self.transport.board is not None:
-            self._check_not_aborted()
+            self.check_not_aborted()
         if self._broken:
             raise RuntimeError(
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
                 "their way; restart the processes, or, on CPUs, make a new process group and a ContextParallel of it"
             )
 
-    def _check_not_aborted(self) -> None:
+    def check_not_aborted(self) -> None:
         """Raise RingError if the ring was aborted because another rank has given up."""
         if self.transport.board is not None and self.transport.board.ended:
             raise RingError(self.transport.board.ended)
@@ -274,8 +229,8 @@ class RankState:
     def give_up(self, error: BaseException) -> None:
         """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
-            if self.consistency is not None:
-                self.consistency.forget_shared_group()
+            if self.at_end is not None:
+                self.at_end()
             self._broken = f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 

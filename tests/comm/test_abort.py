@@ -21,7 +21,7 @@ from burst_plugin.comm.abort import end_waiting
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.failure_watch import FIRST_FAILURE, Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators
-from burst_plugin.ring import session
+from burst_plugin.ring import connections
 from tests.support.ranks import run_ranks
 
 REASON = "rank 1 gave up: MemoryError: no room"
@@ -121,7 +121,7 @@ def _given_up(rank: int, launches: bool, options: dict[str, Any]) -> tuple[str, 
     with (
         mock.patch.object(watch, "_PERIOD_S", 0.05),
         mock.patch.object(dist.ProcessGroup, "abort", abort),
-        mock.patch.object(session, "launches_batches", return_value=launches),  # as NCCL does
+        mock.patch.object(connections, "launches_batches", return_value=launches),  # as NCCL does
     ):
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, **options)
         burst_attention(X, X, X, cp)
@@ -134,7 +134,7 @@ def _given_up(rank: int, launches: bool, options: dict[str, Any]) -> tuple[str, 
             store.set("the other waits", "")  # the error may be raised from here on
             in_time.wait(patience)
 
-        garbage = mock.patch.object(cp._consistency, "compare", side_effect=ValueError("ranks differ"))
+        garbage = mock.patch.object(cp.agreement.consistency, "compare", side_effect=ValueError("ranks differ"))
         said = ["", "", ""]
         for number, step in enumerate((wait, cp.connect, partial(_compare, cp, garbage))):
             try:
@@ -157,7 +157,7 @@ def _stopped(rank: int) -> str:
     with (
         mock.patch.object(watch, "_PERIOD_S", 0.05),
         mock.patch.object(dist.ProcessGroup, "abort", side_effect=in_time.set),
-        mock.patch.object(session, "launches_batches", return_value=True),
+        mock.patch.object(connections, "launches_batches", return_value=True),
     ):
         cp = ContextParallel(dist.group.WORLD)
         burst_attention(X, X, X, cp)
@@ -181,7 +181,7 @@ def test_a_rank_that_stops_is_named_by_where_it_is() -> None:
 
 def _compare(cp: ContextParallel, garbage: Any) -> None:
     with garbage:
-        cp.rank_state.compare("there", {})
+        cp.agreement.compare("there", {})
 
 
 @pytest.mark.alone

@@ -164,8 +164,8 @@ def test_what_is_written_otherwise_in_equal_parts_is_shown() -> None:
 def _compares(rank: int, masks: dict[int, Mask], in_one: bool) -> tuple[str, int, set[int]]:
     """The error of one call, how many exchanges it took, and the sizes of all messages."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
-    assert cp._consistency is not None
-    cp._consistency._in_one = in_one  # as with NCCL
+    assert cp.agreement.consistency is not None
+    cp.agreement.consistency._in_one = in_one  # as with NCCL
     x, message = torch.zeros(1, 1000, 1, 1), ""
     with mock.patch.object(
         ConsistencyCheck, "exchange", autospec=True, side_effect=ConsistencyCheck.exchange

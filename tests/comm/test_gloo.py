@@ -39,7 +39,7 @@ from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck
 from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profiling.event import Event
-from burst_plugin.ring import session
+from burst_plugin.ring import connections
 from burst_plugin.ring.plan import Plan
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import Tokens
@@ -146,18 +146,18 @@ def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> Non
         assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
 
 
-_meet_neighbours = ContextParallel._meet_neighbours
+_meet_neighbours = connections.Connections._meet_neighbours
 
 
 def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str, int]) -> tuple[float, bool]:
     """What a ring does besides where the backend launches batches of messages as one."""
-    meet = mock.patch.object(ContextParallel, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
-    with mock.patch.object(session, "launches_batches", return_value=True), meet as met:
+    meet = mock.patch.object(connections.Connections, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
+    with mock.patch.object(connections, "launches_batches", return_value=True), meet as met:
         cp = ContextParallel(dist.group.WORLD, **options)
         worst = max(errors(train_step(cp, problem), truth).values())
-    assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp._communicators})
+    assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp.connections.communicators})
     assert cp.traffic() == cp.expected_traffic()
-    groups = [*cp._communicators.items(), *cp.rank_state.ulysses_transport._groups.items()]  # type: ignore[attr-defined]
+    groups = [*cp.connections.communicators.items(), *cp.rank_state.ulysses_transport._groups.items()]  # type: ignore[attr-defined]
     for channel, group in groups:
         if channel.link is Link.INTRA:
             assert len({cp.topology.node(peer) for peer in dist.get_process_group_ranks(group)}) == 1
@@ -196,7 +196,7 @@ def _closed_in_finally(rank: int) -> str:
         burst_attention(x, x, x, cp)
     finally:
         if rank == 1:
-            with mock.patch.object(session, "barrier", side_effect=AssertionError("the other does not come")):
+            with mock.patch.object(connections, "barrier", side_effect=AssertionError("the other does not come")):
                 cp.close()
     return "done"
 
@@ -588,7 +588,7 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 
 def _wrong_device(rank: int) -> None:
     if rank == 1:
-        session.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
+        connections.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
     x = torch.empty(1, 16, 4, 8)
     burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2))
 

@@ -24,9 +24,9 @@ from burst_plugin import (
 from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.call_identity import CallId
-from burst_plugin.comm.consistency import error_text
 from burst_plugin.comm.process_groups import new_group_like
-from burst_plugin.ring import autograd, session
+from burst_plugin.ring import autograd, connections
+from burst_plugin.ring.agreement import error_text
 from tests.support.fake_gpu import GPU, fake_driver
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
@@ -130,7 +130,7 @@ def test_batches_are_not_compared_in_the_middle_of_a_pass() -> None:
 
 def _closed(cp: ContextParallel) -> tuple[int, int]:
     """Close a ring; return how often this rank waited for all, and how many groups are left."""
-    with mock.patch.object(session, "barrier") as barrier:
+    with mock.patch.object(connections, "barrier") as barrier:
         cp.close()
     return barrier.call_count, len(dist.distributed_c10d._world.pg_map)
 
@@ -143,8 +143,8 @@ def _given_up(rank: int) -> tuple[int, int]:
     assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
     if rank:
         cp.rank_state.give_up(MemoryError("no room"))
-    assert cp._watch is not None
-    while not cp._watch.some_gave_up():
+    assert cp.connections.watch is not None
+    while not cp.connections.watch.some_gave_up():
         time.sleep(0.01)
     return _closed(cp)
 
@@ -170,7 +170,7 @@ def _barrier_fails(rank: int) -> tuple[int, int]:
     cp = ContextParallel(dist.group.WORLD)
     burst_attention(X, X, X, cp)
     if rank:
-        lost = mock.patch.object(session, "barrier", side_effect=RuntimeError("Connection closed by peer"))
+        lost = mock.patch.object(connections, "barrier", side_effect=RuntimeError("Connection closed by peer"))
         with lost, pytest.raises(RuntimeError, match="Connection closed"):
             cp.close()
     return _closed(cp)

@@ -95,7 +95,7 @@ def launcher_environment(rank: int, world_size: int, ranks_per_node: int) -> dic
 
 def as_on_gpus(cp: ContextParallel) -> ContextParallel:
     """Return `cp`, whose ranks compare calls 1, 2, 4, 8, ... only from now on, as gloo is never asked to."""
-    cp.strategy = replace(cp.strategy, check="sparse")
+    cp.rank_state.strategy = replace(cp.rank_state.strategy, check="sparse")
     return cp
 
 

@@ -1,0 +1,190 @@
+"""How a rank compares what it is about to do with the other ranks of its ring, before data moves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from burst_plugin.comm.call_identity import CallId, call_name
+from burst_plugin.comm.consistency import ConsistencyCheck, Constants
+from burst_plugin.comm.process_groups import refuse_torchcomms
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.strategy import Strategy
+
+if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import Profile
+
+T = TypeVar("T")
+Agreed = TypeVar("Agreed")
+
+
+def consistency_check(
+    group: dist.ProcessGroup | None, rank: int, global_ranks: Sequence[int], strategy: Strategy
+) -> ConsistencyCheck | None:
+    """Return how the ranks of a group exchange what they compare; None for a single rank.
+
+    Raises ValueError for an option `check` that the group cannot do.
+    """
+    if group is None:
+        return None
+    refuse_torchcomms()
+    consistency = ConsistencyCheck(group, rank, global_ranks)
+    if consistency.is_on_cpu and strategy.check == "sparse":
+        raise ValueError(
+            "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
+            "than it expects, so that ranks compare every call there; use check='auto'"
+        )
+    return consistency
+
+
+class Agreement:
+    """A rank's comparisons with the others of its ring; all are collective.
+
+    `consistency` exchanges what ranks compare; without it, for a single rank, nothing is compared.
+    """
+
+    def __init__(self, rank_state: RankState, consistency: ConsistencyCheck | None) -> None:
+        self.rank_state, self.consistency = rank_state, consistency
+        self._comparison_count = self._attention_count = self._meetings = 0
+        self._process = os.getpid()
+
+    def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
+        """Compare what all ranks are about to do; see `ContextParallel.agree`."""
+        number = self._next_comparison()
+        self.compare(f"comparison {number}, of {of}", signature, problem)
+        return number
+
+    def meet(self, at: str) -> None:
+        """Check that all ranks are `at` the same place; see `ContextParallel.meet`."""
+        self._meetings += 1
+        if self.consistency is not None and self._is_due(self.consistency, self._meetings):
+            self.rank_state.check_open()
+            self.compare(at, {})
+
+    def name_of_next_call(self, tag: object) -> str:
+        """Return the name of the next attention call; a tag, maybe on a GPU, is read only where ranks compare it."""
+        step, consistency = self.rank_state.training_step, self.consistency
+        if tag is None or consistency is None:
+            return step
+        reads = consistency.is_on_cpu or self._is_due(consistency, self._attention_count + 1)
+        return call_name(step, tag) if reads else step
+
+    def before_forward(
+        self, signature: Callable[[], Mapping[str, object]], problem: str = "", name: str = ""
+    ) -> CallId:
+        """Compare as `agree` does, before an attention call that `Strategy.check` has ranks compare.
+
+        `signature` returns what has to be equal, by name; it is called where ranks compare. At other calls only this
+        rank knows of its problem, and the other ranks may be sending already: so the ring ends. `name` is the one of
+        `name_of_next_call`.
+        """
+        self._attention_count += 1
+        consistency = self.consistency
+        due = consistency is None or self._is_due(consistency, self._attention_count)
+        call = CallId(self._next_comparison(), name, due)
+        if due:
+            if problem or consistency is not None:
+                self.compare(f"the forward pass of {call}", signature(), problem)
+            return call
+        if problem:
+            ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
+            refusal = ValueError(problem + ended)
+            self.rank_state.give_up(refusal)
+            raise refusal
+        return call
+
+    def before_backward(self, call: CallId) -> None:
+        """Check that all ranks are about to run the backward pass of `call`, if they compared it; collective.
+
+        A rank that left one out would meet them with its next call instead.
+        """
+        if call.is_compared and self.consistency is not None:
+            self.rank_state.check_open()
+            self.compare(f"the backward pass of {call}", {})
+
+    def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
+        """Check that all ranks are at one place, with one `signature`: what has to be equal, by name; collective.
+
+        Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
+        """
+        state, consistency = self.rank_state, self.consistency
+        if consistency is None:  # a single rank
+            if problem:
+                raise ValueError(problem)
+            return
+        order = f"{state.passes_digest:x}"  # backward passes may come in another one
+        compared = {"ring": consistency.ring_name(state.ring_id), "order of passes so far": order, **signature}
+        state.progress.where = ("before", at)
+        noted = nullcontext() if state.profile is None else _noted(consistency, state.profile)
+        with state.alone(), noted:
+            try:
+                consistency.compare(at, compared, problem, self._options)
+            except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
+                state.check_not_aborted()
+                raise
+
+    @cached_property
+    def _options(self) -> Constants:
+        """Return what the ring was made with."""
+        return Constants({"topology": self.rank_state.topology, **self.rank_state.strategy.compared})
+
+    def _is_due(self, consistency: ConsistencyCheck, number: int) -> bool:
+        """Return whether ranks compare what they do for the time number `number`, from 1 on."""
+        return self.rank_state.strategy.check_is_due(number, consistency.is_on_cpu)
+
+    def _next_comparison(self) -> int:
+        self.rank_state.check_open()
+        if self.consistency is not None and os.getpid() != self._process:
+            raise RuntimeError(
+                "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
+                "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"
+            )
+        self._comparison_count += 1
+        return self._comparison_count
+
+
+def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
+    """Return what this rank prepares, once all ranks have, and what they agreed on; collective.
+
+    Args:
+        prepare: called on this rank alone; may raise.
+        agree: collective, called with what was prepared, or None and the problem with it; raises ValueError on every
+            rank if any has one.
+
+    Raises:
+        ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
+    """
+    prepared, problem, cause = None, "", None
+    try:
+        prepared = prepare()
+    except Exception as error:  # of any kind: the other ranks must know of it
+        problem, cause = error_text(error), error
+    try:
+        agreed = agree(prepared, problem)
+    except ValueError as error:
+        raise error from cause or error.__cause__
+    assert prepared is not None, "agree raises if any rank has a problem"
+    return prepared, agreed
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error for other ranks."""
+    return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
+
+
+@contextmanager
+def _noted(consistency: ConsistencyCheck, profile: Profile) -> Iterator[None]:
+    """Note a comparison, and the ranks that it waits for, in the profile."""
+    log = profile.begin_pass("comparison", torch.device("cpu"))
+    before, consistency.watched = consistency.watched, log.watched
+    try:
+        with log.timed("move"):
+            yield
+    finally:
+        consistency.watched = before
