@@ -22,6 +22,7 @@ FLOORS = (
     ("compute", "profiling"),
     ("strategy",),
     ("ring",),
+    ("assignment",),
     ("activations",),
     ("planning",),
     ("context",),
@@ -227,7 +228,7 @@ def test_layouts_and_schedules_are_named_at_home_only(kind: str) -> None:
     ],
 )
 def test_a_layout_or_schedule_that_is_named_elsewhere_is_found(kind: str, planted: str) -> None:
-    assert len(_strangers(kind, {"burst_plugin.ring.load_balance": planted})) == 1
+    assert len(_strangers(kind, {"burst_plugin.assignment.balance": planted})) == 1
 
 
 _FACTORIES = re.compile(

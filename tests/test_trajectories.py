@@ -29,7 +29,7 @@ from burst_plugin import (
     shard_batch,
 )
 from burst_plugin.activations import Head
-from burst_plugin.ring.load_balance import choose_tokens
+from burst_plugin.assignment.balance import choose_tokens
 from burst_plugin.sequence import prefix_tree
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.trajectories import Folded, edge_log_probs, fold, unfold

@@ -10,7 +10,7 @@ with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document on its own:
 
     zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
 
-and in chunks, as `ring.load_balance` assigns them by their work, with `Tokens(8, holders=(0, 1, 0, 1))`, and with
+and in chunks, as `assignment.balance` assigns them by their work, with `Tokens(8, holders=(0, 1, 0, 1))`, and with
 `Tokens(8, holders=(0, 1, 0), bounds=(0, 3, 7, 8))`:
 
     chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
