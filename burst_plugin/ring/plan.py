@@ -35,8 +35,7 @@ from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup, member_rows
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run, positions, token_count
-from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
-from burst_plugin.sequence.tiles import Tile
+from burst_plugin.sequence.tiles import Tile, batched, cut, split_pieces, split_tail
 from burst_plugin.topology import Traffic
 from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Rows, Side, Spec, row_count
 
