@@ -33,8 +33,7 @@ from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs, Request, has_gradients
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.listed_masks import QueriesBefore
-from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sequence.masks import Causal, Mask, QueriesBefore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11

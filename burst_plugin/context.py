@@ -297,7 +297,7 @@ class ContextParallel:
         Pass it as `tokens=` to all other functions. With `alike` all ranks hold equally many tokens, for which
         lengths of `even_length` are suitable. Raises ValueError for other lengths then.
         """
-        from burst_plugin.ring.load_balance import choose_tokens  # rarely needed
+        from burst_plugin.assignment.balance import choose_tokens  # rarely needed
 
         check_mask(mask)
         return choose_tokens(self.rank_state.route_table, length, mask, alike)
@@ -305,7 +305,7 @@ class ContextParallel:
     @between_graphs
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Return the most over the mean of the ranks' attention work; 1 is even."""
-        from burst_plugin.ring.load_balance import imbalance  # rarely needed
+        from burst_plugin.assignment.balance import imbalance  # rarely needed
 
         check_mask(mask)
         tokens = as_tokens(tokens, or_length=True)

@@ -27,7 +27,7 @@ from burst_plugin import (
 )
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.sequence.regions import Region
+from burst_plugin.sequence.mask import Region
 from tests.support.draws import runnable
 from tests.support.reference import Problem, Result, errors, reference
 

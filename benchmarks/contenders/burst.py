@@ -10,8 +10,8 @@ import torch.distributed as dist
 from benchmarks.contenders.kernels import sleeping
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept
 from burst_plugin import ContextParallel, Strategy, Tokens, burst_attention
+from burst_plugin.assignment.balance import choose_tokens, imbalance
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.strategy import AUTO, presets
 

@@ -61,7 +61,7 @@ class _Thread(threading.local):
     """The runs of checkpoints that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[_CheckpointRun] = []
 
 
 _THREAD = _Thread()
@@ -83,7 +83,7 @@ class _Checkpoint:
         return any(self.policy(context, operation, *inputs[:3]) in saves for operation in _ATTENTION)
 
 
-class _Run:
+class _CheckpointRun:
     """One run of a checkpoint's function, the first or one that `recomputes`: a context that may be entered again."""
 
     def __init__(self, of: _Checkpoint, recomputes: bool) -> None:
@@ -139,13 +139,13 @@ class KeptCalls(_Checkpoint):
             out = function(x)
     """
 
-    def first_run(self) -> _Run:
+    def first_run(self) -> _CheckpointRun:
         """Return the context of the first run."""
-        return _Run(self, False)
+        return _CheckpointRun(self, False)
 
-    def second_run(self) -> _Run:
+    def second_run(self) -> _CheckpointRun:
         """Return the context of a run that computes the same calls again."""
-        return _Run(self, True)
+        return _CheckpointRun(self, True)
 
     def release(self) -> list[Tensor]:
         """Return the outputs of all calls, and hold them no more."""
@@ -192,7 +192,7 @@ class _FollowedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recomputes, self._ran = self._ran, True
-        with _Run(self._checkpoint, recomputes):
+        with _CheckpointRun(self._checkpoint, recomputes):
             return self._function(*args, **kwargs)
 
     def forget(self) -> None:
@@ -306,10 +306,10 @@ def _with_runs(
     if hasattr(first, "respect_saved_tensors_hooks"):
         first.respect_saved_tensors_hooks = respects
     kept = _Checkpoint(getattr(first, "policy_fn", None))
-    return _Both(first, _Run(kept, False)), _Both(again, _Run(kept, True))
+    return _ContextPair(first, _CheckpointRun(kept, False)), _ContextPair(again, _CheckpointRun(kept, True))
 
 
-class _Both:
+class _ContextPair:
     """Two contexts as one, which may be entered again, as each backward pass through a retained graph does."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:

@@ -26,7 +26,7 @@ from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 __all__ = ["check_kernels"]
 
 
-class Tile(NamedTuple):
+class TileCase(NamedTuple):
     """A tile: its name, band, (queries, keys), the feature that it takes; documents' (queries, keys), if several."""
 
     name: str
@@ -54,18 +54,18 @@ def _within(band: Band, queries: int, keys: int, device: torch.device) -> Tensor
     return (ahead >= lower) & (ahead <= upper)
 
 
-def _tiles(n: int) -> list[Tile]:
+def _tiles(n: int) -> list[TileCase]:
     """Return every kind of tile, of about n queries."""
     several = (n // 8 + 1, n // 2, n // 4)
     others = (n // 2, 1 + n // 8, n // 3)
     return [
-        Tile("full", FULL, (n, 2 * n - n // 3)),
-        Tile("causal", CAUSAL, (n, n)),
-        Tile("anticausal", ANTICAUSAL, (n, n)),
-        Tile("window", Band(-n // 3, 0), (n, n), "windows"),
-        Tile("band", Band(-n // 2, n // 4), (n, n + n // 4), "windows"),
-        Tile("documents, full", FULL, (sum(several), sum(others)), "varlen", (several, others)),
-        Tile("documents, causal", CAUSAL, (sum(several),) * 2, "varlen", (several, several)),
+        TileCase("full", FULL, (n, 2 * n - n // 3)),
+        TileCase("causal", CAUSAL, (n, n)),
+        TileCase("anticausal", ANTICAUSAL, (n, n)),
+        TileCase("window", Band(-n // 3, 0), (n, n), "windows"),
+        TileCase("band", Band(-n // 2, n // 4), (n, n + n // 4), "windows"),
+        TileCase("documents, full", FULL, (sum(several), sum(others)), "varlen", (several, others)),
+        TileCase("documents, causal", CAUSAL, (sum(several),) * 2, "varlen", (several, several)),
     ]
 
 
@@ -104,7 +104,7 @@ def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
 class Trial(NamedTuple):
     """One thing to ask of a kernel: a tile, heads, head dims, a type, and how it is run."""
 
-    tile: Tile
+    tile: TileCase
     heads: tuple[int, int]
     dims: tuple[int, int]
     dtype: torch.dtype

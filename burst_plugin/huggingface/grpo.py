@@ -70,7 +70,7 @@ def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
         cp.agree({} if temperature is None else {"temperature": temperature}, problem, "a trainer")
 
     prepared_together(partial(_prepared, trainer, cp), agree)
-    setattr(trainer, _METHOD, MethodType(_Folded(cp), trainer))
+    setattr(trainer, _METHOD, MethodType(_FoldedLogProbs(cp), trainer))
     return trainer
 
 
@@ -124,7 +124,7 @@ def _is_split(sizes: Any, name: str) -> bool:
     return int(getattr(sizes, name, 1) or 1) > 1
 
 
-class _Folded:
+class _FoldedLogProbs:
     """Takes the place of `GRPOTrainer._get_per_token_logps_and_entropies`."""
 
     def __init__(self, cp: ContextParallel) -> None:

@@ -20,7 +20,7 @@ from burst_plugin.inference.decode import OwnAttention
 from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.storage import RowStore
-from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn import RoundRobin, Turn, TurnMask
 from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.ring.attention_pass import dense
 from burst_plugin.ring.choices import features_of, is_deterministic, kernel_for
@@ -28,7 +28,6 @@ from burst_plugin.ring.plan import Extras
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.sequence.turns import RoundRobin, TurnMask
 from burst_plugin.strategy import Strategy
 
 __all__ = [

@@ -16,14 +16,13 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.tree import Partial
-from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn import Turn, held_run, seen
 from burst_plugin.kernels import How, Kernel
 from burst_plugin.ring.plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
-from burst_plugin.sequence.turns import held_run, seen
 from burst_plugin.types import FULL
 
 __all__ = ["OwnAttention"]

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.inference.host_storage import HostRowStore
 from burst_plugin.inference.storage import RowStore
-from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn import Turn, held_run, seen
 from burst_plugin.sequence.masks import Mask, SlidingWindow
-from burst_plugin.sequence.turns import held_run, seen
 
 __all__ = ["LayerCache", "checked_windows"]
 

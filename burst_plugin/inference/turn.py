@@ -1,17 +1,26 @@
-"""A turn: which new tokens come to a cache, and which of them are this rank's."""
+"""A turn over a cache: which new tokens come to it, which rank holds which token, and what they attend to.
+
+Position p of every sequence is held by rank p % ranks: round robin, whichever turn a token came in. So ranks stay
+even within one token per sequence, however sequences grow and wherever they are cut off, and so do the last tokens,
+those of a window. No list says who holds what. Causal work is even as well, as in Striped Attention (arXiv
+2311.09431). Sequences of a batch lie one after another; nothing is padded:
+
+    keys        a a a a a b b b       5 and 3 of them, of which the last 2 and 1 are new
+    queries           a a     b
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from burst_plugin.sequence.turns import held_run
-
-__all__ = ["Turn", "are_few"]
+from burst_plugin.sequence.layout import Layout, Run, Tokens
+from burst_plugin.sequence.mask import Mask, Region
 
 
 def are_few(tokens: int, ranks: int) -> bool:
@@ -60,9 +69,9 @@ class Turn:
 
     def own_of(self, rank: int) -> tuple[slice, ...]:
         """Return which of the new tokens of each row `rank` stores."""
-        runs = [held_run(rank, self.ranks, *each) for each in zip(self.starts, self.stops, strict=True)]
-        each = zip(runs, self.starts, self.lengths, strict=True)
-        return tuple(slice(min(run.start - start, length), length, self.ranks) for run, start, length in each)
+        firsts = (held_run(rank, self.ranks, *bounds).start for bounds in zip(self.starts, self.stops, strict=True))
+        rows = zip(firsts, self.starts, self.lengths, strict=True)
+        return tuple(slice(min(first - start, length), length, self.ranks) for first, start, length in rows)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -81,11 +90,11 @@ class Turn:
     @cached_property
     def index(self) -> Tensor:
         """Return which new token of its row each of this rank's is, [B, size], int64 on the CPU; 0 for padding."""
-        found = torch.zeros(len(self.starts), self.size, dtype=torch.int64, device="cpu")
+        index = torch.zeros(len(self.starts), self.size, dtype=torch.int64, device="cpu")
         for row, own in enumerate(self.own):
             steps = range(self.lengths[row]) if self.replicated else range(own.start, own.stop, own.step)
-            found[row, : len(steps)] = torch.tensor(steps, dtype=torch.int64, device="cpu")
-        return found
+            index[row, : len(steps)] = torch.tensor(steps, dtype=torch.int64, device="cpu")
+        return index
 
     @cached_property
     def valid(self) -> Tensor:
@@ -104,3 +113,106 @@ class Turn:
         """Return this rank's tokens, [B, size, ...], of all new ones [B, T, ...], rows padded at their ends."""
         index = self.index.to(x.device).view(*self.index.shape, *[1] * (x.dim() - 2))
         return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
+
+
+def held_run(rank: int, ranks: int, start: int, stop: int) -> Run:
+    """Return which of the positions `start:stop` of a sequence `rank` holds; the run may be of length 0."""
+    first = start + (rank - start) % ranks
+    return Run(first, max(0, -(-(stop - first) // ranks)), ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class RoundRobin(Tokens):
+    """Sequences one after another, bounded by `cu_seqlens`, that ranks hold round robin.
+
+    starts: the position, in its whole sequence, of the first token of each that is here.
+    """
+
+    starts: tuple[int, ...] = ()
+
+    @property
+    def own_layout(self) -> Layout:
+        """Return how ranks hold it; see `RouteTable.layout`."""
+        return ROUND_ROBIN
+
+    @classmethod
+    def of(cls, starts: tuple[int, ...], stops: tuple[int, ...]) -> RoundRobin:
+        """Return the tokens at positions `start:stop` of each sequence."""
+        bounds = [0]
+        for start, stop in zip(starts, stops, strict=True):
+            bounds.append(bounds[-1] + stop - start)
+        return cls(bounds[-1], tuple(bounds), starts=starts)
+
+
+class _RoundRobinLayout(Layout):
+    def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
+        """Return the runs of `rank`, one for each sequence of which it holds anything."""
+        assert isinstance(tokens, RoundRobin)
+        assert tokens.cu_seqlens is not None
+        runs = []
+        for (bound, end), start in zip(pairwise(tokens.cu_seqlens), tokens.starts, strict=True):
+            run = held_run(rank, ranks, start, start + end - bound)
+            if run.length:
+                runs.append(run._replace(start=run.start - start + bound))
+        return tuple(runs)
+
+
+ROUND_ROBIN = _RoundRobinLayout("round robin", lambda rank, ranks, length: (held_run(rank, ranks, 0, length),))
+
+
+@dataclass(frozen=True)
+class TurnMask(Mask):
+    """`mask`, as the last tokens of each sequence see it, on the keys of the sequence that are still there.
+
+    mask: in positions of a whole sequence; one for every sequence if it is `PerRow`.
+    first_keys: the position of the first key of each sequence that is there.
+    first_queries: that of the first query.
+    stops: the length of each sequence.
+    shared: so many tokens are the first ones of all sequences; their keys come first, once for all of them.
+    """
+
+    mask: Mask
+    first_keys: tuple[int, ...]
+    first_queries: tuple[int, ...]
+    stops: tuple[int, ...]
+    shared: int = 0
+    shifts = True
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether the mask does."""
+        return self.mask.looks_ahead
+
+    @property
+    def compares_positions(self) -> bool:
+        """Return whether the mask does."""
+        return self.mask.compares_positions
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return those of each sequence, moved to where it lies. Raise ValueError for other lengths."""
+        regions: list[Region] = []
+        q_at, k_at = 0, self.shared
+        for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
+            if self.shared:
+                regions += _moved(seen(self.mask, row, (query, stop), (0, self.shared)), q_at - query, 0)
+            regions += _moved(seen(self.mask, row, (query, stop), (key, stop)), q_at - query, k_at - key)
+            q_at, k_at = q_at + stop - query, k_at + stop - key
+        if (q_at, k_at) != (q_len, kv_len):
+            raise ValueError(f"the turn has {q_at} queries and {k_at} keys, not {q_len} and {kv_len}")
+        return tuple(regions)
+
+
+def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Region, ...]:
+    """Return the regions of `mask` for the last queries `start:stop` of sequence `row`, and some of its keys."""
+    here, length = Region(*queries, *keys), queries[1]
+    if here.is_empty:
+        return ()
+    regions = (region.intersect(here) for region in mask.of_row(row).regions(length, length))
+    return tuple(region for region in regions if not region.is_empty)
+
+
+def _moved(regions: tuple[Region, ...], q_shift: int, k_shift: int) -> Iterator[Region]:
+    """Yield the regions with their queries and keys at other positions."""
+    for q_start, q_stop, k_start, k_stop, lower, upper in regions:
+        edges = (None if edge is None else edge + k_shift - q_shift for edge in (lower, upper))
+        yield Region(q_start + q_shift, q_stop + q_shift, k_start + k_shift, k_stop + k_shift, *edges)

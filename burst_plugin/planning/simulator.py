@@ -21,7 +21,7 @@ from burst_plugin.planning.links import Links, Load
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.topology import Link, Topology
 
-__all__ = ["Period", "Run", "seconds_by_link", "simulate"]
+__all__ = ["Period", "Simulated", "seconds_by_link", "simulate"]
 
 _ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
 _LONGEST_PERIOD = 6  # nodes
@@ -38,14 +38,14 @@ class Period(NamedTuple):
     seconds: float
 
 
-class Run(NamedTuple):
+class Simulated(NamedTuple):
     """Seconds until the last rank is done, and the period that ranks repeat, if they do."""
 
     time_s: float
     period: Period | None
 
 
-def simulate(schedule: Schedule, load: Load, links: Links) -> Run:
+def simulate(schedule: Schedule, load: Load, links: Links) -> Simulated:
     """Simulate a schedule, or a sample of one, until the last rank is done. Return the time and the period."""
     return _Simulation(schedule, load, links).run()
 
@@ -113,7 +113,7 @@ class _Simulation:
         self._sent: list[_Message] = []  # that have left, and are not there yet
         self._search = _PeriodSearch(schedule)
 
-    def run(self) -> Run:
+    def run(self) -> Simulated:
         """Go from event to event: a rank has done its work of a step, or a message has arrived. Return the end."""
         now, free = 0.0, set(self._ranks)
         while True:
@@ -130,7 +130,7 @@ class _Simulation:
             elapsed_s = min(events, default=math.inf)
             if elapsed_s == math.inf:
                 assert all(step == self._steps - 1 for step in self._at), "nothing moves any more"
-                return Run(now, self._search.found)
+                return Simulated(now, self._search.found)
             now += elapsed_s
             free = {rank for rank, end_s in self._busy_until_s.items() if end_s - now <= _ROUNDING * elapsed_s}
             for rank in free:

@@ -155,7 +155,7 @@ def _passes(
         if len(sides) == 1:
             passes[direction] = same(moving=sides[0])
         else:
-            from burst_plugin.ring.both_sides import run_halves, two_halves  # rarely needed
+            from burst_plugin.ring.systems.both_sides import run_halves, two_halves  # rarely needed
 
             run, passes[direction] = run_halves, two_halves(same)
     return run, passes

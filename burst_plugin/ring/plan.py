@@ -32,8 +32,7 @@ from burst_plugin.ring.routes import Attending, PassKey, Route, Visits
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run, positions, token_count
-from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
-from burst_plugin.sequence.tiles import Tile
+from burst_plugin.sequence.tiles import Tile, batched, cut, split_pieces, split_tail
 from burst_plugin.topology import Traffic
 from burst_plugin.types import FULL, SIDES, Direction, Rows, Side, Spec, row_count
 

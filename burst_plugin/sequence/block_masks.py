@@ -17,12 +17,8 @@ from torch import Tensor
 
 from burst_plugin.checks import SUMMARY, as_listed, as_whole, shown, unreadable, whole_number
 from burst_plugin.sequence.layout import Run, Tokens
-from burst_plugin.sequence.listed_masks import PerHeadGroup, PerRow, check_flags, flag_rows, true_ranges
-from burst_plugin.sequence.mask import Mask
-from burst_plugin.sequence.masks import Causal
-from burst_plugin.sequence.regions import Region
-
-__all__ = ["BlockMask", "block_tokens", "selected_blocks"]
+from burst_plugin.sequence.mask import Mask, Region
+from burst_plugin.sequence.masks import Causal, PerHeadGroup, PerRow, check_flags, flag_rows, true_ranges
 
 _FLAGS = "give rows of True and False, one per block of queries, or BlockMask.of(tensor, block)"
 _SELECTED = (

@@ -10,7 +10,7 @@ with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document on its own:
 
     zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
 
-and in chunks, as `ring.load_balance` assigns them by their work, with `Tokens(8, holders=(0, 1, 0, 1))`, and with
+and in chunks, as `assignment.balance` assigns them by their work, with `Tokens(8, holders=(0, 1, 0, 1))`, and with
 `Tokens(8, holders=(0, 1, 0), bounds=(0, 3, 7, 8))`:
 
     chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
@@ -41,21 +41,6 @@ from torch import Tensor
 
 from burst_plugin.checks import shown, whole_number, whole_numbers
 from burst_plugin.sequence.mask import Mask
-
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "Run",
-    "Tokens",
-    "check_cu_seqlens",
-    "check_total",
-    "cut_runs",
-    "even_length",
-    "in_chunks",
-    "positions",
-    "shortened",
-    "token_count",
-]
 
 
 class Run(NamedTuple):
@@ -132,8 +117,8 @@ class Tokens:
 
     def __repr__(self) -> str:
         """Return a text with every field that is given; ranks compare it."""
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return f"Tokens({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Tokens({', '.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
 
 def even_length(length: int, ranks: int) -> int:
@@ -244,14 +229,14 @@ def positions(runs: Sequence[Run], device: torch.device | str | None = "cpu") ->
 
 def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
     """Return the runs of some local rows, given as row ranges (start, stop) in ascending order."""
-    found, offset = [], 0
+    cut, offset = [], 0
     for run in runs:
         for start, stop in rows:
             first, last = max(start - offset, 0), min(stop - offset, run.length)
             if first < last:
-                found.append(Run(run.start + first * run.stride, last - first, run.stride))
+                cut.append(Run(run.start + first * run.stride, last - first, run.stride))
         offset += run.length
-    return tuple(found)
+    return tuple(cut)
 
 
 def _take(x: Tensor, dim: int, run: Run) -> Tensor:

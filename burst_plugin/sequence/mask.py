@@ -1,26 +1,65 @@
 """What a mask is: which regions it allows, what is special about it, and what both of two masks allow.
 
-The masks themselves are in `sequence.masks`, `sequence.listed_masks`, `sequence.block_masks` and
-`sequence.prefix_tree`.
+A mask is a few disjoint *regions*: rectangles of query and key positions, each with a band around a diagonal,
+
+    lower <= key position - query position <= upper        None: no bound
+
+What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
+themselves are in `sequence.masks`, `sequence.block_masks` and `sequence.prefix_tree`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
-from burst_plugin.sequence.regions import Region
 from burst_plugin.types import Side
 
-if TYPE_CHECKING:
-    from burst_plugin.sequence.prefix_tree import PrefixTree
 
-__all__ = ["Both", "Mask", "allowed", "work_by_token"]
+class Region(NamedTuple):
+    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lower: int | None = None
+    upper: int | None = None
+
+    def intersect(self, other: Region) -> Region:
+        """Return what both regions allow; it may be empty."""
+        return Region(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            _narrower(max, self.lower, other.lower),
+            _narrower(min, self.upper, other.upper),
+        )
+
+    def keys_of(self, first: int, last: int) -> tuple[int, int]:
+        """Return the first and the last key that queries `first ... last` may attend to."""
+        low = self.k_start if self.lower is None else max(self.k_start, first + self.lower)
+        high = self.k_stop - 1 if self.upper is None else min(self.k_stop - 1, last + self.upper)
+        return low, high
+
+    @property
+    def transposed(self) -> Region:
+        """Return the region with queries and keys exchanged."""
+        lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it holds no pair."""
+        crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
+        return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
 
 class Mask(ABC):
@@ -81,7 +120,7 @@ class Mask(ABC):
         return False
 
     @property
-    def trees(self) -> frozenset[PrefixTree]:
+    def trees(self) -> frozenset[TreeMask]:
         """Return the prefix trees in it, by which tokens have logical positions: of all rows and groups of heads."""
         return frozenset()
 
@@ -92,6 +131,22 @@ class Mask(ABC):
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that allows what both masks allow."""
         return Both(self, other)
+
+
+class TreeMask(Mask):
+    """A mask by which tokens have logical positions, their places on a path; see `sequence.prefix_tree`."""
+
+    @abstractmethod
+    def logical(self, positions: Tensor) -> Tensor:
+        """Return the logical positions of tokens at `positions` of the sequence, int64, of the same shape."""
+
+    @abstractmethod
+    def reached_later(self, reach: int, slack: int) -> int:
+        """Return the first position that tokens after the sequence attend to by a window of `reach` tokens."""
+
+    @abstractmethod
+    def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """Return what the tree leaves of other regions, whose bands count logical positions."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +226,8 @@ class Both(Mask):
         return self.one.shifts or self.other.shifts
 
     @property
-    def trees(self) -> frozenset[PrefixTree]:
-        """Return those of either mask."""
+    def trees(self) -> frozenset[TreeMask]:
+        """Return the prefix trees of both masks."""
         return self.one.trees | self.other.trees
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -181,7 +236,7 @@ class Both(Mask):
         return next(iter(self.trees)).within(regions) if self.trees else regions
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the same without the tree."""
+        """Return the regions of both masks without those of a prefix tree."""
         others = self.other.beside_trees(q_len, kv_len)
         regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
         return tuple(region for region in regions if not region.is_empty)
@@ -224,3 +279,10 @@ def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Ten
             last = last.minimum(tokens + upper + 1)
         work[start:stop] += (last - first).clamp_(min=0)
     return work
+
+
+def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+    """Return the bound that leaves less, of two that may be None."""
+    if one is None or other is None:
+        return other if one is None else one
+    return choose(one, other)

@@ -1,34 +1,25 @@
 """Masks: which keys a query may attend to, in positions of the whole sequence.
 
 Masks combine with `&`: `SlidingWindow(4095) & Documents((0, 700, 8192)) & key_padding(valid)`. A new mask is a frozen
-dataclass that returns its regions (`burst_plugin.sequence.mask`). Those that list keys, batch rows or groups of heads
-are in `sequence.listed_masks`, those made of blocks in `sequence.block_masks`.
+dataclass that returns its regions (`burst_plugin.sequence.mask`). Masks made of blocks are in `sequence.block_masks`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from burst_plugin.checks import whole_number, whole_numbers
-from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
-from burst_plugin.sequence.listed_masks import Keys, PerHeadGroup, PerRow, key_padding
-from burst_plugin.sequence.mask import Mask
-from burst_plugin.sequence.regions import Region
+import torch
+from torch import Tensor
 
-__all__ = [
-    "Causal",
-    "CausalBottomRight",
-    "Documents",
-    "Full",
-    "Keys",
-    "Mask",
-    "PerHeadGroup",
-    "PerRow",
-    "PrefixLM",
-    "SlidingWindow",
-    "key_padding",
-]
+from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
+from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
+from burst_plugin.sequence.mask import Mask as Mask
+from burst_plugin.sequence.mask import Region, TreeMask
+
+_TRUE = re.compile(b"\1+")
 
 
 @dataclass(frozen=True)
@@ -179,6 +170,203 @@ class Documents(Mask):
         q_ranges, k_ranges = _real_ranges(self.cu_seqlens, self.lengths), _real_ranges(keys, kv_lengths)
         regions = (Region(*q_range, *k_range) for q_range, k_range in zip(q_ranges, k_ranges, strict=True))
         return tuple(region for region in regions if not region.is_empty)
+
+
+@dataclass(frozen=True)
+class Keys(Mask):
+    """Only the keys in these index ranges, `((start, stop), ...)` in ascending order, are attended to.
+
+    length: number of all keys, also those that are not attended to; None for any number.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    length: int | None = None
+    compares_positions = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", _pairs(self.spans))
+        edges = [edge for span in self.spans for edge in span]
+        if edges != sorted(edges) or (edges and edges[0] < 0):
+            raise ValueError(f"Keys({shown(self.spans)}) must be (start, stop) pairs in ascending order, from 0 on")
+        if self.length is not None:
+            expected = "use how many keys there are, or None for any number"
+            object.__setattr__(self, "length", whole_number("Keys(length={})", self.length, expected))
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return one region per index range."""
+        if self.length not in (None, kv_len):
+            raise ValueError(
+                f"the mask says which of {self.length} keys are real, but there are {kv_len}, those of all ranks: "
+                "give it for the whole sequence"
+            )
+        if self.spans and self.spans[-1][1] > kv_len:
+            raise ValueError(
+                f"Keys up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have together; let spans "
+                "end there"
+            )
+        regions = (Region(0, q_len, start, stop) for start, stop in self.spans)
+        return tuple(region for region in regions if not region.is_empty)
+
+
+@dataclass(frozen=True)
+class QueriesBefore(Mask):
+    """Only the queries before position `stop` attend to anything."""
+
+    stop: int
+    compares_positions = False
+    is_fixed = True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return one region."""
+        return (Region(0, min(self.stop, q_len), 0, kv_len),) if self.stop else ()
+
+
+@dataclass(frozen=True)
+class _Several(Mask):
+    """Masks of which each is for a part of a call; what may be asked of all of them together."""
+
+    masks: tuple[Mask, ...]
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Return the bounds of the documents of all masks, if they are the same."""
+        found = {mask.documents for mask in self.masks}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def compares_positions(self) -> bool:
+        """Return whether any mask does."""
+        return any(mask.compares_positions for mask in self.masks)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether any mask does."""
+        return any(mask.looks_ahead for mask in self.masks)
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether any mask does."""
+        return any(mask.shifts for mask in self.masks)
+
+    @property
+    def trees(self) -> frozenset[TreeMask]:
+        """Return those of all masks."""
+        return frozenset().union(*(mask.trees for mask in self.masks))
+
+
+@dataclass(frozen=True)
+class PerRow(_Several):
+    """A mask of its own for every batch row."""
+
+    def __post_init__(self) -> None:
+        expected = "give a list of masks, one for every batch row"
+        masks = as_listed("PerRow(masks={})", self.masks, expected)
+        odd = [m for m in masks if not isinstance(m, Mask) or m.rows is not None or m.head_groups is not None]
+        if odd or not masks:
+            held = f"holds {shown(odd[0])}, which is no mask of one row" if odd else "holds none"
+            raise ValueError(f"PerRow(masks=...) {held}; {expected}")
+        object.__setattr__(self, "masks", masks)
+
+    @property
+    def rows(self) -> int | None:
+        """Return the number of masks."""
+        return len(self.masks)
+
+    def of_row(self, row: int) -> Mask:
+        """Return the mask of that row."""
+        return self.masks[row]
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Raise ValueError: rows have different regions."""
+        raise ValueError("PerRow has regions row by row; ask of_row(row)")
+
+
+@dataclass(frozen=True)
+class PerHeadGroup(_Several):
+    """A mask of its own for every group of heads: of G masks the first is for the first 1 / G of the query heads.
+
+    Query heads that share keys and values are next to each other, so that with as many masks as key/value heads each
+    mask is for all that share one. Attention has a ring pass for each group.
+    """
+
+    def __post_init__(self) -> None:
+        expected = "give a list of masks, one for every group of heads, each for all batch rows or a PerRow"
+        masks = as_listed("PerHeadGroup(masks={})", self.masks, expected)
+        odd = [mask for mask in masks if not isinstance(mask, Mask) or mask.head_groups is not None]
+        if odd or not masks:
+            held = f"holds {shown(odd[0])}, which is no mask of one group" if odd else "holds none"
+            raise ValueError(f"PerHeadGroup(masks=...) {held}; {expected}")
+        object.__setattr__(self, "masks", masks)
+        if len({mask.rows for mask in self.masks} - {None}) > 1:
+            raise ValueError(f"PerHeadGroup(masks=...) holds masks of unequal numbers of batch rows; {expected}")
+
+    @property
+    def head_groups(self) -> int | None:
+        """Return the number of masks."""
+        return len(self.masks)
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return the mask of that group."""
+        return self.masks[group]
+
+    @property
+    def rows(self) -> int | None:
+        """Return the batch size that any mask is made for."""
+        return next((mask.rows for mask in self.masks if mask.rows is not None), None)
+
+    def of_row(self, row: int) -> Mask:
+        """Return the masks of that row."""
+        return PerHeadGroup(tuple(mask.of_row(row) for mask in self.masks))
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Raise ValueError: groups have different regions."""
+        raise ValueError(
+            "a mask per group of heads cuts no sequence, since all heads have the same tokens; let the tokens suit a "
+            "mask that all heads share, such as Causal()"
+        )
+
+
+def key_padding(valid: Tensor) -> PerRow:
+    """Return the mask of a padded batch: `valid` [B, S], bool, says which keys of the whole sequence are real.
+
+    Raises ValueError for another shape or type.
+    """
+    check_flags("key padding is a bool tensor [batch, keys]", valid)
+    return PerRow(tuple(Keys(tuple(true_ranges(row)), len(row)) for row in flag_rows(valid)))
+
+
+def flag_rows(flags: Tensor) -> list[bytes]:
+    """Return the rows of a bool tensor [rows, columns] as bytes, 1 for True; it is read at once."""
+    data = bytearray(max(1, flags.numel()))
+    torch.frombuffer(data, dtype=torch.bool, count=-1)[: flags.numel()].copy_(flags.reshape(-1))
+    columns = flags.shape[1]
+    return [bytes(data[row * columns : (row + 1) * columns]) for row in range(flags.shape[0])]
+
+
+def true_ranges(flags: bytes) -> Iterator[tuple[int, int]]:
+    """Yield index ranges (start, stop) of what is 1."""
+    return (found.span() for found in _TRUE.finditer(flags))
+
+
+def check_flags(expected: str, flags: object) -> None:
+    """Raise ValueError unless `flags` is a bool tensor of two dimensions with values that can be read."""
+    if not isinstance(flags, Tensor):
+        raise ValueError(f"{expected}, got {shown(flags)}; make it one with torch.tensor(..., dtype=torch.bool)")
+    if flags.dtype is not torch.bool or flags.dim() != 2:
+        raise ValueError(f"{expected}, got {flags.dtype} {list(flags.shape)}")
+    if unreadable(flags):
+        raise ValueError(f"{expected}, got one {unreadable(flags)}; give one whose values are here")
+
+
+def _pairs(ranges: object) -> tuple[tuple[int, int], ...]:
+    """Return index ranges of keys as pairs of ints. Raise ValueError for anything else."""
+    expected = "give (start, stop) pairs of whole numbers, such as Keys(((0, 7), (9, 16)))"
+    ranges = getattr(ranges, "tolist", lambda: ranges)()
+    pairs = [whole_numbers("Keys with a span of {}", x, expected) for x in as_listed("Keys({})", ranges, expected)]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(f"Keys with a span of {shown(pair)} is not valid; {expected}")
+    return tuple((start, stop) for start, stop in pairs)
 
 
 def _real_ranges(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[tuple[int, int]]:

@@ -25,10 +25,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_listed, whole_numbers
-from burst_plugin.sequence.mask import Mask
-from burst_plugin.sequence.regions import Region
-
-__all__ = ["PrefixTree"]
+from burst_plugin.sequence.mask import Region, TreeMask
 
 _NO_PARENT = -1
 
@@ -48,7 +45,7 @@ class _Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrefixTree(Mask):
+class PrefixTree(TreeMask):
     """Texts that begin alike: a token attends to itself and to what comes before it on its path from the root.
 
     parents: of every node the number of the node that it continues, -1 or None for a root. Nodes are numbered in
@@ -139,15 +136,15 @@ class PrefixTree(Mask):
 
     def before(self) -> Tensor:
         """Return the position of the token before each one on its path, [S], int64; -1 for the first."""
-        found = torch.arange(-1, self.length - 1, device="cpu")
+        previous = torch.arange(-1, self.length - 1, device="cpu")
         last = [_NO_PARENT] * len(self.parents)  # token of each node, or of the nearest before it that has any
         for number, (node, parent) in enumerate(zip(self._nodes, self.parents, strict=True)):
             above = _NO_PARENT if parent == _NO_PARENT else last[parent]
             last[number] = above
             if node.start < node.stop:
-                found[node.start] = above
+                previous[node.start] = above
                 last[number] = node.stop - 1
-        return found
+        return previous
 
     def reached_later(self, reach: int, slack: int) -> int:
         """Return the first position that a token after the tree attends to by a window of `reach` tokens before it.
@@ -191,14 +188,14 @@ class PrefixTree(Mask):
 
     def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
         """Return what the tree leaves of other regions, whose bands count logical positions."""
-        found: list[Region] = []
+        inside: list[Region] = []
         for other in regions:
             if other.lower is None and (other.upper is None or other.upper >= 0):
                 rectangle = other._replace(upper=None)
-                found += (rectangle.intersect(Region(n.start, n.end, n.start, n.stop, None, 0)) for n in self._nodes)
+                inside += (rectangle.intersect(Region(n.start, n.end, n.start, n.stop, None, 0)) for n in self._nodes)
             else:
-                found += (pair.intersect(other._replace(lower=None, upper=None)) for pair in self._pairs(other))
-        return tuple(region for region in found if not region.is_empty)
+                inside += (pair.intersect(other._replace(lower=None, upper=None)) for pair in self._pairs(other))
+        return tuple(region for region in inside if not region.is_empty)
 
     def _pairs(self, band: Region) -> Iterator[Region]:
         """Yield a region for every node and each node on its path that a band of logical positions reaches."""

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from burst_plugin.sequence.layout import Run, token_count
-from burst_plugin.sequence.regions import Region
+from burst_plugin.sequence.mask import Region
 from burst_plugin.sequence.tiles import Regions, RunIndex, key_rows
 from burst_plugin.types import Rows, merged, row_count
-
-__all__ = ["RequiredRows", "find_required_rows"]
 
 _MOST_MEETINGS = 200_000  # of runs, above which required rows are not worked out; so many take half a second
 _MOST_ROWS = 0.4  # causal masks in zigzag require half of a block, or more, if it has some tokens
@@ -71,13 +69,13 @@ class _Meetings:
 
     def _met_at_once(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yield the same for consecutive queries: the keys of all regions together, of which none is left out."""
-        found = []
+        key_ranges = []
         for region, first, last in self._regions_at(run):
             low, high = region.keys_of(first, last)
             if low <= high:
-                found.append((low, high + 1))
-        self._count(len(found))
-        for low, stop in merged(found):
+                key_ranges.append((low, high + 1))
+        self._count(len(key_ranges))
+        for low, stop in merged(key_ranges):
             numbers = self._index.at(low, stop - 1)
             self._count(len(numbers) - 1)  # the first one was
             for number in numbers:

@@ -28,7 +28,7 @@ from burst_plugin import (
 )
 from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, Constants, _decode, _encode
 from burst_plugin.comm.differences import TensorValues, differences
-from burst_plugin.sequence.regions import Region
+from burst_plugin.sequence.mask import Region
 from tests.support.ranks import as_on_gpus, run_ranks
 
 STARTS = tuple(range(0, 40 * 1001, 40))

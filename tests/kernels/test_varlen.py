@@ -32,8 +32,7 @@ from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths
 from burst_plugin.ring.plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.sequence.tile_splitting import batched
-from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
+from burst_plugin.sequence.tiles import Regions, Tile, batched, tiles_of
 from burst_plugin.types import CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 from tests.support.stand_ins import INSTALL, Calls

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, PerRow, Strategy, Topology
+from burst_plugin.assignment import balance
 from burst_plugin.megatron.packed import layout_of
-from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
 from tests.megatron.test_model_parity import DEEPSEEK, MTP, TWO_LAYERS, check_equal
@@ -129,11 +129,11 @@ def check_over(run: GptRun, one: GptRun, reset: bool = False) -> None:
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
     for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
-        monkeypatch.setattr(load_balance, price, 0)
+        monkeypatch.setattr(balance, price, 0)
     table = RouteTable(Topology(2, 2), Strategy())
     for rows in ENDS:
         mask = PerRow(tuple(Documents((0, *(end + 1 for end in ends if end < 63), 64)) for ends in rows))
-        assert load_balance.choose_tokens(table, 64, Causal() & mask, alike=True).holders
+        assert balance.choose_tokens(table, 64, Causal() & mask, alike=True).holders
 
 
 @pytest.mark.usefixtures("chunks")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from burst_plugin import Strategy
-from burst_plugin.sequence.turns import held_run
+from burst_plugin.inference.turn import held_run
 from tests.support.core_attentions import WrittenOut
 from tests.support.megatron_gpt import GptRun, build, leave, random_tokens
 from tests.support.ranks import last_lines, run_ranks

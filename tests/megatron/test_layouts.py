@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
+from burst_plugin.assignment import balance
 from burst_plugin.megatron import cpu, install, layouts, packed_indices
 from burst_plugin.megatron.registry import Registry
-from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 from tests.megatron.test_model_parity import DEEPSEEK, LLAMA_PACKED, MTP, TWO_LAYERS, _step, check_equal
@@ -155,9 +155,9 @@ packed_step = partial(packed_forward_step, starts=STARTS, real=REAL)  # zigzag d
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
     for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
-        monkeypatch.setattr(load_balance, price, 0)
+        monkeypatch.setattr(balance, price, 0)
     table, mask = RouteTable(Topology(2, 2), Strategy()), Causal() & Documents(STARTS)
-    assert load_balance.choose_tokens(table, STARTS[-1], mask, alike=True).holders
+    assert balance.choose_tokens(table, STARTS[-1], mask, alike=True).holders
 
 
 @pytest.mark.usefixtures("chunks")

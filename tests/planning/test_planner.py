@@ -18,7 +18,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.planner import buffer_bytes, least_seconds, left_out, pass_price, plans, visit_seconds
 from burst_plugin.planning.price import Price, price, price_by_name
-from burst_plugin.planning.simulator import Run, simulate
+from burst_plugin.planning.simulator import Simulated, simulate
 from burst_plugin.schedule.rings import SCHEDULES, sample
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.strategy import Strategy
@@ -137,7 +137,7 @@ def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int,
     """To the same price, and most of them without a simulation of all nodes."""
     topology, sizes = Topology(*size), []
 
-    def noted(schedule: Schedule, load: Load, links: Links) -> Run:
+    def noted(schedule: Schedule, load: Load, links: Links) -> Simulated:
         sizes.append(schedule.topology.nodes)
         return simulate(schedule, load, links)
 

@@ -24,8 +24,8 @@ from burst_plugin import (
     selected_blocks,
     shard_batch,
 )
+from burst_plugin.assignment.balance import choose_tokens
 from burst_plugin.inference import KVCache
-from burst_plugin.ring.load_balance import choose_tokens
 from tests.support.reference import Problem
 
 CASES: dict[str, tuple[dict[str, Any], Mask, Scores]] = {

@@ -32,12 +32,12 @@ from burst_plugin import (
     burst_attention,
     key_padding,
 )
+from burst_plugin.assignment.balance import choose_tokens
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.in_process import HostileNetwork
 from burst_plugin.comm.transport import Channel
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.load_balance import choose_tokens
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_groups import RankGroup, group_block
 from burst_plugin.ring.request import Inputs, Request

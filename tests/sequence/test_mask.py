@@ -21,8 +21,7 @@ from burst_plugin import (
     Tokens,
     key_padding,
 )
-from burst_plugin.sequence.mask import allowed, work_by_token
-from burst_plugin.sequence.regions import Region
+from burst_plugin.sequence.mask import Region, allowed, work_by_token
 from tests.support.reference import painted
 
 Q_LEN, KV_LEN = 11, 13

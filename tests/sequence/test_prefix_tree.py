@@ -25,10 +25,9 @@ from burst_plugin import (
     Topology,
     VirtualRing,
 )
-from burst_plugin.ring.load_balance import choose_tokens, imbalance
+from burst_plugin.assignment.balance import choose_tokens, imbalance
 from burst_plugin.ring.routes import Attending
-from burst_plugin.sequence.mask import allowed, work_by_token
-from burst_plugin.sequence.regions import Region
+from burst_plugin.sequence.mask import Region, allowed, work_by_token
 from tests.support.drawn import Drawn
 from tests.support.reference import Problem, Result, errors, painted, reference
 

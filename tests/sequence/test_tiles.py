@@ -9,10 +9,8 @@ import torch
 
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
-from burst_plugin.sequence.mask import allowed
-from burst_plugin.sequence.regions import Region
-from burst_plugin.sequence.tile_splitting import cut, split_tail
-from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
+from burst_plugin.sequence.mask import Region, allowed
+from burst_plugin.sequence.tiles import Regions, Tile, cut, split_tail, tiles_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, merged, union
 
 MOST = 65535  # pieces of a tile

@@ -22,7 +22,7 @@ from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
-from burst_plugin.sequence.listed_masks import QueriesBefore
+from burst_plugin.sequence.masks import QueriesBefore
 from burst_plugin.virtual import VirtualRingAttention, by_rank
 from tests.support.fake_gpu import GPU
 from tests.support.late_copies import LateNetwork

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import pytest
 
 from burst_plugin import Tokens, Topology
+from burst_plugin.assignment.documents import assign_documents
 from burst_plugin.sequence.layout import in_chunks, positions, token_count
-from burst_plugin.sequence.shares import assign_documents
 
 
 def held_by(tokens: Tokens, ranks: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_plugin import PrefixTree
-from burst_plugin.sequence.folding import fold, unfold
+from burst_plugin.trajectories import fold, unfold
 from tests.support.rollouts import draw_rollouts
 
 

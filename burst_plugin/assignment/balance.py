@@ -14,22 +14,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from burst_plugin.ring.both_sides import work_of_ranks
+from burst_plugin.assignment.chunks import assign_chunks
+from burst_plugin.assignment.document_costs import DocumentCosts, causal_documents
+from burst_plugin.assignment.documents import assign_documents
 from burst_plugin.ring.routes import Attending, RouteTable
-from burst_plugin.sequence.chunks import assign_chunks
+from burst_plugin.ring.systems.both_sides import work_of_ranks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.mask import work_by_token
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.topology import Groups
 from burst_plugin.types import BOTH, SIDES, Side
-
-if TYPE_CHECKING:
-    from burst_plugin.ring.document_costs import DocumentCosts
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 
@@ -73,8 +71,6 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
 
     Raises ValueError if that leaves none.
     """
-    from burst_plugin.ring.document_costs import causal_documents  # not needed by those who only import the package
-
     documents = causal_documents(mask, length)
     costs = _ByToken(table, length, mask) if documents is None else _ByDocument(table, length, documents)
     suitable = [Tokens(length, layout=name) for name, layout in LAYOUTS.items() if layout.suits(mask)]
@@ -167,8 +163,6 @@ class _ByDocument:
 
     def _of(self, tokens: Tokens) -> DocumentCosts:
         if tokens not in self._known:
-            from burst_plugin.ring.document_costs import DocumentCosts
-
             runs = self.table.runs(tokens)
             self._known[tokens] = DocumentCosts(self.table.ring_topology, runs, self.documents)
         return self._known[tokens]
@@ -187,8 +181,6 @@ class _ByDocument:
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
         """Yield documents assigned to nodes and ranks."""
-        from burst_plugin.sequence.shares import assign_documents
-
         ring = self.table.ring_topology
         yield iter((assign_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
 

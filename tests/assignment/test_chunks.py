@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Tokens, Topology
-from burst_plugin.sequence import chunks
-from burst_plugin.sequence.chunks import assign_chunks
+from burst_plugin.assignment import chunks
+from burst_plugin.assignment.chunks import assign_chunks
 from burst_plugin.sequence.layout import in_chunks
 from burst_plugin.sequence.mask import work_by_token
 from burst_plugin.types import SIDES

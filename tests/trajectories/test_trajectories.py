@@ -29,7 +29,7 @@ from burst_plugin import (
     shard_batch,
 )
 from burst_plugin.activations import Head
-from burst_plugin.ring.load_balance import choose_tokens
+from burst_plugin.assignment.balance import choose_tokens
 from burst_plugin.sequence import prefix_tree
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.trajectories import Folded, edge_log_probs, fold, unfold
@@ -129,7 +129,7 @@ def test_a_batch_with_a_tree_is_cut_over_ranks_and_exact(ranks: int, layout: str
 
 
 def _as_on_the_page(rank: int, rollouts: list[list[int]]) -> tuple[float, Tensor]:
-    page = (Path(__file__).parents[1] / "docs" / "prefix_trees.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "prefix_trees.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
     tiny, cp = TinyModel(), ContextParallel(dist.group.WORLD)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.sequence.layout import Run, positions
+from burst_plugin.sequence.mask import Region
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.sequence.regions import Region
 from burst_plugin.topology import Topology
 
 __all__ = ["DocumentCosts", "causal_documents"]

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from burst_plugin import Causal, Documents, Full, Mask, PerRow, SlidingWindow, Strategy, Tokens, Topology
-from burst_plugin.ring.document_costs import DocumentCosts, causal_documents
-from burst_plugin.ring.load_balance import choose_tokens, imbalance, work_by_rank
+from burst_plugin.assignment.balance import choose_tokens, imbalance, work_by_rank
+from burst_plugin.assignment.document_costs import DocumentCosts, causal_documents
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import token_count
 from burst_plugin.types import SIDES

@@ -1,0 +1,1 @@
+"""Which tokens each rank holds, so that the work is even."""
