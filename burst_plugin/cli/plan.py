@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from burst_plugin.cli.plan_uneven import add_uneven_options, uneven_links
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.planner import (
     MOST_SIMULATED,
@@ -26,7 +25,6 @@ from burst_plugin.planning.planner import (
     reason,
     visit_seconds,
 )
-from burst_plugin.planning.uneven import uneven_in_words
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
@@ -54,9 +52,6 @@ _EXAMPLE = """\
 example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GPU
   burst plan --nodes 2 --ranks-per-node 8 --seq 131072 --heads 32/8 \\
     --tflops 500 --intra-gb-s 400 --inter-gb-s 40
-
-the same, where node 1 has NICs of 3.1 GB/s and rank 5 is 20 % slower: add
-    --node-gb-s 1=3.1 --slow-rank 5=0.8
 
 for a whole model (its options: burst plan --model x --help):
   burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
@@ -207,7 +202,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, _OPTIONS)
-    add_uneven_options(parser)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str], *, may_lack: bool = False) -> None:
@@ -233,7 +227,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     (q_heads, kv_heads), dim = options.heads, options.head_dim
     local = -(-options.seq // topology.ranks)
     shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, _DTYPES[options.dtype])
-    links = uneven_links(Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic), options)
+    links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
     yield (
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
@@ -256,8 +250,6 @@ def report(
             f"{topology.ranks_per_node} ranks of a node one by one, and at most {MOST_SIMULATED} are"
         )
     yield ""
-    if not links.is_even:
-        yield uneven_in_words(best_first, topology, shapes, visit_s, links)
     yield _advice(best_first[0], buffer_bytes(best_first[0], topology, shapes))
     yield ""
     yield _LEGEND.format(bound_ms=_ms(bound_s))

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from burst_plugin.cli.plan import add_options, report
-from burst_plugin.cli.plan_uneven import add_uneven_options, uneven_links
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds, model_shapes, only_slow_ones
-from burst_plugin.planning.planner import MOST_UNEVEN
+from burst_plugin.planning.measured import measured_links, measured_visit_seconds, model_shapes
 from burst_plugin.profiling.cluster_profile import ClusterProfile, LinkRate, Model
 from burst_plugin.topology import Topology
 
@@ -33,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--profile", required=True, metavar="FILE", help="that burst check wrote")
     add_options(parser, ("--nodes", "--seq", "--heads", "--head-dim", "--mask"), may_lack=True)
-    add_uneven_options(parser)
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -56,10 +53,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     )
     yield f"measured on {profile.device}: {profile.kernel}, {_shown(profile)}"
     visit_s = measured_visit_seconds(profile, shapes, model.mask == "causal")
-    links = measured_links(profile)
-    if topology == profile.topology and topology.ranks <= MOST_UNEVEN:  # else all count as slow as the slowest
-        visit_s, links = only_slow_ones(profile, visit_s, links)
-    yield from report(topology, shapes, visit_s, uneven_links(links, options))
+    yield from report(topology, shapes, visit_s, measured_links(profile))
 
 
 def _asked(options: argparse.Namespace, model: Model) -> Model:

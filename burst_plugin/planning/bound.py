@@ -21,13 +21,11 @@ def least_seconds(
 
     For one pass, a degree of the exchange of heads, or a `mesh_degree`, and a moving side it is the longest of
 
-    - computing, spread evenly over all ranks, on the slowest of them;
+    - computing, spread evenly over all ranks;
     - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
-    - sending to the node with the slowest NICs each block of the others and the results of its own, or from it each
-      block of its own and the results of the others;
     - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
-    The last three include what groups send. The bound is, for either pass, the shortest over all degrees
+    The last two include what groups send. The bound is, for either pass, the shortest over all degrees
     and sides.
     """
     return sum(
@@ -53,16 +51,11 @@ def _least_seconds_of_pass(
     groups = topology.of_ulysses_groups(degree)
     gather, reduce, exchanged = sent_bytes
     others, block = groups.nodes - 1, gather + reduce
-    rates = [rate / (width if links.nic == "node" else 1) for rate in links.nic_rates(topology)]  # for each rank
-    mean = sum(rates) / len(rates)
+    inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
     inter_bytes = block * others + exchanged * max(0, degree - width)
-    slowest_bytes = exchanged * max(0, degree - width)
-    if others:
-        slowest_bytes += max(gather * others + reduce, gather + reduce * others)
     all_bytes = block * (groups.ranks - 1) + exchanged * (degree - 1)
     return max(
-        topology.ranks * visit_s / min(links.speeds(topology)),
-        inter_bytes / mean,
-        slowest_bytes / min(rates),
-        all_bytes / (links.intra_bytes_per_s + (mean if topology.nodes > 1 else 0)),
+        topology.ranks * visit_s,
+        inter_bytes / inter_bytes_per_s,
+        all_bytes / (links.intra_bytes_per_s + (inter_bytes_per_s if topology.nodes > 1 else 0)),
     )

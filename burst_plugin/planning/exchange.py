@@ -32,15 +32,12 @@ def in_ring(shapes: Shapes, degree: int) -> Shapes:
 
 
 def exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group.
-
-    Between nodes that is the slowest one, since every rank has messages for all others, and of all others.
-    """
+    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group."""
     inside = min(group_size, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {
         Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
-        Link.INTER: nbytes * (group_size - inside) / min(links.nic_rates(topology)) * ranks_per_nic,
+        Link.INTER: nbytes * (group_size - inside) / links.inter_bytes_per_s * ranks_per_nic,
     }
 
 

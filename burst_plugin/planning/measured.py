@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
-from statistics import median
 
 import torch
 
@@ -15,9 +12,7 @@ from burst_plugin.planning.links import Links
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate, Model
 from burst_plugin.topology import Topology
 
-__all__ = ["measured_links", "measured_visit_seconds", "model_shapes", "only_slow_ones", "rate_at"]
-
-_SLOW = 0.8  # of the median, from which on a node or a rank counts as slow: less is what measurements differ by
+__all__ = ["measured_links", "measured_visit_seconds", "model_shapes", "rate_at"]
 
 
 def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
@@ -63,32 +58,6 @@ def measured_visit_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool
     flops = 2 * pairs * (shapes.qk_dim + shapes.v_dim)
     rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
     return flops / rate.forward_flops_per_s, 2.5 * flops / rate.backward_flops_per_s
-
-
-def only_slow_ones(
-    profile: ClusterProfile, visit_s: tuple[float, float], links: Links
-) -> tuple[tuple[float, float], Links]:
-    """Return seconds of a visit, and links, by which no more nodes and ranks are slow than were measured to be.
-
-    By `visit_s` and `links`, from `measured_visit_seconds` and `measured_links`, all are as slow as the slowest. They
-    are returned as they are for a profile without slow ones, or one that does not say which are.
-    """
-    slow_nodes, slow_ranks = _shares(profile.node_rates), _shares(profile.rank_rates)
-    least_rate, least_speed = min(slow_nodes.values(), default=1.0), min(slow_ranks.values(), default=1.0)
-    usual = links.inter_bytes_per_s / least_rate
-    forward_s, backward_s = visit_s
-    return (forward_s * least_speed, backward_s * least_speed), replace(
-        links,
-        inter_bytes_per_s=usual,
-        node_bytes_per_s={node: share * usual for node, share in slow_nodes.items()},
-        rank_speed=slow_ranks,
-    )
-
-
-def _shares(rates: Sequence[float]) -> dict[int, float]:
-    """Return by number those that are slow, as shares of the median."""
-    usual = median(rates) if rates else 0.0
-    return {number: rate / usual for number, rate in enumerate(rates) if rate < _SLOW * usual}
 
 
 def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:

@@ -37,7 +37,6 @@ from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
-    "MOST_UNEVEN",
     "Links",
     "Load",
     "Plan",
@@ -55,7 +54,6 @@ __all__ = [
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
-MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes about a minute
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
@@ -111,16 +109,12 @@ def pass_price(
     groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
     moving = choose_moving_side(strategy, direction, ring, groups.ranks)
     load = Load.of(ring, direction, moving, size * visit_s)
-    rings = links.of_rings(topology, size)  # one for each rank of a group
+    of_ring = links.of_ring(topology, size)
     if window is None:
-        name = strategy.schedule_for(groups)
-        prices = [price_by_name(name, groups, parts, load, of_ring) for of_ring in rings]
+        ring_price = price_by_name(strategy.schedule_for(groups), groups, parts, load, of_ring)
     else:
-        load, name = replace(load, rows=ring.q_len), strategy.schedule
-        prices = [
-            windowed_price(name, groups, parts, load, of_ring, moving=moving, window=window) for of_ring in rings
-        ]
-    ring_price = Price.of_last(prices)
+        load = replace(load, rows=ring.q_len)
+        ring_price = windowed_price(strategy.schedule, groups, parts, load, of_ring, moving=moving, window=window)
     exchange_s = exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
@@ -144,16 +138,9 @@ def plans(
     and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
     gathered in groups, and no heads are exchanged then.
 
-    Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
-    uneven ones of more than `MOST_UNEVEN` ranks.
+    Raises ValueError if no plan can have what is `fixed`.
     """
     fixed = fixed or {}
-    links.check(topology)
-    if not links.is_even and topology.ranks > MOST_UNEVEN:
-        raise ValueError(
-            f"the {topology.ranks} ranks of an uneven cluster would be simulated one by one, which takes too long: "
-            f"at most {MOST_UNEVEN} are; describe a part of the cluster, with the nodes and ranks that differ"
-        )
     settings = _settings(topology, shapes, fixed)
     total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
     done, candidates = 0, []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.simulator import seconds_by_link, simulate
-from burst_plugin.schedule.rings import SCHEDULES, sample
+from burst_plugin.schedule.rings import sample
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.topology import Link, Topology
 
@@ -25,12 +24,6 @@ class Price:
     compute_s: float
     link_s: dict[Link, float] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def of_last(cls, prices: Sequence[Price]) -> Price:
-        """Return the price of passes that go on beside each other, until the last one is done."""
-        time_s, compute_s = (max(getattr(each, name) for each in prices) for name in ("time_s", "compute_s"))
-        return cls(time_s, compute_s, {link: max(each.link_s[link] for each in prices) for link in Link})
-
     @property
     def bound_s(self) -> float:
         """Return the seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
@@ -43,7 +36,7 @@ def price(schedule: Schedule, load: Load, links: Links) -> Price:
 
 
 def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -> Price:
-    most = max(sum(load.work(schedule, rank)) / links.speed(rank) for rank in range(len(schedule.visits)))
+    most = max(sum(load.work(schedule, rank)) for rank in range(len(schedule.visits)))
     return Price(time_s, most * load.visit_s, seconds_by_link(schedule, load, links))
 
 
@@ -51,11 +44,8 @@ def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: 
     """Return the price of a schedule by name, every rank requiring every block, to 1e-9 that of `price`.
 
     Ranks that do the same are simulated once, and of large clusters only a part: once ranks of a smaller one, with
-    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time. Where nodes
-    or ranks are unlike all of them are simulated.
+    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time.
     """
-    if not links.is_even:
-        return price(_whole(name, topology, load.reduce_bytes > 0, parts), load, links)
 
     def drawn(nodes: int) -> Schedule:
         return _sample(name, Topology(nodes, topology.ranks_per_node), load.reduce_bytes > 0, parts)
@@ -79,11 +69,6 @@ def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: 
 @lru_cache(maxsize=32)
 def _sample(name: str, topology: Topology, reduces: bool, parts: int) -> Schedule:
     return sample(name, topology, reduces).in_parts(parts)
-
-
-@lru_cache(maxsize=32)
-def _whole(name: str, topology: Topology, reduces: bool, parts: int) -> Schedule:
-    return SCHEDULES[name](topology, reduces).in_parts(parts)
 
 
 def _continued(before: Price, after: Price, times: int) -> Price:

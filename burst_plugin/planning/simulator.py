@@ -56,7 +56,7 @@ def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, 
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:
         src = t.src % drawn
-        seconds = load.bytes_of(t) / schedule.parts / links.bytes_per_s(t.link, topology.node(src))
+        seconds = load.bytes_of(t) / schedule.parts / links.bytes_per_s(t.link)
         sent[t.link][_nic_of(topology, links, t.link, src)] += seconds
     return {
         link: _ranks_sharing_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
@@ -97,8 +97,7 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
-        visits_s = [load.visit_s / links.speed(rank) for rank in self._ranks]
-        self._work_s = [[share * visits_s[rank] for share in load.work(schedule, rank)] for rank in self._ranks]
+        self._work_s = [[share * load.visit_s for share in load.work(schedule, rank)] for rank in self._ranks]
         self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
         self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
@@ -207,8 +206,7 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Messa
     def nic(way: str, link: Link, rank: int) -> int:
         number = nics.setdefault((way, link, _nic_of(topology, links, link, rank)), len(nics))
         if number == len(bytes_per_s):
-            rate = links.bytes_per_s(link, topology.node(rank))
-            bytes_per_s.append(rate / _ranks_sharing_nic(schedule, links, link))
+            bytes_per_s.append(links.bytes_per_s(link) / _ranks_sharing_nic(schedule, links, link))
         return number
 
     messages = []

@@ -49,7 +49,7 @@ def windowed_price(
     nodes apart neither send to each other nor differ, so that of a large cluster a part is simulated that is longer
     than the window. Where this part has too many ranks, the price is that of all blocks going to all ranks.
     """
-    part = _part_with_window(topology, load.rows, window) if links.is_even else topology
+    part = _part_with_window(topology, load.rows, window)
     strategy = Strategy(schedule=schedule, ranks_per_node=topology.ranks_per_node)
     if part is None:
         tokens = load.rows * topology.ranks

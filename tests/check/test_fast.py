@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from burst_plugin import Topology
@@ -15,6 +17,8 @@ from burst_plugin.check.links import Edge, node_rates, slow_edges
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World, joined
 from burst_plugin.comm.torch_distributed import DistributedTransport
+from tests.support.drawn_clusters import profile_in_rank
+from tests.support.netns import EmulatedCluster
 from tests.support.ranks import run_ranks
 
 QUICK = Settings(quick=True)
@@ -62,6 +66,21 @@ def test_a_nic_has_the_rate_of_its_faster_link() -> None:
     rates = {0: 10.0, 1: 9.0, 2: 4.0, 3: 2.0, 4: 11.0, 5: 12.0}
     edges = [Edge(src, (src + 2) % 6, min(rates[src], rates[(src + 2) % 6])) for src in range(6)]
     assert node_rates(Topology(3, 2), edges) == (9.0, 2.0, 9.0)
+
+
+@pytest.mark.netns
+@pytest.mark.alone
+@pytest.mark.skipif(
+    EmulatedCluster.unavailable() is not None, reason=f"no namespaces: {EmulatedCluster.unavailable()}"
+)
+def test_a_profile_shows_the_node_with_slow_nics() -> None:
+    with EmulatedCluster(3, 2, rate_mbit=200.0, node_mbit={1: 100.0}) as cluster:
+        for _ in range(3):  # a busy machine is late, and never early
+            rates = cluster.run(profile_in_rank, Topology(3, 2), timeout_s=120.0)[0].node_rates
+            slow = [node for node, rate in enumerate(rates) if rate < 0.8 * median(rates)]
+            if slow == [1]:
+                return
+    raise AssertionError(rates)
 
 
 def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:
