@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from burst_plugin import Topology
-from burst_plugin.check.fast import fast, of_thread_blocks
 from burst_plugin.check.findings import FAILED, OK, Finding
 from burst_plugin.check.links import Edge, node_rates, slow_edges
+from burst_plugin.check.performance import check_performance, thread_blocks_finding
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World, joined
 from burst_plugin.comm.torch_distributed import DistributedTransport
@@ -36,9 +36,9 @@ def _with_a_slow_link(rank: int) -> list[Finding]:
     assert dist.is_initialized()
     with joined((rank, 3, rank), 20.0) as world:
         if rank != 1:
-            return list(fast(world, QUICK))
+            return list(check_performance(world, QUICK))
         with mock.patch.object(DistributedTransport, "_start", _late):
-            return list(fast(world, QUICK))
+            return list(check_performance(world, QUICK))
 
 
 def test_a_slow_link_is_named_by_its_ends() -> None:
@@ -91,7 +91,7 @@ def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:
         return World.ring(world, **options)
 
     with joined((rank, 2, rank), 20.0) as world, mock.patch.object(world, "ring", ring):
-        return of_thread_blocks(world, QUICK), made
+        return thread_blocks_finding(world, QUICK), made
 
 
 def test_thread_blocks_are_compared_ring_by_ring() -> None:
