@@ -83,7 +83,7 @@ class ContextParallel(Session):
         topology = self._find_topology(sizes)
         self.strategy, self._planned = strategy.on(topology), ""
         if isinstance(self.strategy, MeasuredStrategy):
-            from burst_plugin.planning.choice import planned  # which takes time to import
+            from burst_plugin.planning.measured import planned  # which takes time to import
 
             self.strategy, self._planned = planned(self.strategy, topology, logs=self._global_ranks[self.rank] == 0)
         self._begin(topology)

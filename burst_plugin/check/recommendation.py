@@ -11,7 +11,7 @@ from burst_plugin.check.links import node_rates
 from burst_plugin.check.performance import links_of, rates_of
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World
-from burst_plugin.planning.choice import choose
+from burst_plugin.planning.measured import choose, options_of
 from burst_plugin.profiling.cluster_profile import ClusterProfile, device_name
 from burst_plugin.topology import Link
 
@@ -30,7 +30,7 @@ def recommend_strategy(world: World, settings: Settings) -> Iterator[Finding]:
     chosen = None
     if world.rank == 0:
         choice = choose(profile, profile.model, profile.topology)
-        profile = replace(profile, strategy=choice.options, why=choice.why, runner_up=choice.runner_up)
+        profile = replace(profile, strategy=options_of(choice.strategy), why=choice.why, runner_up=choice.runner_up)
         if settings.profile:
             profile.save(settings.profile)
         chosen = {"text": _text(profile, settings.profile), "figures": profile.as_dict()}

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.planner import (
     MOST_SIMULATED,
-    Links,
-    Plan,
+    PricedPlan,
     buffer_bytes,
     least_seconds,
     left_out,
     plans,
     reason,
-    visit_seconds,
 )
+from burst_plugin.planning.price import work_seconds
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
@@ -228,7 +228,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     local = -(-options.seq // topology.ranks)
     shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, _DTYPES[options.dtype])
     links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
-    visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
+    visit_s = work_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
     yield (
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
         f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
@@ -255,7 +255,7 @@ def report(
     yield _LEGEND.format(bound_ms=_ms(bound_s))
 
 
-def _rows(best_first: list[Plan], bound_s: float) -> Iterator[str]:
+def _rows(best_first: list[PricedPlan], bound_s: float) -> Iterator[str]:
     yield (
         f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'moves':>11}{'forward ms':>12}{'backward ms':>13}"
         f"{'over the bound':>16}"
@@ -273,7 +273,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}" if seconds < 1e5 else f"{1e3 * seconds:.3g}"
 
 
-def _shown(best_first: list[Plan]) -> Iterator[Plan]:
+def _shown(best_first: list[PricedPlan]) -> Iterator[PricedPlan]:
     """Yield the plans that get a row; the legend says which they are."""
     best = {(p.strategy.degree, p.strategy.schedule): p for p in reversed(best_first)}
     of_degree = {p.strategy.degree: p for p in reversed(best_first)}
@@ -287,7 +287,7 @@ def _shown(best_first: list[Plan]) -> Iterator[Plan]:
             yield plan
 
 
-def _advice(best: Plan, nbytes: float) -> str:
+def _advice(best: PricedPlan, nbytes: float) -> str:
     options = {name: getattr(best.strategy, name) for name in ("schedule", "parts")}
     for each in fields(Strategy):
         value = getattr(best.strategy, each.name)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from burst_plugin.cli.plan import add_options, report
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds, model_shapes
+from burst_plugin.planning.measured import measured_links, measured_work_seconds, model_shapes
 from burst_plugin.profiling.cluster_profile import ClusterProfile, LinkRate, Model
 from burst_plugin.topology import Topology
 
@@ -52,7 +52,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         f"{model.q_heads}/{model.kv_heads} heads of {model.head_dim}, {profile.dtype}, {model.mask}"
     )
     yield f"measured on {profile.device}: {profile.kernel}, {_shown(profile)}"
-    visit_s = measured_visit_seconds(profile, shapes, model.mask == "causal")
+    visit_s = measured_work_seconds(profile, shapes, model.mask == "causal")
     yield from report(topology, shapes, visit_s, measured_links(profile))
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from burst_plugin.cli.plan import progress_bar, tokens
 from burst_plugin.cli.plan_report import gpus_in_words, report
 from burst_plugin.frameworks import FRAMEWORKS, framework
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.model_shape import MODELS, model_shape
-from burst_plugin.planning.setting import Cluster
 from burst_plugin.planning.training_plan import (
     Candidate,
     Goal,

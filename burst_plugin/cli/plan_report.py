@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from burst_plugin.planning.memory import GIB
-from burst_plugin.planning.run_options import layout_in_words, strategy_options
-from burst_plugin.planning.setting import Setting
+from burst_plugin.planning.setting import Setting, layout_in_words, strategy_options
 from burst_plugin.planning.step_time import bound_by
 from burst_plugin.planning.training_plan import Candidate, Goal, fits, reasons
 

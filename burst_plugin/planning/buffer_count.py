@@ -17,8 +17,6 @@ from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.types import Rows, Side, row_count
 
-__all__ = ["CountingPool", "Held", "as_many_buffers", "most_bytes", "most_held"]
-
 _CPU = torch.device("cpu")
 _KINDS = (0, 1)  # of buffers: of operands, of partial results
 

@@ -22,8 +22,6 @@ from burst_plugin.planning.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
 
-__all__ = ["BF16", "FP32", "HEAD", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
-
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
 _ROTATED = "rotated back, or gradients of the projections' input"
@@ -206,7 +204,7 @@ def _waiting(setting: Setting, side: float) -> int:
 
 def _all_wait(setting: Setting, side: float) -> bool:
     """Return whether all results of tiles wait until the end, when they are added up in 16 bits."""
-    return setting.parts == 1 and 1 < setting.visits <= _waiting(setting, side)
+    return setting.parts == 1 and 1 < setting.ring_size <= _waiting(setting, side)
 
 
 def _results(setting: Setting, side: float) -> float:
@@ -214,15 +212,15 @@ def _results(setting: Setting, side: float) -> float:
 
     Up to `waiting` wait in 16 bits for being added up together. What was added up is in float32.
     """
-    visits, waiting = setting.visits, _waiting(setting, side)
-    if visits == 1:
+    steps, waiting = setting.ring_size, _waiting(setting, side)
+    if steps == 1:
         return side
     if waiting == 1:
         return side * (1 + 2)
     if _all_wait(setting, side):
-        return side * visits
-    new = 1 / setting.parts if visits > waiting else 0.0
-    return side * (min(visits, waiting) + new + 2)
+        return side * steps
+    new = 1 / setting.parts if steps > waiting else 0.0
+    return side * (min(steps, waiting) + new + 2)
 
 
 def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
@@ -243,7 +241,7 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
         f"{stay} of tiles, waiting and summed up": results,
         f"{move} of a tile and the kernel's workspace, or end results": max(of_tile, later),
     }
-    if setting.visits > 1:  # which wait for what other ranks add to them
+    if setting.ring_size > 1:  # which wait for what other ranks add to them
         found[f"{move} of the own block"] = moves
     if setting.ulysses > 1:
         found["gradient of out, heads exchanged"] = w.q

@@ -13,16 +13,52 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from burst_plugin.planning.links import Links, Load
-from burst_plugin.schedule.schedule import Schedule
-from burst_plugin.topology import Link, Topology
-
-__all__ = ["seconds_by_link", "simulate"]
+from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.planning.cluster import Links
+from burst_plugin.schedule.schedule import Schedule, Transfer
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.types import Direction, Side, row_count
 
 _ROUNDING = 1e-10  # the share of a message, or of a time, that counts as nothing
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of one pass: bytes per block and hop, and seconds of computing per visit of a whole block.
+
+    rows: how many rows a block has, so that a transfer of some rows has their share of the bytes; 0 counts all
+        transfers as whole blocks.
+    work_shares: by rank and owner of the block, the work of a visit as a share of `work_s`, where a mask leaves
+        unlike work; None for `work_s` everywhere.
+    """
+
+    gather_bytes: float
+    reduce_bytes: float
+    work_s: float
+    rows: int = 0
+    work_shares: Mapping[tuple[int, int], float] | None = field(default=None, hash=False)
+
+    @classmethod
+    def of(cls, shapes: Shapes, direction: Direction, moving: Side, work_s: float) -> Load:
+        """Return the load of a "forward" or "backward" pass with the moving side "q" or "kv"."""
+        return cls(*hop_bytes_by_traffic(shapes, direction, moving), work_s)
+
+    def bytes_of(self, transfer: Transfer) -> float:
+        """Return the bytes of a transfer of a whole block, not of one of its parts."""
+        nbytes = self.gather_bytes if transfer.traffic is Traffic.GATHER else self.reduce_bytes
+        return nbytes * row_count(transfer.rows) / self.rows if self.rows and transfer.rows is not None else nbytes
+
+    def work(self, schedule: Schedule, rank: int) -> list[float]:
+        """Return the work of every step of a rank, as a share of `work_s`."""
+        shares = schedule.work(rank)
+        if self.work_shares is None:
+            return shares
+        owners = (None if block is None else schedule.owner(block) for block in schedule.visits[rank])
+        of_visits = [0.0 if owner is None else self.work_shares[rank, owner] for owner in owners]
+        return [share * of_visit for share, of_visit in zip(shares, of_visits, strict=True)]
 
 
 def simulate(schedule: Schedule, load: Load, links: Links) -> float:
@@ -77,7 +113,7 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
-        self._work_s = [[share * load.visit_s for share in load.work(schedule, rank)] for rank in self._ranks]
+        self._work_s = [[share * load.work_s for share in load.work(schedule, rank)] for rank in self._ranks]
         self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
         self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)

@@ -11,25 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.layer_memory import chunk_of_heads
-from burst_plugin.planning.memory import GIB, Memory, memory, surely_too_large
+from burst_plugin.planning.memory import GIB, TrainingMemory, memory, surely_too_large
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.planning.setting import Code, Setting
 from burst_plugin.planning.step_time import step_seconds, tokens_per_second
-
-__all__ = [
-    "LEVERS",
-    "Candidate",
-    "Goal",
-    "Space",
-    "fits",
-    "longest",
-    "nearest",
-    "plans_that_fit",
-    "reasons",
-    "settings",
-    "some_plan_fits",
-]
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
 _STEP = 2**16  # tokens to which the longest sequence is found
@@ -82,7 +69,7 @@ class Candidate:
     """A setting with what it takes: bytes, and seconds by part."""
 
     setting: Setting
-    memory: Memory
+    memory: TrainingMemory
     seconds: dict[str, float]
 
     @classmethod
@@ -181,7 +168,7 @@ def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
     return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
 
 
-def fits(found: Memory, cluster: Cluster) -> bool:
+def fits(found: TrainingMemory, cluster: Cluster) -> bool:
     """Return whether a GPU and a host of the cluster have so much memory."""
     return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
 
@@ -213,7 +200,7 @@ def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = Non
     return sorted(found, key=order)
 
 
-def nearest(goal: Goal) -> list[Memory]:
+def nearest(goal: Goal) -> list[TrainingMemory]:
     """Return the memory of the settings that lack least where none fits, [] if the sequence cannot be cut at all.
 
     First comes the one with the smallest hosts of those that fit into GPUs as they are, or, where none does, the one
@@ -221,11 +208,11 @@ def nearest(goal: Goal) -> list[Memory]:
     smallest GPUs of those that fit into hosts as they are.
     """
     gpu_bytes, host_bytes = goal.cluster.gpu_gib * GIB, goal.cluster.host_gib * GIB
-    on_hosts: Memory | None = None
-    on_gpus: Memory | None = None
-    on_both: Memory | None = None
+    on_hosts: TrainingMemory | None = None
+    on_gpus: TrainingMemory | None = None
+    on_both: TrainingMemory | None = None
 
-    def share(needed: Memory) -> float:
+    def share(needed: TrainingMemory) -> float:
         return max(needed.gpu_bytes / gpu_bytes, needed.host_bytes / host_bytes)
 
     for setting in settings(goal):

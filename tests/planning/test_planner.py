@@ -15,10 +15,10 @@ import torch
 from burst_plugin import Full, Link, Topology, VirtualRing, flat_ring, two_level_ring
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.compute.shapes import Shapes, hop_bytes
-from burst_plugin.planning.links import Links, Load
-from burst_plugin.planning.planner import buffer_bytes, least_seconds, left_out, pass_price, plans, visit_seconds
-from burst_plugin.planning.price import Price, price, price_by_name
-from burst_plugin.planning.simulator import simulate
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.planner import buffer_bytes, least_seconds, left_out, plans
+from burst_plugin.planning.price import Price, pass_price, price, price_by_name, work_seconds
+from burst_plugin.planning.simulator import Load, simulate
 from burst_plugin.schedule.rings import SCHEDULES, sample
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.strategy import Strategy
@@ -363,7 +363,7 @@ def test_progress_ends_at_the_total() -> None:
 
 def test_4096_ranks_are_planned_in_seconds() -> None:
     shapes, start = Shapes(1, 1024, 1024, 32, 8, 128, 128, torch.bfloat16), time.process_time()
-    found = plans(Topology(512, 8), shapes, visit_seconds(shapes, 500e12, causal=True), Links(400e9, 40e9))
+    found = plans(Topology(512, 8), shapes, work_seconds(shapes, 500e12, causal=True), Links(400e9, 40e9))
     assert {each.strategy.schedule for each in found} == {*SCHEDULES}
     assert buffer_bytes(found[0], Topology(512, 8), shapes) > 0
     assert time.process_time() - start < 20

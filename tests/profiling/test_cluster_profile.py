@@ -17,8 +17,9 @@ from burst_plugin.cli import main
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.megatron import arguments
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds
-from burst_plugin.planning.planner import Links, visit_seconds
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.measured import measured_links, measured_work_seconds
+from burst_plugin.planning.price import work_seconds
 from burst_plugin.profiling.cluster_profile import (
     VERSION,
     ClusterProfile,
@@ -171,12 +172,12 @@ def test_the_planner_takes_measured_rates() -> None:
     with pytest.raises(ValueError, match="run burst check again"):
         measured_links(replace(PROFILE, nodes=1, inter=None), Topology(2, 4))
     shapes = Shapes(1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16)
-    forward_s, backward_s = measured_visit_seconds(PROFILE, shapes, True)
-    assert forward_s == pytest.approx(visit_seconds(shapes, 400e12, True)[0])
-    assert backward_s == pytest.approx(visit_seconds(shapes, 300e12, True)[1])
+    forward_s, backward_s = measured_work_seconds(PROFILE, shapes, True)
+    assert forward_s == pytest.approx(work_seconds(shapes, 400e12, True)[0])
+    assert backward_s == pytest.approx(work_seconds(shapes, 300e12, True)[1])
     for rows, rate in ((64, 200e12), (1024, 200e12), (2048, 300e12), (1 << 20, 400e12)):
         some = shapes._replace(q_len=rows, kv_len=rows)
-        assert measured_visit_seconds(PROFILE, some, False)[0] == pytest.approx(visit_seconds(some, rate, False)[0])
+        assert measured_work_seconds(PROFILE, some, False)[0] == pytest.approx(work_seconds(some, rate, False)[0])
 
 
 def test_plan_prices_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

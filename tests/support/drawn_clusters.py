@@ -17,9 +17,10 @@ from burst_plugin.check.recommendation import measured_profile
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.choice import planned
-from burst_plugin.planning.measured import measured_links
-from burst_plugin.planning.planner import Links, pass_price, plans
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.measured import measured_links, planned
+from burst_plugin.planning.planner import plans
+from burst_plugin.planning.price import pass_price
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import PLANNED
