@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -14,14 +13,10 @@ import torch
 from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
 from burst_plugin.check.run import check, is_first
 from burst_plugin.check.settings import Settings
-from burst_plugin.cli.plan import heads, tokens, whole
+from burst_plugin.cli.values import StatusLine, heads, tokens, whole
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
-__all__ = ["add_arguments", "lines"]
-
-_BAR_WIDTH = 20
-_USUAL_FINDINGS = dict(zip(SECTIONS, (28, 4, 6, 1), strict=True))
-_ERASE = f"\r{' ' * 60}\r"
+_USUAL_FINDINGS = dict(zip(SECTIONS, (28, 4, 6, 1), strict=True))  # how many each section has
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
 (torchrun --nproc-per-node 8 ... -m burst_plugin.cli check).
@@ -120,14 +115,9 @@ def _write(path: Path, findings: list[Finding]) -> None:
 
 def _with_bar(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:
     """Yield the findings; meanwhile draw a bar on standard error, if that is a terminal."""
-    draws, total = is_first() and sys.stderr.isatty(), sum(_USUAL_FINDINGS[section] for section in sections)
+    status, total = StatusLine(wanted=is_first()), sum(_USUAL_FINDINGS[section] for section in sections)
     for count, finding in enumerate(findings, start=1):
-        if draws:
-            print(_ERASE, end="", file=sys.stderr, flush=True)
+        status.erase()
         yield finding
-        if draws:
-            filled = _BAR_WIDTH * min(count, total) // total
-            bar = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {finding.section}, {count} findings"
-            print(bar, end="", file=sys.stderr, flush=True)
-    if draws:
-        print(_ERASE, end="", file=sys.stderr, flush=True)
+        status.bar(count, total, finding.section, f"{count} findings")
+    status.erase()
