@@ -18,8 +18,6 @@ import torch
 from burst_plugin.checks import as_number, as_whole, shown
 from burst_plugin.topology import Topology
 
-__all__ = ["VERSION", "ClusterProfile", "KernelRate", "LinkRate", "Model", "device_name"]
-
 VERSION = 1
 _FORMAT = "burst profile"
 _AGAIN = "run burst check again"
