@@ -247,7 +247,7 @@ def _time_ring(world: World, settings: Settings, **options: Any) -> _RingTimes:
             rounds.append((ring_s, world.timed(step)))
     rounds_by_rank, sent_by_rank = zip(*world.exchange("ring timed", [rounds, sent]), strict=True)
     cp.close()
-    slowest = []  # rank of each round: seconds with transfers, and without
+    slowest = []  # of all ranks in a round: seconds with transfers, and without
     for ranks_in_round in zip(*rounds_by_rank, strict=True):
         slowest.append([max(seconds) for seconds in zip(*ranks_in_round, strict=True)])
     ring_s, silent_s = map(median, zip(*slowest, strict=True))

@@ -6,7 +6,7 @@ The cluster is described by options, or it is one that `burst check` has measure
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -67,32 +67,26 @@ Rows: without an exchange, each schedule with 1 part and with its best number of
   number of ranks that exchange heads. The fastest are on top; of plans equally far from the bound, the simplest."""
 
 
+def _option(metavar: str, parse: Callable[[str], Any], text: str, **more: Any) -> Mapping[str, Any]:
+    return {"metavar": metavar, "type": parse, "help": text, **more}
+
+
 # Options by name; those without a default have to be given.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "--nodes": {"metavar": "N", "type": whole("nodes", _MOST_NODES), "help": "number of nodes"},
-        "--ranks-per-node": {
-            "metavar": "N",
-            "type": whole("ranks", _MOST_RANKS_PER_NODE),
-            "help": "ranks of the context-parallel group on each node",
-        },
-        "--seq": {
-            "metavar": "TOKENS",
-            "type": tokens,
-            "help": "length of the whole sequence, such as 131072, 128k or 1m",
-        },
-        "--heads": {
-            "metavar": "Q/KV",
-            "type": heads,
-            "help": "query and key/value heads that a rank has, such as 32/8; with tensor parallelism, "
-            "its share of them",
-        },
-        "--head-dim": {
-            "metavar": "DIM",
-            "type": whole("elements", _MOST_HEAD_DIM),
-            "default": 128,
-            "help": "size of a head (default: %(default)s)",
-        },
+        "--nodes": _option("N", whole("nodes", _MOST_NODES), "number of nodes"),
+        "--ranks-per-node": _option(
+            "N", whole("ranks", _MOST_RANKS_PER_NODE), "ranks of the context-parallel group on each node"
+        ),
+        "--seq": _option("TOKENS", tokens, "length of the whole sequence, such as 131072, 128k or 1m"),
+        "--heads": _option(
+            "Q/KV",
+            heads,
+            "query and key/value heads that a rank has, such as 32/8; with tensor parallelism, its share of them",
+        ),
+        "--head-dim": _option(
+            "DIM", whole("elements", _MOST_HEAD_DIM), "size of a head (default: %(default)s)", default=128
+        ),
         "--dtype": {
             "choices": ("bfloat16", "float16", "float32"),
             "default": "bfloat16",
@@ -103,28 +97,28 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "default": "causal",
             "help": "attention mask (default: %(default)s)",
         },
-        "--tflops": {
-            "metavar": "TFLOPS",
-            "type": number("TFLOPS, such as 500"),
-            "help": "speed of the attention kernel in a forward pass, such as 500; backward is 2.5 times the work",
-        },
-        "--intra-gb-s": {
-            "metavar": "GB/S",
-            "type": number("GB/s, such as 400"),
-            "help": "rate at which a rank sends inside its node, such as 400, and receives at the same time",
-        },
-        "--inter-gb-s": {
-            "metavar": "GB/S",
-            "type": number("GB/s, such as 40"),
-            "help": "rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
-        },
-        "--mesh-degree": {
-            "metavar": "N",
-            "type": whole("ranks", _MOST_NODES * _MOST_RANKS_PER_NODE),
-            "default": 1,
-            "help": "ranks that gather each other's blocks, in all plans, in place of an exchange of heads "
+        "--tflops": _option(
+            "TFLOPS",
+            number("TFLOPS, such as 500"),
+            "speed of the attention kernel in a forward pass, such as 500; backward is 2.5 times the work",
+        ),
+        "--intra-gb-s": _option(
+            "GB/S",
+            number("GB/s, such as 400"),
+            "rate at which a rank sends inside its node, such as 400, and receives at the same time",
+        ),
+        "--inter-gb-s": _option(
+            "GB/S",
+            number("GB/s, such as 40"),
+            "rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
+        ),
+        "--mesh-degree": _option(
+            "N",
+            whole("ranks", _MOST_NODES * _MOST_RANKS_PER_NODE),
+            "ranks that gather each other's blocks, in all plans, in place of an exchange of heads "
             "(default: %(default)s, none)",
-        },
+            default=1,
+        ),
         "--nic": {
             "choices": ("rank", "node"),
             "default": "rank",

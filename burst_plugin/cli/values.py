@@ -58,7 +58,7 @@ def tokens(text: str) -> int:
 def heads(text: str) -> tuple[int, int]:
     """Parse numbers of query heads and key/value heads, such as 32/8."""
     numbers = text.split("/")
-    if len(numbers) != 2 or not all(_is_whole(each, _MOST_HEADS) for each in numbers):
+    if len(numbers) != 2 or not all(_is_whole(part, _MOST_HEADS) for part in numbers):
         raise argparse.ArgumentTypeError(
             f"got {_short(text)}, expected query heads / key/value heads, such as 32/8, each 1 to {_MOST_HEADS:,}"
         )

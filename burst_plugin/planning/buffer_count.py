@@ -34,8 +34,11 @@ class Held(NamedTuple):
 def most_held(schedule: Schedule) -> Held:
     """Return the most of either that any rank holds at once; the two need not be at the same time."""
     held = [dict(together) for together in _held_together(schedule, _rows(schedule))]
-    counts = [[sum(each[size] for size in each if size % 2 == kind) for each in held] for kind in _KINDS]
-    return Held(*map(max, counts))
+    operands, results = (
+        max(sum(count for size, count in together.items() if size % 2 == kind) for together in held)
+        for kind in _KINDS
+    )
+    return Held(operands, results)
 
 
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:

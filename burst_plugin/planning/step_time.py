@@ -52,10 +52,10 @@ def bound_by(seconds: dict[str, float]) -> str:
     """Return what most of the time is spent on, for people."""
     groups = {"attention": ("attention",), "linear layers": ("linear", "head")}
     by_group = {
-        group: sum(each for name, each in seconds.items() if name.startswith(prefixes))
+        group: sum(part_s for name, part_s in seconds.items() if name.startswith(prefixes))
         for group, prefixes in groups.items()
     }
-    by_group |= {name: each for name, each in seconds.items() if not name.startswith(("attention", "linear", "head"))}
+    by_group |= {name: x for name, x in seconds.items() if not name.startswith(("attention", "linear", "head"))}
     most = max(by_group, key=by_group.__getitem__)
     return f"{most}, {100 * by_group[most] / sum(by_group.values()):.0f} % of the time"
 

@@ -168,9 +168,9 @@ def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
     return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
 
 
-def fits(found: TrainingMemory, cluster: Cluster) -> bool:
+def fits(needed: TrainingMemory, cluster: Cluster) -> bool:
     """Return whether a GPU and a host of the cluster have so much memory."""
-    return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
+    return needed.gpu_bytes <= cluster.gpu_gib * GIB and needed.host_bytes <= cluster.host_gib * GIB
 
 
 def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
@@ -178,26 +178,26 @@ def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = Non
 
     `progress` is called with how many settings have been priced and how many there are.
     """
-    found, every = [], list(settings(goal))
-    for done, setting in enumerate(every, start=1):
+    candidates, all_settings = [], list(settings(goal))
+    for done, setting in enumerate(all_settings, start=1):
         if progress is not None:
-            progress(done, len(every))
+            progress(done, len(all_settings))
         if surely_too_large(goal.model, setting, goal.cluster):
             continue
         needed = memory(goal.model, setting, goal.cluster)
         if fits(needed, goal.cluster):
-            found.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
-    if not found:
+            candidates.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
+    if not candidates:
         return []
-    least = min(each.step_s for each in found)
+    least = min(candidate.step_s for candidate in candidates)
 
-    def order(each: Candidate) -> tuple[bool, int, float, float]:
-        is_slower = each.step_s > _ALIKE * least
-        switched_on = sum(getattr(each.setting, name) != off for name, off in LEVERS.items())
-        switched_on += (each.setting.tensor > 1) + (each.setting.pipeline > 1)
-        return is_slower, 0 if is_slower else switched_on, each.step_s, each.memory.gpu_bytes
+    def order(candidate: Candidate) -> tuple[bool, int, float, float]:
+        is_slower = candidate.step_s > _ALIKE * least
+        switched_on = sum(getattr(candidate.setting, name) != off for name, off in LEVERS.items())
+        switched_on += (candidate.setting.tensor > 1) + (candidate.setting.pipeline > 1)
+        return is_slower, 0 if is_slower else switched_on, candidate.step_s, candidate.memory.gpu_bytes
 
-    return sorted(found, key=order)
+    return sorted(candidates, key=order)
 
 
 def nearest(goal: Goal) -> list[TrainingMemory]:
@@ -234,8 +234,8 @@ def some_plan_fits(goal: Goal) -> bool:
     """Return whether any setting fits."""
     if goal.cluster.process_gib * goal.cluster.gpus_per_node > goal.cluster.host_gib:
         return False  # whatever the setting
-    possible = (each for each in settings(goal) if not surely_too_large(goal.model, each, goal.cluster))
-    return any(fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in possible)
+    possible = (setting for setting in settings(goal) if not surely_too_large(goal.model, setting, goal.cluster))
+    return any(fits(memory(goal.model, setting, goal.cluster), goal.cluster) for setting in possible)
 
 
 def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
@@ -263,7 +263,7 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
     """Return, for everything that a plan switches on, what it would be without it."""
-    found = {}
+    by_lever = {}
     for name, off in LEVERS.items():
         if getattr(chosen.setting, name) == off:
             continue
@@ -272,12 +272,12 @@ def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
         gib, host_gib = needed.gpu_bytes / GIB, needed.host_bytes / GIB
         slower_s = sum(step_seconds(goal.model, without, goal.cluster).values()) - chosen.step_s
         if gib > goal.cluster.gpu_gib:
-            found[name] = f"without it a GPU needs {gib:.1f} GiB"
+            by_lever[name] = f"without it a GPU needs {gib:.1f} GiB"
         elif host_gib > goal.cluster.host_gib:
-            found[name] = f"without it a host needs {host_gib:.0f} GiB"
+            by_lever[name] = f"without it a host needs {host_gib:.0f} GiB"
         elif slower_s > 0:
             seconds = f"{slower_s:.1f} s" if slower_s >= 0.05 else f"{1e3 * slower_s:.1f} ms"
-            found[name] = f"without it a step takes {seconds} more"
+            by_lever[name] = f"without it a step takes {seconds} more"
         else:
-            found[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
-    return found
+            by_lever[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
+    return by_lever
