@@ -73,7 +73,7 @@ def as_many_buffers(topology: Topology) -> Topology:
 
 
 def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
-    """Return the pool of a rank that has run a schedule, where every visit adds to what travels with the block.
+    """Return the pool of a rank that has run a schedule, where every step adds to what travels with the block.
 
     Blocks have so many rows. The size of a buffer is twice its rows, and one more if it is of partial results.
     """

@@ -27,11 +27,11 @@ _ROUNDING = 1e-10  # the share of a message, or of a time, that counts as nothin
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one pass: bytes per block and hop, and seconds of computing per visit of a whole block.
+    """The work of one pass: bytes per block and hop, and seconds of computing per ring step with a whole block.
 
     rows: how many rows a block has, so that a transfer of some rows has their share of the bytes; 0 counts all
         transfers as whole blocks.
-    work_shares: by rank and owner of the block, the work of a visit as a share of `work_s`, where a mask leaves
+    work_shares: by rank and owner of the block, the work of a step as a share of `work_s`, where a mask leaves
         unlike work; None for `work_s` everywhere.
     """
 
@@ -57,8 +57,8 @@ class Load:
         if self.work_shares is None:
             return shares
         owners = (None if block is None else schedule.owner(block) for block in schedule.visits[rank])
-        of_visits = [0.0 if owner is None else self.work_shares[rank, owner] for owner in owners]
-        return [share * of_visit for share, of_visit in zip(shares, of_visits, strict=True)]
+        left_by_mask = [0.0 if owner is None else self.work_shares[rank, owner] for owner in owners]
+        return [share * left for share, left in zip(shares, left_by_mask, strict=True)]
 
 
 def simulate(schedule: Schedule, load: Load, links: Links) -> float:
