@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.layer_memory import chunk_of_heads
+from burst_plugin.planning.layer_memory import ring_shapes
 from burst_plugin.planning.memory import GIB, TrainingMemory, memory, surely_too_large
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
@@ -93,8 +93,10 @@ class Candidate:
 def settings(goal: Goal) -> Iterator[Setting]:
     """Yield every setting of the space; whether it fits is another question."""
     for setting in _layouts(goal):
-        degrees = [n for n in setting.topology.ulysses_degrees if _heads_allow(goal.model, setting, n)]
+        of_heads = ring_shapes(goal.model, setting).ulysses_degrees
+        degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
         for recompute, degree in product(goal.space.recompute, degrees):
+            kv_heads = ring_shapes(goal.model, replace(setting, ulysses=degree)).kv_heads
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
             switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads)
@@ -103,7 +105,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
                     continue
-                if parts > 1 and _kv_heads_in_ring(goal.model, setting, degree) % parts:
+                if parts > 1 and (setting.context == degree or kv_heads % parts):  # no ring, or too few heads
                     continue
                 yield replace(
                     setting,
@@ -149,23 +151,12 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _heads_allow(model: ModelShape, setting: Setting, degree: int) -> bool:
-    """Return whether so many ranks can exchange the heads of a tensor-parallel rank."""
-    heads, kv_heads = model.heads // setting.tensor, max(1, model.kv_heads // setting.tensor)
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-
 def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
     """Return into how many chunks of whole groups heads can be cut, so that `degree` ranks can exchange each."""
     if not goal.space.head_chunks:
         return []
-    cuts = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
-    chunks = [chunk_of_heads(goal.model, replace(setting, head_chunks=n))[0] for n in cuts]
-    return [n for n, chunk in zip(cuts, chunks, strict=True) if _heads_allow(chunk, setting, degree)]
-
-
-def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
-    return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
+    chunks = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
+    return [n for n in chunks if degree in ring_shapes(goal.model, replace(setting, head_chunks=n)).ulysses_degrees]
 
 
 def fits(needed: TrainingMemory, cluster: Cluster) -> bool:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin.comm.transport import Channel, Message, Pending, Transport
-from burst_plugin.profiling.report import Event, RingProfile, Summary, save_chrome_trace
+from burst_plugin.profiling.summary import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.topology import Topology
 
 _Mark = Any  # of a clock: seconds, or a CUDA event
