@@ -94,52 +94,40 @@ class ModelShape:
         return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
 
 
-def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
+# Of the families of built-in models, by the first part of their names: the vocabulary, and what a config.json says.
+_BUILT_IN_FAMILIES: Mapping[str, tuple[int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama2": (32000, {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}),
+        "llama3": (128256, {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
+        "qwen3": (151936, {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6}),
+    }
+)
+
+
+def _built_in(name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int = 8) -> ModelShape:
+    family = name.split("_")[0]
+    vocab, config = _BUILT_IN_FAMILIES[family]
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
         ffn=ffn,
         heads=heads,
-        kv_heads=8,
+        kv_heads=kv_heads,
         head_dim=128,
-        vocab=151936,
-        qk_norm=True,
-        config={"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6},
-    )
-
-
-def _llama3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128256,
-        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+        vocab=vocab,
+        qk_norm=family == "qwen3",
+        config=config,
     )
 
 
 _BUILT_IN = (
-    ModelShape(
-        name="llama2_7b",
-        layers=32,
-        hidden=4096,
-        ffn=11008,
-        heads=32,
-        kv_heads=32,
-        head_dim=128,
-        vocab=32000,
-        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
-    ),
-    _llama3("llama3_8b", 32, 4096, 14336, 32),
-    _llama3("llama3_70b", 80, 8192, 28672, 64),
-    _qwen3("qwen3_8b", 36, 4096, 12288, 32),
-    _qwen3("qwen3_14b", 40, 5120, 17408, 40),
-    _qwen3("qwen3_32b", 64, 5120, 25600, 64),
+    _built_in("llama2_7b", 32, 4096, 11008, 32, kv_heads=32),
+    _built_in("llama3_8b", 32, 4096, 14336, 32),
+    _built_in("llama3_70b", 80, 8192, 28672, 64),
+    _built_in("qwen3_8b", 36, 4096, 12288, 32),
+    _built_in("qwen3_14b", 40, 5120, 17408, 40),
+    _built_in("qwen3_32b", 64, 5120, 25600, 64),
 )
 MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model in _BUILT_IN})
 
