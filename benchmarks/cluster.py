@@ -31,7 +31,9 @@ from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
 from benchmarks.contenders.burst import PRESETS, Burst
 from benchmarks.documents import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
-from burst_plugin.planning.planner import Links, has_price, pass_price, plans
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.planner import plans
+from burst_plugin.planning.price import has_price, pass_price
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import BUCKET_BYTES, EmulatedCluster
 

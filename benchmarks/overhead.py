@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
-from burst_plugin.check.stub_kernel import StubKernel
+from burst_plugin.check.performance import StubKernel
 from burst_plugin.types import DIRECTIONS
 from tests.support.in_process_ring import InProcessRing
 from tests.support.ranks import run_ranks

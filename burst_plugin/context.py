@@ -92,7 +92,7 @@ class ContextParallel:
         topology = find_topology(strategy, self.rank, self.ranks, sizes, consistency)
         self.strategy, self._planned = strategy.on(topology), ""
         if isinstance(self.strategy, MeasuredStrategy):
-            from burst_plugin.planning.choice import planned  # which takes time to import
+            from burst_plugin.planning.measured import planned  # which takes time to import
 
             self.strategy, self._planned = planned(self.strategy, topology, logs=global_ranks[self.rank] == 0)
         self.rank_state = RankState(

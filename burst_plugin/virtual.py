@@ -19,7 +19,7 @@ from burst_plugin.activations.kept_attention import unseen_by_selective_checkpoi
 from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
-from burst_plugin.planning.choice import planned
+from burst_plugin.planning.measured import planned
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.autograd import refuse_second_derivatives

@@ -10,7 +10,7 @@ import torch
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_held
-from burst_plugin.planning.exchange import exchange_buffer_bytes, exchanged_bytes, in_ring
+from burst_plugin.planning.price import exchange_buffer_bytes, exchanged_bytes, shapes_in_ring
 from burst_plugin.ring.choices import moving_sides
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.ring.systems.both_sides import half_of_visits
@@ -45,7 +45,7 @@ def sent_bytes(
     label_bytes: what every message has besides, as on CPUs. Raises ValueError as `Strategy.on`.
     """
     strategy = strategy.on(topology)
-    ring, halves = in_ring(shapes, strategy.degree), _halves(strategy, direction, topology, shapes)
+    ring, halves = shapes_in_ring(shapes, strategy.degree), _halves(strategy, direction, topology, shapes)
     exchanged = exchanged_bytes(shapes, strategy, direction, halves[0].moving)
     first, *others = strategy.groups(topology).members(0)
     to_others = dict.fromkeys(Link, 0)
@@ -61,7 +61,7 @@ def sent_bytes(
 
 def _halves(strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes) -> list[_Half]:
     """Return the halves of a pass with no mask; the one if one side moves."""
-    table, ring = RouteTable(topology, strategy), in_ring(shapes, strategy.degree)
+    table, ring = RouteTable(topology, strategy), shapes_in_ring(shapes, strategy.degree)
     tokens, parts = Tokens(topology.ranks * shapes.q_len), strategy.parts_of(direction)
     attending, sides = Attending(tokens, tokens, Full()), moving_sides(strategy, ring, table.ring_ranks)[direction]
     visits = half_of_visits if len(sides) > 1 else None

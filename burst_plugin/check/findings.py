@@ -1,4 +1,4 @@
-"""What a check found: a line with a verdict, figures and the time it took."""
+"""What a check found: a line with a verdict, figures and the time it took; and the table of all lines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FAILED", "NOT_SHOWN", "OK", "SECTIONS", "Finding", "failed", "shown_time", "table"]
-
-SECTIONS = ("right", "safe", "fast", "tuned")
+CORRECTNESS, FAULT_TOLERANCE, PERFORMANCE, RECOMMENDATION = SECTIONS = ("right", "safe", "fast", "tuned")
+"""The names of sections in `--sections`, in what is printed, and in JSON files."""
 OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
 
 
@@ -37,24 +36,24 @@ class Finding:
 
 
 def failed(findings: Iterable[Finding]) -> bool:
-    """Return whether any of them has failed."""
-    return any(each.verdict == FAILED for each in findings)
+    """Return whether any finding is a failure."""
+    return any(finding.verdict == FAILED for finding in findings)
 
 
 def table(findings: Iterable[Finding]) -> Iterator[str]:
     """Yield a table: a row per section, with its verdict, its counts, its time, and the culprits."""
-    every = list(findings)
+    all_findings = list(findings)
     yield f"{'section':<9}{'verdict':<11}{'checks':>7}{'failed':>8}{'not shown':>11}{'time':>9}"
     for section in SECTIONS:
-        mine = [each for each in every if each.section == section]
-        if not mine:
+        in_section = [finding for finding in all_findings if finding.section == section]
+        if not in_section:
             continue
-        bad = [each for each in mine if each.verdict == FAILED]
-        hidden = sum(each.verdict == NOT_SHOWN for each in mine)
-        verdict = FAILED if bad else NOT_SHOWN if hidden == len(mine) else OK
-        counts = f"{len(mine) - hidden:>7}{len(bad):>8}{hidden:>11}"
-        yield f"{section:<9}{verdict:<11}{counts}{sum(each.seconds for each in mine):>7.1f} s"
-        yield from (f"{'':9}culprit: {each.what}: {each.text}" for each in bad)
+        failures = [finding for finding in in_section if finding.verdict == FAILED]
+        hidden = sum(finding.verdict == NOT_SHOWN for finding in in_section)
+        verdict = FAILED if failures else NOT_SHOWN if hidden == len(in_section) else OK
+        counts = f"{len(in_section) - hidden:>7}{len(failures):>8}{hidden:>11}"
+        yield f"{section:<9}{verdict:<11}{counts}{sum(finding.seconds for finding in in_section):>7.1f} s"
+        yield from (f"{'':9}culprit: {failure.what}: {failure.text}" for failure in failures)
 
 
 def shown_time(seconds: float) -> str:

@@ -20,8 +20,6 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.profiling.cluster_profile import LinkRate
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["SLOW", "Edge", "Measured", "measure_links", "node_rates", "slow_edges"]
-
 SLOW = 0.5  # of the median rate of its kind, from which on a link counts as slow
 _SMALL, _MIDDLE = 1 << 10, 1 << 20  # bytes
 _SHARED = 1.5  # times the rate of a NIC that one rank has for itself, over that when all ranks of a node send
@@ -36,7 +34,7 @@ class Edge(NamedTuple):
     bytes_per_s: float
 
 
-class Measured(NamedTuple):
+class MeasuredLink(NamedTuple):
     """What one kind of link carries.
 
     rate: with all ranks at work at once; of a NIC, if the ranks of a node share it. by_size: (bytes, seconds) of a
@@ -50,21 +48,20 @@ class Measured(NamedTuple):
     is_shared: bool
 
 
-def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link, Measured]:
+def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link, MeasuredLink]:
     """Return what each kind of link of the ring carries; the same on every rank; collective."""
     cp.connect()
-    found = {}
-    for link in Link:
-        if len(_peers(cp.topology, 0, link)) > 1:
-            found[link] = _Wire(world, cp, link, sizes).measured()
+    links = [link for link in Link if len(_peers(cp.topology, 0, link)) > 1]
+    measured = {link: _Wire(world, cp, link, sizes).measured() for link in links}
     cp.reset_traffic()
-    return found
+    return measured
 
 
 def slow_edges(edges: Sequence[Edge]) -> list[Edge]:
     """Return the links that carry less than `SLOW` of the median of their kind, the slowest first."""
     usual = median(edge.bytes_per_s for edge in edges)
-    return sorted((e for e in edges if e.bytes_per_s < SLOW * usual), key=lambda edge: edge.bytes_per_s)
+    slow = (edge for edge in edges if edge.bytes_per_s < SLOW * usual)
+    return sorted(slow, key=lambda edge: edge.bytes_per_s)
 
 
 def node_rates(topology: Topology, edges: Sequence[Edge]) -> tuple[float, ...]:
@@ -106,7 +103,7 @@ class _Wire:
         self._out = torch.ones(sizes.most_bytes, dtype=torch.uint8, device=world.device)
         self._in = torch.empty_like(self._out)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredLink:
         """Return what the links of this kind carry; collective."""
         both = _Part(sends=True, receives=True)
         latency_s = max(self._best(_SMALL, both, 20))
@@ -117,7 +114,7 @@ class _Wire:
         by_size = ((_SMALL, latency_s), (_MIDDLE, middle_s), (nbytes, large_s))
         sharing = self._topology.ranks_per_node if is_shared else 1
         rate = LinkRate(sharing * nbytes / large_s, latency_s)
-        return Measured(self._link, rate, by_size, self._edges(nbytes), is_shared)
+        return MeasuredLink(self._link, rate, by_size, self._edges(nbytes), is_shared)
 
     def _is_shared(self, nbytes: int, together_s: list[float]) -> bool:
         """Return whether the first ranks of all nodes are faster when the other ones do not send; collective."""
@@ -131,8 +128,8 @@ class _Wire:
     def _best(self, nbytes: int, part: _Part, count: int = 1) -> list[float]:
         """Return the seconds of a message on every rank, in the round with the least slow rank; collective."""
         seconds = [self._seconds(nbytes, part, count) for _ in range(self._sizes.rounds)]
-        every = self._world.exchange(f"transfers {self._link.value}", seconds)
-        return list(min(zip(*every, strict=True), key=max))
+        seconds_by_rank = self._world.exchange(f"transfers {self._link.value}", seconds)
+        return list(min(zip(*seconds_by_rank, strict=True), key=max))
 
     def _seconds(self, nbytes: int, part: _Part, count: int = 1) -> float:
         """Return the mean seconds of so many messages, one after the other, to the next and from the previous rank.
@@ -159,10 +156,10 @@ class _Wire:
         """Return every link by itself, timed twice; again if one looks slow, since a busy machine is late."""
         best: dict[tuple[int, int], float] = {}
         for turn in range(2 + _RETRIES):
-            for each in self._edges_once(nbytes):
-                key = each.src, each.dst
-                best[key] = max(each.bytes_per_s, best.get(key, 0.0))
-            edges = [Edge(*key, rate) for key, rate in sorted(best.items())]
+            for edge in self._edges_once(nbytes):
+                ends = edge.src, edge.dst
+                best[ends] = max(edge.bytes_per_s, best.get(ends, 0.0))
+            edges = [Edge(*ends, rate) for ends, rate in sorted(best.items())]
             if turn and not slow_edges(edges):
                 break
         return tuple(edges)
@@ -175,8 +172,8 @@ class _Wire:
             receives = _turn_of((self._place - 1) % members, members) == turn
             took_s = self._seconds(nbytes, _Part(sends, receives))
             received_s = took_s if receives else received_s
-        every = self._world.exchange(f"links {self._link.value} one by one", [self._previous, received_s])
-        return [Edge(src, dst, nbytes / took_s) for dst, (src, took_s) in enumerate(every)]
+        by_receiver = self._world.exchange(f"links {self._link.value} one by one", [self._previous, received_s])
+        return [Edge(src, dst, nbytes / took_s) for dst, (src, took_s) in enumerate(by_receiver)]
 
 
 def _turn_of(place: int, members: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,8 +10,6 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels.trial import RESULTS, difference
-
-__all__ = ["BOUNDS", "Problem", "definition", "differences", "worst"]
 
 BOUNDS: Mapping[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -59,12 +58,12 @@ def definition(problem: Problem, allowed: Tensor) -> tuple[Tensor, ...]:
     return out.detach(), scores.detach().logsumexp(-1), *grads
 
 
-def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
+def differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
     """Return the relative 2-norm of the error of out, lse, dq, dk and dv, by name."""
-    return {name: difference(x, y) for name, x, y in zip(RESULTS, found, expected, strict=True)}
+    return {name: difference(x, y) for name, x, y in zip(RESULTS, results, expected, strict=True)}
 
 
 def worst(errors: Mapping[str, float]) -> tuple[str, float]:
     """Return the name and the value of the largest error; NaN is larger than any."""
-    name = max(errors, key=lambda each: (errors[each] != errors[each], errors[each]))
+    name = max(errors, key=lambda result: (math.isnan(errors[result]), errors[result]))
     return name, errors[name]

@@ -12,28 +12,46 @@ from typing import Any
 
 import torch
 
-from burst_plugin.check.crew import Crew
-from burst_plugin.check.fast import fast
-from burst_plugin.check.findings import FAILED, NOT_SHOWN, Finding
-from burst_plugin.check.right import right
-from burst_plugin.check.right_gpu import BOUND, ONLY_GPUS
-from burst_plugin.check.right_ring import check_rings
-from burst_plugin.check.safe import safe
+from burst_plugin.check.fault_tolerance import check_fault_tolerance
+from burst_plugin.check.findings import (
+    CORRECTNESS,
+    FAILED,
+    FAULT_TOLERANCE,
+    NOT_SHOWN,
+    PERFORMANCE,
+    RECOMMENDATION,
+    Finding,
+)
+from burst_plugin.check.kernel_correctness import FAR, check_far_offsets, check_kernels
+from burst_plugin.check.performance import check_performance
+from burst_plugin.check.processes import RankProcesses
+from burst_plugin.check.recommendation import recommend_strategy
+from burst_plugin.check.ring_correctness import MEMORY, check_rings
 from burst_plugin.check.settings import Settings, load_kernel
-from burst_plugin.check.tuned import tuned
 from burst_plugin.check.world import LateError, MissedError, World, joined, launcher_environment
 from burst_plugin.topology import Topology
 
-__all__ = ["check", "is_first", "run_sections"]
-
 _LIMIT_S = 1800.0  # of all sections together
-_SAFE_S = 600.0  # of the section "safe", while the ranks of a launcher wait for the first one
+_FAULT_TOLERANCE_S = 600.0  # of that section, while the ranks of a launcher wait for the first one
 _RANKS_ON_CPUS = 4
 _GRACE_S = 15.0  # between the ends of the first and of the last rank
-_UNTIMED = ("right", "safe")
+_UNTIMED = (CORRECTNESS, FAULT_TOLERANCE)
 
-Section = Callable[[World, Settings], Iterator[Finding]]
-_TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned})
+BOUND = "groups bound to a device"
+ONLY_GPUS = (FAR, MEMORY, BOUND)
+"""What is listed as not shown where there are none."""
+
+
+def _check_correctness(world: World, settings: Settings) -> Iterator[Finding]:
+    yield from check_kernels(world, settings)
+    yield from check_far_offsets(world, settings)
+    yield from check_rings(world, settings)
+
+
+_TOGETHER: Mapping[str, Callable[[World, Settings], Iterator[Finding]]] = MappingProxyType(
+    {CORRECTNESS: _check_correctness, PERFORMANCE: check_performance, RECOMMENDATION: recommend_strategy}
+)
+"""The sections that all ranks run together, by name."""
 
 
 def is_first() -> bool:
@@ -62,15 +80,18 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
     if place is not None:
         yield from _of_machine(settings.sections, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
         yield from _in_launcher(settings, place, gpus)
-        if gpus and "right" in settings.sections:
-            yield Finding("right", NOT_SHOWN, BOUND, "a launcher's ranks join once, without a device; spawn ranks")
+        if gpus and CORRECTNESS in settings.sections:
+            yield Finding(
+                CORRECTNESS, NOT_SHOWN, BOUND, "a launcher's ranks join once, without a device; spawn ranks"
+            )
         return
     yield from _of_machine(settings.sections, asked, gpus)
     if 0 < gpus < asked:
         timed = [section for section in settings.sections if section not in _UNTIMED]
         text = f"{asked} ranks share {gpus} of them, so that times would say little; leave out --ranks"
         yield from (Finding(section, NOT_SHOWN, "GPUs of their own", text) for section in timed)
-        settings = replace(settings, sections=tuple(x for x in settings.sections if x in _UNTIMED))
+        untimed = tuple(section for section in settings.sections if section in _UNTIMED)
+        settings = replace(settings, sections=untimed)
     yield from _spawned(settings, asked)
 
 
@@ -78,59 +99,59 @@ def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Fi
     """Yield what this machine cannot show."""
     if not gpus:
         yield Finding(sections[0], NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
-        if "right" in sections:
-            yield from (Finding("right", NOT_SHOWN, what, "there are no GPUs") for what in ONLY_GPUS)
+        if CORRECTNESS in sections:
+            yield from (Finding(CORRECTNESS, NOT_SHOWN, what, "there are no GPUs") for what in ONLY_GPUS)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if local > cores and "fast" in sections:
+        if local > cores and PERFORMANCE in sections:
             text = f"{local} ranks share {cores} processors, so that times are no measure of either"
-            yield Finding("fast", NOT_SHOWN, "ranks of their own speed", text)
+            yield Finding(PERFORMANCE, NOT_SHOWN, "ranks of their own speed", text)
 
 
 def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:
     """Run the sections in processes that are spawned here."""
     if any(section in _TOGETHER for section in settings.sections):
-        yield from _of_crew(settings, ranks)
-    if "right" in settings.sections and ranks > 1 and _kind().type == "cuda":
-        yield from _of_crew(settings, ranks, is_bound=True)
-    if "safe" in settings.sections:
-        yield from safe(settings, ranks, _kind())
+        yield from _in_processes(settings, ranks)
+    if CORRECTNESS in settings.sections and ranks > 1 and _kind().type == "cuda":
+        yield from _in_processes(settings, ranks, is_bound=True)
+    if FAULT_TOLERANCE in settings.sections:
+        yield from check_fault_tolerance(settings, ranks, _kind())
 
 
 def _kind() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _of_crew(settings: Settings, ranks: int, *, is_bound: bool = False) -> Iterator[Finding]:
-    start, section, last = time.monotonic(), "right" if is_bound else settings.sections[0], ""
-    with Crew(ranks, spawned_rank, settings, is_bound, limit_s=_LIMIT_S) as crew:
+def _in_processes(settings: Settings, ranks: int, *, is_bound: bool = False) -> Iterator[Finding]:
+    start, section, last = time.monotonic(), CORRECTNESS if is_bound else settings.sections[0], ""
+    with RankProcesses(ranks, spawned_rank, settings, is_bound, limit_s=_LIMIT_S) as processes:
 
         def enough() -> bool:
             """Return whether a rank has ended for so long that the others will not."""
-            ends = [ended.after_s for ended in crew.ended.values()]
-            return bool(ends) and crew.elapsed_s > min(ends) + _GRACE_S
+            ends = [end.after_s for end in processes.ended.values()]
+            return bool(ends) and processes.elapsed_s > min(ends) + _GRACE_S
 
-        for _, said in crew.heard(enough):
-            section, last = said.section, f", after {said.what}"
-            yield said
-        errors = {rank: ended.error for rank, ended in sorted(crew.ended.items()) if ended.error}
-        wrong = {rank: text for rank, text in errors.items() if not text.startswith(MissedError.__name__)}
-        running = {rank: "it still runs" for rank in range(ranks) if rank not in crew.ended}
-        for rank, text in (wrong or errors or running).items():
+        for _, finding in processes.messages(enough):
+            section, last = finding.section, f", after {finding.what}"
+            yield finding
+        errors = {rank: end.error for rank, end in sorted(processes.ended.items()) if end.error}
+        causes = {rank: text for rank, text in errors.items() if not text.startswith(MissedError.__name__)}
+        running = {rank: "it still runs" for rank in range(ranks) if rank not in processes.ended}
+        for rank, text in (causes or errors or running).items():
             yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
 
 
 def spawned_rank(
-    rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings, is_bound: bool = False
+    rank: int, ranks: int, directory: Path, send: Callable[[Any], None], settings: Settings, is_bound: bool = False
 ) -> None:
-    """Run the sections on one rank, or the rings of groups that are bound to a device; rank 0 says what is found."""
+    """Run the sections on one rank, or the rings of groups that are bound to a device; rank 0 sends findings."""
     timeout_s = settings.sizes(_kind()).timeout_s
     with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node, is_bound=is_bound) as world:
         try:
-            found = check_rings(world, settings, is_bound=True) if is_bound else run_sections(world, settings)
-            for finding in found:
+            findings = check_rings(world, settings, is_bound=True) if is_bound else run_sections(world, settings)
+            for finding in findings:
                 if rank == 0:
-                    say(finding)
-            _part(world)
+                    send(finding)
+            _wait_for_all(world)
         except Exception as error:
             first = world.first_error(error)
             if first.startswith(f"rank {rank}: "):
@@ -138,7 +159,7 @@ def spawned_rank(
             raise MissedError(first) from error
 
 
-def _part(world: World) -> None:
+def _wait_for_all(world: World) -> None:
     """Wait for all ranks, so that none sees a connection end; not where a rank was late already."""
     if not world.is_late:
         world.exchange("the end", None)
@@ -157,7 +178,7 @@ def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> Iterator[Finding]:
-    """Run the sections in the ranks of a launcher; "safe" in processes beside those of the first node."""
+    """Run the sections in the ranks of a launcher; fault tolerance in processes beside those of the first node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
     with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
         try:
@@ -166,12 +187,12 @@ def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> 
             world.is_late = True
             culprit, _, text = world.first_error(error).partition(": ")
             yield Finding(settings.sections[0], FAILED, culprit, text)
-        if "safe" in settings.sections and not world.is_late:
+        if FAULT_TOLERANCE in settings.sections and not world.is_late:
             ranks = min(local, gpus) if gpus else local
-            mine = list(safe(settings, ranks, world.device)) if world.rank == 0 else []
-            found = world.exchange("safe", [each.as_dict() for each in mine], _SAFE_S)[0]
-            yield from (Finding(**each) for each in found)
+            findings = check_fault_tolerance(settings, ranks, world.device) if world.rank == 0 else ()
+            entries = world.exchange(FAULT_TOLERANCE, [finding.as_dict() for finding in findings], _FAULT_TOLERANCE_S)
+            yield from (Finding(**fields) for fields in entries[0])
             if local < world.size:
                 text = "processes of the first node took part, and those of other nodes did not"
-                yield Finding("safe", NOT_SHOWN, "a rank that fails on another node", text)
-        _part(world)
+                yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails on another node", text)
+        _wait_for_all(world)

@@ -13,8 +13,6 @@ from burst_plugin.check.findings import SECTIONS
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.profiling.cluster_profile import Model
 
-__all__ = ["Settings", "Sizes", "load_kernel"]
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -42,8 +40,6 @@ _QUICK_CPU = Sizes(96, (64, 128, 256), 128, 2, 3, 0.15, 8 << 20, 30.0)
 _CPU = Sizes(256, (128, 256, 512, 1024), 512, 20, 5, 0.6, 32 << 20, 60.0)
 _QUICK_GPU = Sizes(512, (1024, 2048, 4096), 2048, 20, 5, 0.02, 64 << 20, 30.0)
 _GPU = Sizes(2048, (1024, 2048, 4096, 8192, 16384), 16384, 20, 10, 0.05, 512 << 20, 120.0)
-
-
 _MODEL = Model(32, 8, 128, 131072, "causal")
 
 
@@ -86,8 +82,8 @@ def load_kernel(text: str) -> str | Kernel:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), attribute)
-        kernel = found() if isinstance(found, type) else found
+        value = getattr(importlib.import_module(module), attribute)
+        kernel = value() if isinstance(value, type) else value
     except (ImportError, AttributeError, TypeError) as error:  # the last one of a class that wants arguments
         raise ValueError(f"kernel={text!r} cannot be loaded ({error}); use module:attribute of your kernel") from None
     if not isinstance(kernel, Kernel):

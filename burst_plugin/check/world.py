@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from burst_plugin.check.processes import error_text
 from burst_plugin.comm.process_groups import barrier
 from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
 from burst_plugin.strategy import Strategy
-
-__all__ = ["LateError", "MissedError", "Outcome", "World", "joined", "launcher_environment", "share_gpus"]
 
 _LATE_S = 30.0  # that a rank may be behind the others, besides the time-out of messages
 
@@ -87,18 +86,18 @@ class World:
         Values have to be such as JSON holds. Raises LateError, with `what`, if a rank did not come.
         """
         try:
-            mine = Outcome(work())
+            outcome = Outcome(work())
         except Exception as error:  # whatever the backend or a kernel raises
-            mine = Outcome(None, _said(error), was_lost=isinstance(error, RingError))
-        return [Outcome(*each) for each in self.exchange(what, mine)]
+            outcome = Outcome(None, error_text(error), was_lost=isinstance(error, RingError))
+        return [Outcome(*fields) for fields in self.exchange(what, outcome)]
 
     def first_error(self, error: Exception) -> str:
         """Record why this rank gives up. Return the number of the first that did, and why: others only missed it."""
-        mine = f"rank {self.rank}: {_said(error)}"
+        this_rank = f"rank {self.rank}: {error_text(error)}"
         try:
-            first: bytes = self.store.compare_set("first error", "", mine)
+            first: bytes = self.store.compare_set("first error", "", this_rank)
         except RuntimeError:  # the store went with the rank that hosted it
-            return mine
+            return this_rank
         return first.decode()
 
     def exchange(self, what: str, value: Any, late_s: float = _LATE_S) -> list[Any]:
@@ -109,15 +108,15 @@ class World:
         self._meetings += 1
         self.store.set(f"{self._meetings}/{self.rank}", json.dumps(value))
         limit = timedelta(seconds=self.timeout_s + late_s)
-        found = []
+        values = []
         for rank in range(self.size):
             key = f"{self._meetings}/{rank}"
             try:
                 self.store.wait([key], limit)
             except RuntimeError as error:
                 raise LateError(f"rank {rank} did not come in time from: {what}") from error
-            found.append(json.loads(self.store.get(key)))
-        return found
+            values.append(json.loads(self.store.get(key)))
+        return values
 
     def synchronize(self) -> None:
         """Wait for the work of this rank's GPU."""
@@ -145,10 +144,6 @@ class World:
         work()
         self.synchronize()
         return time.perf_counter() - start
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 def launcher_environment() -> tuple[int, int, int] | None:

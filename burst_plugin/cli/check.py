@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -14,14 +13,10 @@ import torch
 from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
 from burst_plugin.check.run import check, is_first
 from burst_plugin.check.settings import Settings
-from burst_plugin.cli.plan import heads, tokens, whole
+from burst_plugin.cli.values import StatusLine, heads, tokens, whole
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
-__all__ = ["add_arguments", "lines"]
-
-_BAR_WIDTH = 20
-_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1}  # findings of each section
-_ERASE = f"\r{' ' * 60}\r"
+_USUAL_FINDINGS = dict(zip(SECTIONS, (28, 4, 6, 1), strict=True))  # how many each section has
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
 (torchrun --nproc-per-node 8 ... -m burst_plugin.cli check).
@@ -84,44 +79,45 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
         model=Model(q_heads, kv_heads, options.head_dim, options.seq, options.mask),
         profile=options.profile,
     )
-    start, found = time.monotonic(), list[Finding]()
-    for finding in _shown(check(settings, options.ranks), settings.sections):
-        found.append(finding)
+    start, findings = time.monotonic(), list[Finding]()
+    for finding in _with_bar(check(settings, options.ranks), settings.sections):
+        findings.append(finding)
         if is_first():
             yield str(finding)
     if is_first():
         yield ""
-        yield from _end(found, time.monotonic() - start)
+        yield from _end(findings, time.monotonic() - start)
         if options.json is not None:
-            _write(options.json, found)
-    return int(failed(found))
+            _write(options.json, findings)
+    return int(failed(findings))
 
 
-def _end(found: list[Finding], seconds: float) -> Iterator[str]:
-    yield from table(found)
-    hidden = [each for each in found if each.verdict == NOT_SHOWN and not each.what.startswith("kernel ")]
+def _end(findings: list[Finding], seconds: float) -> Iterator[str]:
+    yield from table(findings)
+    hidden = [
+        finding for finding in findings if finding.verdict == NOT_SHOWN and not finding.what.startswith("kernel ")
+    ]
     if hidden:
-        yield f"not shown here: {'; '.join(f'{each.what} ({each.text})' for each in hidden)}"
-    verdict = "FAILED" if failed(found) else "passed"
+        yield f"not shown here: {'; '.join(f'{finding.what} ({finding.text})' for finding in hidden)}"
+    verdict = "FAILED" if failed(findings) else "passed"
     yield f"{verdict} in {seconds:.0f} s, on {device_name()}, torch {torch.__version__}"
 
 
-def _write(path: Path, found: list[Finding]) -> None:
-    every = [each.as_dict() for each in found]
-    content = {"passed": not failed(found), "device": device_name(), "torch": torch.__version__, "findings": every}
+def _write(path: Path, findings: list[Finding]) -> None:
+    content = {
+        "passed": not failed(findings),
+        "device": device_name(),
+        "torch": torch.__version__,
+        "findings": [finding.as_dict() for finding in findings],
+    }
     path.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
-def _shown(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:
+def _with_bar(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:
     """Yield the findings; meanwhile draw a bar on standard error, if that is a terminal."""
-    draws, total = is_first() and sys.stderr.isatty(), sum(_USUAL[section] for section in sections)
+    status, total = StatusLine(wanted=is_first()), sum(_USUAL_FINDINGS[section] for section in sections)
     for count, finding in enumerate(findings, start=1):
-        if draws:
-            print(_ERASE, end="", file=sys.stderr, flush=True)
+        status.erase()
         yield finding
-        if draws:
-            filled = _BAR_WIDTH * min(count, total) // total
-            bar = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {finding.section}, {count} findings"
-            print(bar, end="", file=sys.stderr, flush=True)
-    if draws:
-        print(_ERASE, end="", file=sys.stderr, flush=True)
+        status.bar(count, total, finding.section, f"{count} findings")
+    status.erase()

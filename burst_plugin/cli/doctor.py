@@ -15,14 +15,12 @@ import burst_plugin
 from burst_plugin.frameworks import all_frameworks
 from burst_plugin.kernels import KERNELS, Case
 
-__all__ = ["add_arguments", "lines"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add an option for every framework."""
-    for each in all_frameworks():
-        metavar, text = each.subject
-        parser.add_argument(f"--{each.name}", metavar=metavar, help=text)
+    for framework in all_frameworks():
+        metavar, text = framework.subject
+        parser.add_argument(f"--{framework.name}", metavar=metavar, help=text)
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -37,9 +35,9 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     yield from _section("Versions", _versions())
     yield from _section("Devices", _devices())
     yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
-    asked_about = [each for each in all_frameworks() if getattr(options, each.name)]
-    for each in asked_about or all_frameworks():
-        yield from _section(each.title, each.report(getattr(options, each.name)))
+    asked_about = [framework for framework in all_frameworks() if getattr(options, framework.name)]
+    for framework in asked_about or all_frameworks():
+        yield from _section(framework.title, framework.report(getattr(options, framework.name)))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -50,8 +48,8 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 def _versions() -> Iterator[str]:
     yield f"{'python':20} {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"{'torch':20} {torch.__version__}"  # with the build, which the package's metadata may lack
-    of_frameworks = [name for each in all_frameworks() for name in each.packages]
-    for name in dict.fromkeys(["triton", *of_frameworks, "flash-attn"]):
+    packages = [name for framework in all_frameworks() for name in framework.packages]
+    for name in dict.fromkeys(["triton", *packages, "flash-attn"]):
         try:
             yield f"{name:20} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:

@@ -5,23 +5,47 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from burst_plugin.cli import check, doctor
-from burst_plugin.cli.plan_modes import mode_of, wrong_option
+from burst_plugin.cli import check, doctor, plan, plan_model
 
-__all__ = ["main"]
+
+class _Command(NamedTuple):
+    """How a command adds its options to a parser, and yields what it prints."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    lines: Callable[[argparse.Namespace], Iterator[str]]
+
+
+_PLANS: Mapping[str, _Command] = MappingProxyType(
+    {
+        "burst plan --model": _Command(plan_model.add_arguments, plan_model.lines),
+        "burst plan --profile": _Command(plan.add_measured_arguments, plan.measured_lines),
+        "burst plan": _Command(plan.add_arguments, plan.lines),
+    }
+)
+"""The three plans, each with options of its own: of a model, on a measured cluster, or on one that is described."""
+_INSTEAD = {
+    ("burst plan --model", "--nodes"): ": give --gpus, those of all nodes, and --gpus-per-node",
+    ("burst plan --model", "--ranks-per-node"): ": give --gpus-per-node",
+    ("burst plan --model", "--heads"): ": the model has its own",
+    ("burst plan --model", "--head-dim"): ": the model has its own",
+    ("burst plan", "--gpus"): ": add --model, or give --nodes and --ranks-per-node",
+    ("burst plan", "--gpus-per-node"): ": add --model, or give --ranks-per-node",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser, commands = _parser(mode_of(given))
-    wrong = wrong_option(given[1:]) if given[:1] == ["plan"] else None
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser, commands = _parser(_PLANS[_plan_title(words)])
+    wrong = _wrong_plan_option(words[1:]) if words[:1] == ["plan"] else None
     if wrong is not None:
         commands["plan"].error(wrong)
-    options, unknown = parser.parse_known_args(given)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
@@ -33,16 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(plan_for: ModuleType) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser(plan_command: _Command) -> tuple[argparse.ArgumentParser, Mapping[str, Any]]:
     """Return the parser, and those of its commands by name."""
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
-        ("check", check, "prove that a cluster is right, safe and fast, and find the strategy that suits it"),
-        ("doctor", doctor, "say what is installed, what is changed in frameworks, what is refused"),
+        (
+            "check",
+            _Command(check.add_arguments, check.lines),
+            "prove that a cluster is right, safe and fast, and find the strategy that suits it",
+        ),
+        (
+            "doctor",
+            _Command(doctor.add_arguments, doctor.lines),
+            "say what is installed, what is changed in frameworks, what is refused",
+        ),
         (
             "plan",
-            plan_for,
+            plan_command,
             "say what fits for a model (--model), or what each schedule takes on a cluster, measured (--profile) or "
             "described",
         ),
@@ -53,22 +85,57 @@ def _parser(plan_for: ModuleType) -> tuple[argparse.ArgumentParser, dict[str, ar
     return parser, commands.choices
 
 
+def _plan_title(words: Sequence[str]) -> str:
+    """Return which plan is asked for."""
+    names = set(_option_names(words))
+    return "burst plan" + (" --model" if "--model" in names else " --profile" if "--profile" in names else "")
+
+
+def _wrong_plan_option(words: Sequence[str]) -> str | None:
+    """Return what is wrong with an option that the plan asked for does not have; None if it has all of them."""
+    title, names = _plan_title(words), list(_option_names(words))
+    valid = {name: _options(command) for name, command in _PLANS.items()}
+    for option in names:
+        if option in valid[title]:
+            continue
+        if {"--model", "--profile"} <= set(names):
+            return "--model and --profile exclude each other: a plan is for a model, or on a measured cluster"
+        others = [f"`{name}`" for name, options in valid.items() if option in options]
+        if others:
+            instead = _INSTEAD.get((title, option), "")
+            return f"{option} is an option of {' and '.join(others)}, not of `{title}`{instead}"
+        close = get_close_matches(option, sorted(set().union(*valid.values())), 1, 0.7)
+        return f"{option} is not an option{f' (did you mean {close[0]}?)' if close else ''}; see `{title} ... --help`"
+    return None
+
+
+def _option_names(words: Sequence[str]) -> Iterator[str]:
+    """Yield the long options among the words of a command line, without their values."""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            yield word.split("=")[0]
+
+
+def _options(command: _Command) -> set[str]:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
 def _print(options: argparse.Namespace) -> int:
-    """Print what a command has to say, line by line as it comes; return the exit status."""
+    """Print what a command has to say, line by line as it comes; return the exit status.
+
+    That is what a generator of lines returns, or 0.
+    """
+    lines = iter(options.lines(options))
     try:
-        return _print_all(iter(options.lines(options)))
+        while True:
+            print(next(lines), flush=True)
+    except StopIteration as end:
+        return end.value or 0
     except ValueError as error:
         print(f"burst {options.command}: {error}", file=sys.stderr)
         return 1
-
-
-def _print_all(lines: Iterator[str]) -> int:
-    """Print lines; return what a generator of them returns, an exit status, or 0."""
-    while True:
-        try:
-            print(next(lines), flush=True)
-        except StopIteration as end:
-            return end.value or 0
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from burst_plugin.cli.plan import progress_bar, tokens
 from burst_plugin.cli.plan_report import gpus_in_words, report
+from burst_plugin.cli.values import StatusLine, number, tokens, whole
 from burst_plugin.frameworks import FRAMEWORKS, framework
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.model_shape import MODELS, model_shape
-from burst_plugin.planning.setting import Cluster
 from burst_plugin.planning.training_plan import (
     Candidate,
     Goal,
@@ -23,8 +23,6 @@ from burst_plugin.planning.training_plan import (
     settings,
     some_plan_fits,
 )
-
-__all__ = ["add_arguments", "lines"]
 
 _DESCRIPTION = """\
 Plan the training of a model on sequences of some length: how it is cut over
@@ -38,7 +36,7 @@ examples:
   burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
   burst plan --model qwen3_8b --max-tokens --gpus 8
 """
-_MOST_GPUS = 2**17
+_MOST = 2**17  # GPUs, or sequences
 _MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
 
 # Of `Cluster`: what it is, in the unit of the option, and how many of the field's units that is.
@@ -54,22 +52,6 @@ _RATES = {
     "pcie_bytes_per_s": ("GB/S", 1e9, "rate between a GPU and its host, in one direction, all GPUs at once"),
     "host_bytes_per_s": ("GB/S", 1e9, "rate of a node's memory"),
 }
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST_GPUS):
-        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a whole number, 1 to {_MOST_GPUS:,}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a positive number, 1,000,000 at most")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a command line or flags in a file, - for standard input: say what they take, without a search",
     )
-    parser.add_argument("--gpus", metavar="N", type=_count, default=8, help="GPUs of all nodes (default: 8)")
-    parser.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(default: 8)")
+    parser.add_argument(
+        "--gpus", metavar="N", type=whole("GPUs", _MOST), default=8, help="GPUs of all nodes (default: 8)"
+    )
+    parser.add_argument("--gpus-per-node", metavar="N", type=whole("GPUs", _MOST), default=8, help="(default: 8)")
     parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="(default: %(default)s)")
-    parser.add_argument("--batch", metavar="N", type=_count, help="sequences per step (default: 1)")
+    parser.add_argument(
+        "--batch", metavar="N", type=whole("sequences", _MOST), help="sequences per step (default: 1)"
+    )
     parser.add_argument(
         "--fused-norms",
         action="store_true",
@@ -106,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _flag(name),
             dest=name,
             metavar=unit,
-            type=_positive,
+            type=number("a positive number", 1e-6),
             default=default,
             help=f"{text} (default: {default:g})",
         )
@@ -124,15 +110,14 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.flags is not None:
         yield from _given(options, goal)
         return
-    status = _Status()
+    status = StatusLine()
     if options.max_tokens:
-        goal = replace(goal, tokens=longest(goal, status.trying))
-        status.end()
+        goal = replace(goal, tokens=_longest(goal, status))
         if not goal.tokens:
             raise ValueError(_nothing_fits(replace(goal, tokens=2**16)))
         yield f"The longest sequence that fits, to 65,536: {goal.tokens:,} tokens ({goal.tokens / 2**20:.2f}m)."
         yield ""
-    best_first = plans_that_fit(goal, progress_bar if status.is_shown else None)
+    best_first = plans_that_fit(goal, status.progress)
     if not best_first:
         raise ValueError(_nothing_fits(goal))
     # Before anything is printed: whoever reads that may stop after a few lines.
@@ -199,30 +184,16 @@ def _goal(options: argparse.Namespace) -> Goal:
     )
 
 
-class _Status:
-    """What is tried, on one line of standard error if that is a terminal."""
-
-    def __init__(self) -> None:
-        self.is_shown = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        """Show a text in place of the one before."""
-        if self.is_shown:
-            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-
-    def trying(self, tokens_tried: int) -> None:
-        """Show which sequence is tried."""
-        self.say(f"trying {tokens_tried:,} tokens")
-
-    def end(self) -> None:
-        """Erase the line."""
-        self.say("")
-        self.say("\r")
+def _longest(goal: Goal, status: StatusLine) -> int:
+    """Return the most tokens that fit, and say meanwhile which number is tried."""
+    most = longest(goal, lambda tokens_tried: status.show(f"trying {tokens_tried:,} tokens"))
+    status.erase()
+    return most
 
 
 def _nothing_fits(goal: Goal) -> str:
     """Return what the nearest plans lack, and what would fit, having said that it takes a while to find out."""
-    cluster, status = goal.cluster, _Status()
+    cluster, status = goal.cluster, StatusLine()
     size = gpus_in_words(cluster.gpus)
     if next(settings(goal), None) is None:
         return f"{goal.tokens:,} tokens cannot be cut over {size}; use a multiple of {2 * cluster.gpus}"
@@ -239,17 +210,17 @@ def _nothing_fits(goal: Goal) -> str:
             sizes.append(f"hosts of {host + 1:.0f} GiB")
         lacks.append(" and ".join(lacking))
         ways.append(" and ".join(sizes))
-    most = longest(goal, status.trying)
+    most = _longest(goal, status)
     ways += [f"sequences of {most:,} tokens"] if most else []
     times = 2
     while times <= _MORE_NODES:
         more = replace(goal, cluster=replace(cluster, nodes=times * cluster.nodes))
-        status.say(f"trying {gpus_in_words(more.cluster.gpus)}")
+        status.show(f"trying {gpus_in_words(more.cluster.gpus)}")
         if some_plan_fits(more):
             ways.append(gpus_in_words(more.cluster.gpus))
             break
         times *= 2
-    status.end()
+    status.erase()
     return (
         f"{goal.model.name} on {goal.tokens:,} tokens does not fit on {size}: with the nearest plan "
         f"{', or with another '.join(lacks)}; what would fit: {', or '.join(ways)}"

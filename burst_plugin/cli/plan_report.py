@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from burst_plugin.planning.memory import GIB
-from burst_plugin.planning.run_options import layout_in_words, strategy_options
-from burst_plugin.planning.setting import Setting
+from burst_plugin.planning.setting import Setting, layout_in_words, strategy_options
 from burst_plugin.planning.step_time import bound_by
 from burst_plugin.planning.training_plan import Candidate, Goal, fits, reasons
-
-__all__ = ["gpus_in_words", "report", "seconds_in_words"]
 
 _RECOMPUTED = {
     "none": "nothing is computed again",
@@ -87,13 +84,13 @@ def _in_words(setting: Setting) -> str:
 
 
 def _memory(best: Candidate) -> Iterator[str]:
-    found = best.memory
-    yield from _table("GiB per GPU", {k: v / GIB for k, v in found.gpu.items()}, found.gpu_bytes / GIB, "GiB")
-    yield f"  at work, in the fullest moment: {found.fullest}"
-    for name, nbytes in found.at_work.items():
+    memory = best.memory
+    yield from _table("GiB per GPU", {k: v / GIB for k, v in memory.gpu.items()}, memory.gpu_bytes / GIB, "GiB")
+    yield f"  at work, in the fullest moment: {memory.fullest}"
+    for name, nbytes in memory.at_work.items():
         if nbytes >= 0.05 * GIB:
             yield f"    {name:<62}{nbytes / GIB:8.1f} GiB"
-    yield from _table("GiB per host", {k: v / GIB for k, v in found.host.items()}, found.host_bytes / GIB, "GiB")
+    yield from _table("GiB per host", {k: v / GIB for k, v in memory.host.items()}, memory.host_bytes / GIB, "GiB")
 
 
 def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> Iterator[str]:
@@ -106,14 +103,15 @@ def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> I
 
 def _runner_up(goal: Goal, best_first: list[Candidate]) -> Iterator[str]:
     differs_in = attrgetter("tensor", "context", "pipeline", "zero", "recompute", "keep")
-    for each in best_first[1:]:
-        setting = each.setting
+    for other in best_first[1:]:
+        setting = other.setting
         if differs_in(setting) != differs_in(best_first[0].setting):
             options = ", ".join(f"{name} = {value}" for name, value in strategy_options(goal.model, setting).items())
             yield (
                 f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"
-                f"{'; optimizer on the host' if setting.offload_optimizer else ''}: {seconds_in_words(each.step_s)}, "
-                f"{each.tokens_per_s:.0f} tokens/s per GPU, {each.memory.gpu_bytes / GIB:.1f} GiB"
+                f"{'; optimizer on the host' if setting.offload_optimizer else ''}: "
+                f"{seconds_in_words(other.step_s)}, "
+                f"{other.tokens_per_s:.0f} tokens/s per GPU, {other.memory.gpu_bytes / GIB:.1f} GiB"
             )
             return
     yield "No other way fits."

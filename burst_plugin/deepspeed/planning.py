@@ -10,8 +10,7 @@ from typing import Any
 from burst_plugin.deepspeed.config import BLOCK
 from burst_plugin.planning.memory import BUCKET
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.run_options import strategy_options
-from burst_plugin.planning.setting import Code, Setting
+from burst_plugin.planning.setting import Code, Setting, strategy_options
 from burst_plugin.planning.training_plan import Space
 
 __all__ = ["files", "space", "usage"]

@@ -9,8 +9,7 @@ from burst_plugin.megatron.model_flags import model_flags
 from burst_plugin.megatron.plan_flags import check_model, unpriced
 from burst_plugin.megatron.releases import target_version
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.run_options import strategy_options
-from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
+from burst_plugin.planning.setting import RECOMPUTE, Code, Setting, strategy_options
 from burst_plugin.planning.training_plan import Space
 
 __all__ = ["check_expressible", "check_model", "files", "setting_of", "space", "unpriced", "usage"]

@@ -17,8 +17,6 @@ from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.types import Rows, Side, row_count
 
-__all__ = ["CountingPool", "Held", "as_many_buffers", "most_bytes", "most_held"]
-
 _CPU = torch.device("cpu")
 _KINDS = (0, 1)  # of buffers: of operands, of partial results
 
@@ -36,8 +34,11 @@ class Held(NamedTuple):
 def most_held(schedule: Schedule) -> Held:
     """Return the most of either that any rank holds at once; the two need not be at the same time."""
     held = [dict(together) for together in _held_together(schedule, _rows(schedule))]
-    counts = [[sum(each[size] for size in each if size % 2 == kind) for each in held] for kind in _KINDS]
-    return Held(*map(max, counts))
+    operands, results = (
+        max(sum(count for size, count in together.items() if size % 2 == kind) for together in held)
+        for kind in _KINDS
+    )
+    return Held(operands, results)
 
 
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
@@ -72,7 +73,7 @@ def as_many_buffers(topology: Topology) -> Topology:
 
 
 def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
-    """Return the pool of a rank that has run a schedule, where every visit adds to what travels with the block.
+    """Return the pool of a rank that has run a schedule, where every step adds to what travels with the block.
 
     Blocks have so many rows. The size of a buffer is twice its rows, and one more if it is of partial results.
     """

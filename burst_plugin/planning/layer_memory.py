@@ -22,8 +22,6 @@ from burst_plugin.planning.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
 
-__all__ = ["BF16", "FP32", "HEAD", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
-
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
 _ROTATED = "rotated back, or gradients of the projections' input"
@@ -94,10 +92,10 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
 
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return what is saved of heads, all or those of a chunk, from the projections on."""
-    found = {"q": w.q, "k and v": w.kv_inside}
+    saved = {"q": w.q, "k and v": w.kv_inside}
     if model.qk_norm:  # before and after the norm, or with copies
-        found["norms of q and k"] = (w.q + w.kv / 2) * (3 if setting.copying_norms else 1)
-    return found
+        saved["norms of q and k"] = (w.q + w.kv / 2) * (3 if setting.copying_norms else 1)
+    return saved
 
 
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
@@ -112,7 +110,7 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
     if setting.offload:
         saved["inputs of layers, back from the host"] = w.row + _next_from_host(model, setting)
-    found = {
+    by_name = {
         "MLP, backward": saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w),
         "attention, backward": _before_mlp(saved)
         | {"gradient past the MLP": w.row}
@@ -123,31 +121,31 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         HEAD: _head(model, setting, w),
     }
     if setting.code.plain_norms:
-        found["norm, backward"] = (
+        by_name["norm, backward"] = (
             _without(saved, ("inside the MLP", "normalized input of the MLP"))
             | {"gradient of the layer's output": w.row}
             | _norm_backward(setting, w)
         )
     if setting.again_share() or setting.recompute == "none":
-        found["attention, forward"] = _attention_forward(of_heads, heads)
+        by_name["attention, forward"] = _attention_forward(of_heads, heads)
     if setting.head_chunks > 1:
-        _add_what_chunks_share(found, model, setting)
+        _add_what_chunks_share(by_name, model, setting)
     angles = 2 * BF16 * model.head_dim * setting.local_tokens  # once for all sequences
-    return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
+    return {name: moment | {"cos and sin of positions": angles} for name, moment in by_name.items()}
 
 
-def _add_what_chunks_share(found: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
+def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
     """Add to the moments of one chunk of heads what is there of all heads, and what the chunk makes again."""
     w, (of_heads, heads) = Widths(model, setting), chunk_of_heads(model, setting)
     gradients = {"gradient of out of all heads": w.q, "gradient of the projections' input": FP32 / BF16 * w.row}
     again = _saved_of_heads(of_heads, heads, Widths(of_heads, heads))
-    found["attention, backward"] |= again | gradients | {"gradient of out": 0.0}  # a part of that of all
-    found["projections, backward"] |= gradients | {name: x for name, x in again.items() if name.startswith("norms")}
-    found["projections, backward"][_ROTATED] = 2 * Widths(of_heads, heads).q
+    by_name["attention, backward"] |= again | gradients | {"gradient of out": 0.0}  # a part of that of all
+    by_name["projections, backward"] |= gradients | {name: x for name, x in again.items() if name.startswith("norms")}
+    by_name["projections, backward"][_ROTATED] = 2 * Widths(of_heads, heads).q
     if setting.recompute == "full":
-        found["projections, backward"]["out and lse"] = w.q + w.lse
-    if "attention, forward" in found:
-        found["attention, forward"] |= {"out and lse of all heads": w.q + w.lse, "out of all heads": w.q}
+        by_name["projections, backward"]["out and lse"] = w.q + w.lse
+    if "attention, forward" in by_name:
+        by_name["attention, forward"] |= {"out and lse of all heads": w.q + w.lse, "out of all heads": w.q}
 
 
 def _next_from_host(model: ModelShape, setting: Setting) -> float:
@@ -188,15 +186,15 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
     if setting.mlp_chunk:
         inside += setting.code.mlp_kept * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
-    found = {"gradients inside the MLP": inside * share}
+    moment = {"gradients inside the MLP": inside * share}
     if setting.mlp_chunk:
-        found["gradient of the MLP's input"] = w.row
+        moment["gradient of the MLP's input"] = w.row
     if w.gathered and not setting.mlp_chunk:  # the input, gathered again, and its gradient before it is scattered
-        found["gathered over tensor parallelism"] = 2 * w.gathered
+        moment["gathered over tensor parallelism"] = 2 * w.gathered
     if setting.code.sums_weights:
         weights = model.mlp_parameters / setting.tensor
-        found["gradients of the MLP's weights"] = weights * (FP32 + BF16) if setting.mlp_chunk else 0.0
-    return found
+        moment["gradients of the MLP's weights"] = weights * (FP32 + BF16) if setting.mlp_chunk else 0.0
+    return moment
 
 
 def _waiting(setting: Setting, side: float) -> int:
@@ -206,7 +204,7 @@ def _waiting(setting: Setting, side: float) -> int:
 
 def _all_wait(setting: Setting, side: float) -> bool:
     """Return whether all results of tiles wait until the end, when they are added up in 16 bits."""
-    return setting.parts == 1 and 1 < setting.visits <= _waiting(setting, side)
+    return setting.parts == 1 and 1 < setting.ring_size <= _waiting(setting, side)
 
 
 def _results(setting: Setting, side: float) -> float:
@@ -214,15 +212,15 @@ def _results(setting: Setting, side: float) -> float:
 
     Up to `waiting` wait in 16 bits for being added up together. What was added up is in float32.
     """
-    visits, waiting = setting.visits, _waiting(setting, side)
-    if visits == 1:
+    steps, waiting = setting.ring_size, _waiting(setting, side)
+    if steps == 1:
         return side
     if waiting == 1:
         return side * (1 + 2)
     if _all_wait(setting, side):
-        return side * visits
-    new = 1 / setting.parts if visits > waiting else 0.0
-    return side * (min(visits, waiting) + new + 2)
+        return side * steps
+    new = 1 / setting.parts if steps > waiting else 0.0
+    return side * (min(steps, waiting) + new + 2)
 
 
 def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
@@ -237,36 +235,36 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     later = moves + stays if _all_wait(setting, stays) else 0.0
     if setting.ulysses > 1:
         later = max(later, moves + w.q + w.kv - (results - stays))
-    found = {
+    moment = {
         "gradient of out": w.q,
         "rowsum(out * dout)": w.lse,
         f"{stay} of tiles, waiting and summed up": results,
         f"{move} of a tile and the kernel's workspace, or end results": max(of_tile, later),
     }
-    if setting.visits > 1:  # which wait for what other ranks add to them
-        found[f"{move} of the own block"] = moves
+    if setting.ring_size > 1:  # which wait for what other ranks add to them
+        moment[f"{move} of the own block"] = moves
     if setting.ulysses > 1:
-        found["gradient of out, heads exchanged"] = w.q
-    return found
+        moment["gradient of out, heads exchanged"] = w.q
+    return moment
 
 
 def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
     """Return tensors of a forward pass of attention that runs again: those up to it, and its own."""
     w = Widths(model, setting)
     saved = saved_by_layer(model, setting, whole_mlp=False)
-    found = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
-    found["gradient of the layer's output"] = w.row
+    moment = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
+    moment["gradient of the layer's output"] = w.row
     if setting.offload:
-        found["inputs of layers, back from the host"] = 2 * w.row
+        moment["inputs of layers, back from the host"] = 2 * w.row
     moving = choose_moving_side(_STRATEGY, "forward", ring_shapes(model, setting))
-    found["out and lse of tiles, waiting and summed up"] = (
+    moment["out and lse of tiles, waiting and summed up"] = (
         _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention
     )
     if _all_wait(setting, w.kept_attention):
-        found["out, in the end"] = w.kept_attention
+        moment["out, in the end"] = w.kept_attention
     if setting.ulysses > 1:
-        found["q, k and v before heads are exchanged, or later out"] = w.q + w.kv
-    return found
+        moment["q, k and v before heads are exchanged, or later out"] = w.q + w.kv
+    return moment
 
 
 def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
@@ -284,17 +282,17 @@ def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return tensors of the last norm, the head and the loss, forward and backward together."""
     vocab, code = model.vocab / setting.tensor, setting.code
-    found = {"last norm": w.row * (4 if setting.copying_norms else 2)}  # copies, or its input; and its output
+    moment = {"last norm": w.row * (4 if setting.copying_norms else 2)}  # copies, or its input; and its output
     if w.gathered:
-        found["gathered over tensor parallelism"] = 2 * w.gathered
+        moment["gathered over tensor parallelism"] = 2 * w.gathered
     if not setting.loss_chunk:
-        found["logits"] = w.tokens * vocab * code.logit_bytes
+        moment["logits"] = w.tokens * vocab * code.logit_bytes
         if code.sums_weights:
-            found["gradient of the head"] = model.hidden * vocab * BF16
-        return found
+            moment["gradient of the head"] = model.hidden * vocab * BF16
+        return moment
     logits = min(setting.loss_chunk, w.tokens) * vocab
     weights = model.hidden * vocab if code.sums_weights else 0.0
     backward = {"gradient of the normalized": w.row, "gradient of the head": FP32 * weights}
     # In 16 bits, and their gradient in float32 and in 16 bits; when logits are gone, the head's gradient is rounded.
-    found["logits of a chunk"] = max((2 * BF16 + FP32) * logits, BF16 * weights)
-    return found | backward
+    moment["logits of a chunk"] = max((2 * BF16 + FP32) * logits, BF16 * weights)
+    return moment | backward

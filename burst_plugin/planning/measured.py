@@ -1,23 +1,114 @@
-"""What a measured cluster says to the planner: the rates of its links, and the seconds of its kernel on a block."""
+"""What a measured cluster says to the planner: rates of links and of the kernel; and the strategy that suits it."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from itertools import pairwise
-from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.links import Links
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.planner import PricedPlan, plans, reason
+from burst_plugin.planning.price import work_seconds
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate, Model
+from burst_plugin.strategy import PLANNED, MeasuredStrategy, Strategy
 from burst_plugin.topology import Topology
 
-__all__ = ["measured_links", "measured_visit_seconds", "model_shapes", "only_slow_ones", "rate_at"]
+_LOG = logging.getLogger(__name__)
 
-_SLOW = 0.8  # of the median, from which on a node or a rank counts as slow: less is what measurements differ by
+
+class Choice(NamedTuple):
+    """The strategy of the best plan; why, and which plan is next, in words."""
+
+    strategy: Strategy
+    why: str
+    runner_up: str
+
+    def __str__(self) -> str:
+        return f"{strategy_in_words(self.strategy)}: {self.why}; runner-up: {self.runner_up}"
+
+
+def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tuple[Strategy, str]:
+    """Return the strategy of a ring on `topology`, and what was chosen in words.
+
+    Of a `MeasuredStrategy` the options that are not set are those of the best plan for its model; the same on all
+    ranks that have the same profile. Any other strategy is returned unchanged, with no words. `logs`: whether to log
+    the choice.
+
+    Raises ValueError for links that were not measured, a sequence shorter than the ring, options that no plan has.
+    """
+    if not isinstance(strategy, MeasuredStrategy):
+        return strategy, ""
+    options = {field.name: getattr(strategy, field.name) for field in fields(Strategy)}
+    if topology.ranks == 1:
+        return Strategy(**options), ""
+    model, fixed = _at_once(strategy), {name: options[name] for name in PLANNED if name in strategy.given}
+    choice = choose(strategy.measured, model, topology, fixed)
+    sizes = f"{model.q_heads}/{model.kv_heads} heads of {model.head_dim} and {model.seq} tokens"
+    text = f"planned for {sizes} on {topology}: {choice}"
+    if logs:
+        _LOG.info("burst attention is %s", text)
+    return Strategy(**{**options, **{name: getattr(choice.strategy, name) for name in PLANNED}}), text
+
+
+def choose(
+    profile: ClusterProfile, model: Model, topology: Topology, fixed: Mapping[str, Any] | None = None
+) -> Choice:
+    """Return the best plan for `model` on `topology`, with what is `fixed`: options of `Strategy` that are set.
+
+    Raises ValueError as `planned`.
+    """
+    shapes = model_shapes(model, topology, profile.dtype)
+    work_s = measured_work_seconds(profile, shapes, model.mask == "causal")
+    best, *others = plans(topology, shapes, work_s, measured_links(profile, topology), fixed=fixed)
+    # Plans may have other names and be the same: of one ring rank, or one rank per node, schedules do not differ.
+    other = next((plan for plan in others if (plan.forward, plan.backward) != (best.forward, best.backward)), None)
+    runner_up = "none" if other is None else f"{strategy_in_words(other.strategy)}, {_behind(best, other)}"
+    return Choice(best.strategy, _in_words(best), runner_up)
+
+
+def _at_once(strategy: MeasuredStrategy) -> Model:
+    """Return the model with the heads that a call of attention has: with a `head_chunk` only so many."""
+    model, chunk = strategy.model, strategy.head_chunk
+    if not 0 < chunk < model.q_heads:
+        return model
+    return replace(model, q_heads=chunk, kv_heads=max(1, model.kv_heads * chunk // model.q_heads))
+
+
+def options_of(strategy: Strategy) -> dict[str, Any]:
+    """Return what a strategy says besides defaults, always with its schedule, as JSON holds it.
+
+    Not how many ranks a node has: a smaller group on the same cluster may have fewer, and its ranks know it.
+    """
+    default = Strategy()
+    options: dict[str, Any] = {"schedule": strategy.schedule}
+    for field in fields(Strategy):
+        value = getattr(strategy, field.name)
+        if value != getattr(default, field.name) and field.name != "ranks_per_node":
+            options[field.name] = list(value) if isinstance(value, tuple) else value
+    return options
+
+
+def strategy_in_words(strategy: Strategy) -> str:
+    """Return a strategy as it is written, with what it says besides defaults and always with its schedule."""
+    options = ", ".join(f"{name}={value!r}" for name, value in options_of(strategy).items())
+    return f"Strategy({options})"
+
+
+def _in_words(plan: PricedPlan) -> str:
+    return f"{1e3 * plan.step_s:.4g} ms for both passes of a layer, {reason(plan)}"
+
+
+def _behind(best: PricedPlan, other: PricedPlan) -> str:
+    more = other.step_s / best.step_s - 1
+    if more < 0.005:  # of plans equally far from the bound the simplest is the first
+        return f"as fast, and less simple: {_in_words(other)}"
+    return f"{more:.1%} slower: {_in_words(other)}"
 
 
 def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
@@ -54,41 +145,15 @@ def measured_links(profile: ClusterProfile, topology: Topology | None = None) ->
     return Links(*rates, profile.nic, intra.latency_s, inter.latency_s)
 
 
-def measured_visit_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
+def measured_work_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
     """Return the seconds of work on a whole block, forward and backward, at the measured rates of the kernel.
 
-    As `planner.visit_seconds`, but each pass has its own rate, that of tiles as long as the block.
+    As `price.work_seconds`, but each pass has its own rate, that of tiles as long as the block.
     """
-    pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
-    flops = 2 * pairs * (shapes.qk_dim + shapes.v_dim)
     rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
-    return flops / rate.forward_flops_per_s, 2.5 * flops / rate.backward_flops_per_s
-
-
-def only_slow_ones(
-    profile: ClusterProfile, visit_s: tuple[float, float], links: Links
-) -> tuple[tuple[float, float], Links]:
-    """Return seconds of a visit, and links, by which no more nodes and ranks are slow than were measured to be.
-
-    By `visit_s` and `links`, from `measured_visit_seconds` and `measured_links`, all are as slow as the slowest. They
-    are returned as they are for a profile without slow ones, or one that does not say which are.
-    """
-    slow_nodes, slow_ranks = _shares(profile.node_rates), _shares(profile.rank_rates)
-    least_rate, least_speed = min(slow_nodes.values(), default=1.0), min(slow_ranks.values(), default=1.0)
-    usual = links.inter_bytes_per_s / least_rate
-    forward_s, backward_s = visit_s
-    return (forward_s * least_speed, backward_s * least_speed), replace(
-        links,
-        inter_bytes_per_s=usual,
-        node_bytes_per_s={node: share * usual for node, share in slow_nodes.items()},
-        rank_speed=slow_ranks,
-    )
-
-
-def _shares(rates: Sequence[float]) -> dict[int, float]:
-    """Return by number those that are slow, as shares of the median."""
-    usual = median(rates) if rates else 0.0
-    return {number: rate / usual for number, rate in enumerate(rates) if rate < _SLOW * usual}
+    forward_s, _ = work_seconds(shapes, rate.forward_flops_per_s, causal)
+    _, backward_s = work_seconds(shapes, rate.backward_flops_per_s, causal)
+    return forward_s, backward_s
 
 
 def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
@@ -98,10 +163,9 @@ def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
     for below, above in pairwise(rates):
         if rows <= above.rows:
             share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
-            forward = _between(below.forward_flops_per_s, above.forward_flops_per_s, share)
-            return KernelRate(rows, forward, _between(below.backward_flops_per_s, above.backward_flops_per_s, share))
+            forward, backward = (
+                getattr(below, name) + share * (getattr(above, name) - getattr(below, name))
+                for name in ("forward_flops_per_s", "backward_flops_per_s")
+            )
+            return KernelRate(rows, forward, backward)
     return rates[-1]
-
-
-def _between(first: float, second: float, share: float) -> float:
-    return first + share * (second - first)

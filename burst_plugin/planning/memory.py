@@ -17,6 +17,7 @@ from burst_plugin.activations.pages import whole_pages
 from burst_plugin.comm.process_groups import peer_bytes
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.layer_memory import (
     BF16,
     FP32,
@@ -29,7 +30,7 @@ from burst_plugin.planning.layer_memory import (
     saved_by_layer,
 )
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Cluster, Setting
+from burst_plugin.planning.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
@@ -37,8 +38,6 @@ from burst_plugin.sequence.masks import Full, Mask, SlidingWindow
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
-
-__all__ = ["BUCKET", "GIB", "Memory", "memory", "surely_too_large"]
 
 GIB = 2**30
 _STRATEGY = Strategy()
@@ -56,7 +55,7 @@ def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> b
 
 
 @dataclass(frozen=True)
-class Memory:
+class TrainingMemory:
     """Bytes by part, on the fullest GPU and on the host of a node; `at_work` are the tensors of the `fullest` moment.
 
     The last part of `gpu` is what is left free, which is no tensor.
@@ -78,7 +77,7 @@ class Memory:
         return sum(self.host.values())
 
 
-def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
+def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMemory:
     """Return the memory of a setting, whether or not it fits."""
     at = moments(model, setting)
     gathered = {name: _gathered_weights(model, setting, name == HEAD) for name in at}
@@ -96,7 +95,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     gpu["at work"] = sum(at[fullest].values())
     gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
     host = _host(model, setting, cluster)
-    return Memory(gpu, host, fullest, at[fullest])
+    return TrainingMemory(gpu, host, fullest, at[fullest])
 
 
 def _states(model: ModelShape, setting: Setting) -> Moment:
@@ -104,12 +103,12 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
     own = model.parameters / (setting.tensor * setting.pipeline)
     shard = own / (setting.context * setting.data)
     is_sharded = setting.zero == 3
-    found = {"weights": BF16 * (shard if is_sharded else own)}
+    states = {"weights": BF16 * (shard if is_sharded else own)}
     gradients = FP32 * (shard if is_sharded else own)
     on_host = setting.offload_optimizer
-    found["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
-    found["optimizer"] = 0.0 if on_host else 3 * FP32 * shard
-    return found
+    states["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
+    states["optimizer"] = 0.0 if on_host else 3 * FP32 * shard
+    return states
 
 
 def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> float:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["DEFAULTS", "FAMILIES", "Family", "defaults_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

@@ -16,11 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_number, shown
-from burst_plugin.planning.layer_windows import layer_windows
 from burst_plugin.planning.model_families import DEFAULTS, FAMILIES, Family, defaults_of
-from burst_plugin.planning.model_shape import ModelShape
-
-__all__ = ["ModelFeatures", "RotaryScaling", "model_features"]
+from burst_plugin.planning.model_shape import ModelShape, layer_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +128,19 @@ def model_features(model: ModelShape) -> ModelFeatures:
             "expected another model_type, or another number"
         )
     complete = {**defaults_of(str(kind)), **config}
-    found = _Found(f"model_type={kind}")
+    features = _Features(f"model_type={kind}")
     for name, value in family.features.items():
-        found.add(name, value)
-    _read_rest(found, complete, family)
-    _read_rotary(found, complete)
-    _read_windows(found, complete, family, model.layers)
+        features.add(name, value)
+    _read_rest(features, complete, family)
+    _read_rotary(features, complete)
+    _read_windows(features, complete, family, model.layers)
     _refuse_unknown_keys(config, family)
     if config is not outer:
-        found.add("towers", True, "text_config")
-    return ModelFeatures(**found.values, sources=found.sources)
+        features.add("towers", True, "text_config")
+    return ModelFeatures(**features.values, sources=features.sources)
 
 
-class _Found:
+class _Features:
     """Values of features, and what says each."""
 
     def __init__(self, family: str) -> None:
@@ -151,52 +148,54 @@ class _Found:
         self.sources: dict[str, str] = {}
         self._family = family
 
-    def add(self, name: str, value: Any, key: str = "", said: Any = None) -> None:
-        """Set a feature. key, said: the key that says it, and its value there; without, the family does."""
+    def add(self, name: str, value: Any, key: str = "", entry: Any = None) -> None:
+        """Set a feature. key, entry: the key that says it, and its value there; without, the family does."""
         self.values[name] = value
-        self.sources[name] = (f"{key}={shown(said)}" if said is not None else key) or self._family
+        self.sources[name] = (f"{key}={shown(entry)}" if entry is not None else key) or self._family
 
 
-def _read_rest(found: _Found, config: Mapping[str, Any], family: Family) -> None:
+def _read_rest(features: _Features, config: Mapping[str, Any], family: Family) -> None:
     """Read what one key each says."""
-    found.add("norm_epsilon", _number(config["rms_norm_eps"], "rms_norm_eps"), "rms_norm_eps", config["rms_norm_eps"])
+    features.add(
+        "norm_epsilon", _number(config["rms_norm_eps"], "rms_norm_eps"), "rms_norm_eps", config["rms_norm_eps"]
+    )
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    found.add("activation", str(config[key]), key, config[key])
+    features.add("activation", str(config[key]), key, config[key])
     for key, name in (("initializer_range", "weight_std"), ("attention_dropout", "attention_dropout")):
         if config.get(key) is not None:
-            found.add(name, _number(config[key], key), key, config[key])
+            features.add(name, _number(config[key], key), key, config[key])
     scale = config.get("query_pre_attn_scalar")
     heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
     head_dim = head_dim or (config.get("hidden_size", 0) // heads if heads else None)
     if scale is not None and scale != head_dim:
-        found.add("score_scale", scale**-0.5, "query_pre_attn_scalar", scale)
+        features.add("score_scale", scale**-0.5, "query_pre_attn_scalar", scale)
     if config.get("swiglu_alpha", 1.702) != 1.702:
         raise ValueError(f"the config.json has swiglu_alpha={shown(config['swiglu_alpha'])}, expected 1.702")
     for key, names in family.says.items():
         value = config.get(key)
         for name in names if value is not None else ():
-            found.add(name, value, key, value)
+            features.add(name, value, key, value)
 
 
-def _read_rotary(found: _Found, config: Mapping[str, Any]) -> None:
+def _read_rotary(features: _Features, config: Mapping[str, Any]) -> None:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    said = config.get(key) or {}
-    if not isinstance(said, Mapping):
-        raise ValueError(f"the config.json has {key}={shown(said)}, expected an object")
+    rotary = config.get(key) or {}
+    if not isinstance(rotary, Mapping):
+        raise ValueError(f"the config.json has {key}={shown(rotary)}, expected an object")
     local, local_key = config.get("rope_local_base_freq"), "rope_local_base_freq"
-    if "full_attention" in said:  # by kind of layer
-        if isinstance(said.get("sliding_attention"), Mapping):
-            local, local_key = said["sliding_attention"].get("rope_theta"), f"{key}.sliding_attention.rope_theta"
-        said = said["full_attention"] or {}
-    base = said.get("rope_theta") or config["rope_theta"]
-    found.add("rotary_base", _number(base, "rope_theta"), "rope_theta", base)
+    if "full_attention" in rotary:  # by kind of layer
+        if isinstance(rotary.get("sliding_attention"), Mapping):
+            local, local_key = rotary["sliding_attention"].get("rope_theta"), f"{key}.sliding_attention.rope_theta"
+        rotary = rotary["full_attention"] or {}
+    base = rotary.get("rope_theta") or config["rope_theta"]
+    features.add("rotary_base", _number(base, "rope_theta"), "rope_theta", base)
     if local is not None and local != base:
-        found.add("local_rotary_base", _number(local, local_key), local_key, local)
-    kind = said.get("rope_type", said.get("type", "default"))
+        features.add("local_rotary_base", _number(local, local_key), local_key, local)
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in (None, "default"):
-        _refuse_rotary_keys(said, key, ())
+        _refuse_rotary_keys(rotary, key, ())
         return
-    found.add("rotary_scaling", _scaling(str(kind), said, key, config), key, said)
+    features.add("rotary_scaling", _scaling(str(kind), rotary, key, config), key, rotary)
 
 
 # Of `RotaryScaling`: by the name of a parameter in config.json, its field.
@@ -216,13 +215,13 @@ _SCALING = MappingProxyType(
 )
 
 
-def _scaling(kind: str, said: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> RotaryScaling:
+def _scaling(kind: str, rotary: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> RotaryScaling:
     if kind not in ("llama3", "yarn"):  # as it is: of others no parameter is expressed anywhere
         return RotaryScaling(kind=kind)
-    _refuse_rotary_keys(said, key, _SCALING)
+    _refuse_rotary_keys(rotary, key, _SCALING)
     values: dict[str, Any] = {
         _SCALING[name]: value if isinstance(value, bool) else _number(value, f"{key}.{name}")
-        for name, value in {"factor": None, **said}.items()
+        for name, value in {"factor": None, **rotary}.items()
         if name in _SCALING and (value is not None or name == "factor")
     }
     original = values.get("original_tokens") or _number(
@@ -234,13 +233,13 @@ def _scaling(kind: str, said: Mapping[str, Any], key: str, config: Mapping[str, 
     return RotaryScaling(kind=kind, **values)
 
 
-def _refuse_rotary_keys(said: Mapping[str, Any], key: str, known: Iterable[str]) -> None:
-    for name, value in said.items():
+def _refuse_rotary_keys(rotary: Mapping[str, Any], key: str, known: Iterable[str]) -> None:
+    for name, value in rotary.items():
         if name not in ("rope_type", "type", "rope_theta", *known) and value is not None:
             raise _unknown(f"{key}.{name}", value)
 
 
-def _read_windows(found: _Found, config: Mapping[str, Any], family: Family, layers: int) -> None:
+def _read_windows(features: _Features, config: Mapping[str, Any], family: Family, layers: int) -> None:
     if not family.windows:
         return
     listed = config.get("layer_types") if family.lists_layers else None
@@ -251,7 +250,7 @@ def _read_windows(found: _Found, config: Mapping[str, Any], family: Family, laye
         return
     if not config.get("use_sliding_window", True):
         raise ValueError("the config.json has layer_types with sliding_attention, and no sliding_window in use")
-    found.add("windows", windows, "sliding_window", max(windows))
+    features.add("windows", windows, "sliding_window", max(windows))
 
 
 def _refuse_unknown_keys(config: Mapping[str, Any], family: Family) -> None:
@@ -275,8 +274,8 @@ def _unknown(key: str, value: object) -> ValueError:
     )
 
 
-def _number(said: object, key: str) -> float:
-    value = as_number(said)
+def _number(entry: object, key: str) -> float:
+    value = as_number(entry)
     if value is None or value < 0:
-        raise ValueError(f"the config.json has {key}={shown(said)}, expected a number, 0 or more")
+        raise ValueError(f"the config.json has {key}={shown(entry)}, expected a number, 0 or more")
     return value

@@ -1,9 +1,13 @@
-"""The sizes of a language model that a plan needs: of well-known models by name, of others from a config.json."""
+"""The sizes of a language model that a plan needs: of well-known models by name, of others from a config.json.
+
+Also which of its layers have a sliding window, and how long it is. Files from before transformers wrote `layer_types`
+leave both to the model's code, whose rules and defaults are here.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,10 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, shown
-from burst_plugin.planning.layer_windows import windowed_layers
 from burst_plugin.planning.model_families import defaults_of
-
-__all__ = ["MODELS", "ModelShape", "model_shape"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,54 +94,42 @@ class ModelShape:
         return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
 
 
-def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
+# Of the families of built-in models, by the first part of their names: the vocabulary, and what a config.json says.
+_BUILT_IN_FAMILIES: Mapping[str, tuple[int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama2": (32000, {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}),
+        "llama3": (128256, {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
+        "qwen3": (151936, {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6}),
+    }
+)
+
+
+def _built_in(name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int = 8) -> ModelShape:
+    family = name.split("_")[0]
+    vocab, config = _BUILT_IN_FAMILIES[family]
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
         ffn=ffn,
         heads=heads,
-        kv_heads=8,
+        kv_heads=kv_heads,
         head_dim=128,
-        vocab=151936,
-        qk_norm=True,
-        config={"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6},
-    )
-
-
-def _llama3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128256,
-        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+        vocab=vocab,
+        qk_norm=family == "qwen3",
+        config=config,
     )
 
 
 _BUILT_IN = (
-    ModelShape(
-        name="llama2_7b",
-        layers=32,
-        hidden=4096,
-        ffn=11008,
-        heads=32,
-        kv_heads=32,
-        head_dim=128,
-        vocab=32000,
-        config={"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
-    ),
-    _llama3("llama3_8b", 32, 4096, 14336, 32),
-    _llama3("llama3_70b", 80, 8192, 28672, 64),
-    _qwen3("qwen3_8b", 36, 4096, 12288, 32),
-    _qwen3("qwen3_14b", 40, 5120, 17408, 40),
-    _qwen3("qwen3_32b", 64, 5120, 25600, 64),
+    _built_in("llama2_7b", 32, 4096, 11008, 32, kv_heads=32),
+    _built_in("llama3_8b", 32, 4096, 14336, 32),
+    _built_in("llama3_70b", 80, 8192, 28672, 64),
+    _built_in("qwen3_8b", 36, 4096, 12288, 32),
+    _built_in("qwen3_14b", 40, 5120, 17408, 40),
+    _built_in("qwen3_32b", 64, 5120, 25600, 64),
 )
-MODELS: Mapping[str, ModelShape] = MappingProxyType({each.name: each for each in _BUILT_IN})
+MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model in _BUILT_IN})
 
 
 def model_shape(name: str) -> ModelShape:
@@ -240,13 +229,115 @@ class _Sizes:
             value = self._config.get(key)
             if value is None:
                 continue
-            whole = as_whole(value)
-            if whole is None or whole < (1 if default is None else 0):
+            number = as_whole(value)
+            if number is None or number < (1 if default is None else 0):
                 raise ValueError(f"{self._path} has {key}={shown(value)}, expected a positive whole number")
-            return whole
+            return number
         if default is None:
             raise ValueError(
                 f"{self._path} has no {' or '.join(keys)}; expected the config.json of a decoder with the sizes "
                 "num_hidden_layers, hidden_size, intermediate_size, num_attention_heads and vocab_size"
             )
         return default
+
+
+_WINDOWED = "sliding_attention"
+_Rule = Callable[[int, Mapping[str, Any]], bool]
+"""Whether a layer, counted from 0, has the window."""
+
+
+def _every(layer: int, config: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _other(layer: int, config: Mapping[str, Any]) -> bool:
+    return layer % 2 == 0
+
+
+def _all_but_one_in(usual: int) -> _Rule:
+    """Return the rule that the last one of `usual` layers, or of as many as the file says, has no window."""
+
+    def rule(layer: int, config: Mapping[str, Any]) -> bool:
+        pattern = config.get("sliding_window_pattern") or usual
+        if isinstance(pattern, str):  # of Exaone: L is a layer with the window
+            return pattern[layer % len(pattern)] == "L"
+        return bool((layer + 1) % pattern)
+
+    return rule
+
+
+def _from(usual: int) -> _Rule:
+    """Return the rule that layers from `max_window_layers` on have the window."""
+    return lambda layer, config: bool(layer >= config.get("max_window_layers", usual))
+
+
+def _other_up_to(usual: int) -> _Rule:
+    """Return the rule that every other layer before `max_window_layers` has the window."""
+    return lambda layer, config: layer % 2 == 0 and layer < config.get("max_window_layers", usual)
+
+
+# By model_type: the window where the file has no `sliding_window`, and which layers have it.
+_RULES: Mapping[str, tuple[int | None, _Rule]] = MappingProxyType(
+    {
+        "mistral": (4096, _every),
+        "ministral": (4096, _every),
+        "mixtral": (None, _every),
+        "phi3": (None, _every),
+        "phimoe": (None, _every),
+        "starcoder2": (None, _every),
+        "gemma2": (4096, _other),
+        "gemma3_text": (4096, _all_but_one_in(6)),
+        "gpt_oss": (128, _other),
+        "cohere2": (4096, _all_but_one_in(4)),
+        "olmo3": (4096, lambda layer, config: layer % 4 != 3),
+        "exaone4": (4096, _all_but_one_in(4)),
+        "qwen2": (4096, _from(28)),
+        "qwen2_moe": (4096, _other_up_to(28)),
+        "qwen2_vl_text": (4096, _from(80)),
+        "qwen2_5_vl_text": (4096, _from(80)),
+        "qwen3": (4096, _from(28)),
+        "qwen3_moe": (4096, _every),
+    }
+)
+
+
+def layer_windows(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, ...]:
+    """Return for each layer the keys of its window, the token itself included, 0 for none.
+
+    Raises ValueError for a window that is no positive number, and if it is not known which layers have one.
+    """
+    family = str(config.get("model_type", ""))
+    usual, rule = _RULES.get(family, (None, None))
+    types = config.get("layer_types")
+    window = config.get("sliding_window", usual)
+    if types is not None:
+        windowed = [kind == _WINDOWED for kind in list(types)[:layers]]
+    elif window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
+        windowed = [False] * layers
+    elif rule is None:
+        raise ValueError(
+            f"{path} has sliding_window={shown(window)}, but in which layers of model_type {family!r} is not known; "
+            f'add "layer_types" to it, a list with "{_WINDOWED}" or "full_attention" for every layer'
+        )
+    else:
+        try:
+            windowed = [rule(layer, config) for layer in range(layers)]
+        except TypeError as error:
+            raise ValueError(
+                f"{path} does not say which layers have the window: {error}; write whole numbers for "
+                "sliding_window_pattern and max_window_layers"
+            ) from error
+    if not any(windowed):
+        return (0,) * layers
+    length = as_whole(window)
+    if length is None or length < 1:
+        raise ValueError(
+            f"{path} has layers with {_WINDOWED} and sliding_window={shown(window)}, expected a positive whole number"
+        )
+    return tuple(length if has else 0 for has in windowed)
+
+
+def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, int]:
+    """Return (keys of the window; layers that have it), (0, 0) for none. Raises as `layer_windows` does."""
+    windows = layer_windows(config, layers, path)
+    return max(windows), sum(map(bool, windows))

@@ -1,65 +1,30 @@
-"""All plans on a described cluster, by price: the schedules that are executed, with times added to them.
-
-    links = Links(intra_bytes_per_s=450e9, inter_bytes_per_s=50e9)
-    load = Load(gather_bytes=16 << 20, reduce_bytes=16 << 20, visit_s=0.002)
-    price(two_level_ring(Topology(4, 8)), load, links)      # Price(time_s=..., compute_s=..., link_s=...)
-
-The price of one schedule is in `planning.price`, how ranks and messages move in `planning.simulator`.
-"""
+"""All plans on a described cluster, by price; the bound, which none beats; the buffers that they take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.bound import least_seconds
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
-from burst_plugin.planning.exchange import (
-    exchange_buffer_bytes,
-    exchange_seconds,
-    exchanged_bytes,
-    groupings,
-    in_ring,
-)
-from burst_plugin.planning.links import Links, Load
-from burst_plugin.planning.price import Price, price, price_by_name
-from burst_plugin.planning.windowed import windowed_price
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.price import Price, exchange_buffer_bytes, exchanged_bytes, pass_price, shapes_in_ring
+from burst_plugin.planning.simulator import Load
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy
-from burst_plugin.strategy.validation import PLACEMENTS
 from burst_plugin.topology import Link, Topology
-from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
-
-__all__ = [
-    "MOST_SIMULATED",
-    "MOST_UNEVEN",
-    "Links",
-    "Load",
-    "Plan",
-    "Price",
-    "buffer_bytes",
-    "has_price",
-    "least_seconds",
-    "left_out",
-    "pass_price",
-    "plans",
-    "price",
-    "reason",
-    "visit_seconds",
-]
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
-MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes about a minute
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
-class Plan(NamedTuple):
+class PricedPlan(NamedTuple):
     """One way to run attention, and the price of its passes."""
 
     strategy: Strategy
@@ -79,136 +44,99 @@ class Plan(NamedTuple):
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
-def has_price(strategy: Strategy) -> bool:
-    """Return whether passes by a strategy can be priced: one side moves, and neighbours are groups."""
-    return BOTH not in (strategy.forward, strategy.backward) and strategy.ulysses_placement == PLACEMENTS[0]
+class _PricedPass(NamedTuple):
+    """The price of a pass, its parts, its moving side, and the option by which that side moves."""
 
-
-def pass_price(
-    strategy: Strategy,
-    direction: Direction,
-    topology: Topology,
-    shapes: Shapes,
-    visit_s: float,
-    links: Links,
-    *,
-    window: int | None = None,
-) -> Price:
-    """Return the price of one pass by `strategy`.
-
-    `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
-    are longer and have fewer heads, with a `mesh_degree` a visit is with the other side of a whole group. The time of
-    what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
-    with the latency of one message. With a `window`, the most keys that a token attends to, itself included,
-    `visit_s` is the work on all pairs of a block's tokens. Raises ValueError for what has no price (`has_price`).
-    """
-    if strategy.ulysses_placement != PLACEMENTS[0]:
-        raise ValueError(
-            f"ulysses_placement={strategy.ulysses_placement!r} cannot be planned: it has no price. Use "
-            f"{PLACEMENTS[0]!r}; or run it without a plan, as Strategy(ulysses_degree=..., ...)"
-        )
-    size, ring = strategy.group_size, in_ring(shapes, strategy.degree)
-    groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
-    moving = choose_moving_side(strategy, direction, ring, groups.ranks)
-    load = Load.of(ring, direction, moving, size * visit_s)
-    rings = links.of_rings(topology, size)  # one for each rank of a group
-    if window is None:
-        name = strategy.schedule_for(groups)
-        prices = [price_by_name(name, groups, parts, load, of_ring) for of_ring in rings]
-    else:
-        load, name = replace(load, rows=ring.q_len), strategy.schedule
-        prices = [
-            windowed_price(name, groups, parts, load, of_ring, moving=moving, window=window) for of_ring in rings
-        ]
-    ring_price = Price.of_last(prices)
-    exchange_s = exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
-    busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
-    exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
-    return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
+    price: Price
+    parts: int
+    moving: Side
+    option: str
 
 
 def plans(
     topology: Topology,
     shapes: Shapes,
-    visit_s: tuple[float, float],
+    work_s: tuple[float, float],
     links: Links,
     progress: Callable[[int, int], None] | None = None,
     fixed: Mapping[str, Any] | None = None,
-) -> list[Plan]:
+) -> list[PricedPlan]:
     """Return every schedule x degree of the exchange of heads x numbers of parts; the best first.
 
     The best is the one with the shortest time. Plans with the same multiple of `least_seconds`, to two digits after
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
-    unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
+    unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `work_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
     and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
     gathered in groups, and no heads are exchanged then.
 
-    Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
-    uneven ones of more than `MOST_UNEVEN` ranks.
+    Raises ValueError if no plan can have what is `fixed`.
     """
     fixed = fixed or {}
-    links.check(topology)
-    if not links.is_even and topology.ranks > MOST_UNEVEN:
-        raise ValueError(
-            f"the {topology.ranks} ranks of an uneven cluster would be simulated one by one, which takes too long: "
-            f"at most {MOST_UNEVEN} are; describe a part of the cluster, with the nodes and ranks that differ"
-        )
-    settings = _settings(topology, shapes, fixed)
-    total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
-    done, candidates = 0, []
-    for plain, pairs in settings:
-        best = {}
-        for direction, each_s, of_pass in zip(DIRECTIONS, visit_s, zip(*pairs, strict=True), strict=True):
-            for n in dict.fromkeys(of_pass):
-                best[direction, n] = _best_moving_side(
-                    replace(plain, parts=n), direction, topology, shapes, each_s, links, direction in fixed
+    candidates = _candidates(topology, shapes, fixed)
+    total = sum(len(forward) + len(backward) for _, (forward, backward) in candidates)
+    priced, done = [], 0
+    for candidate, parts_by_pass in candidates:
+        passes: list[list[_PricedPass]] = []  # of each direction, one for each number of parts
+        for direction, pass_work_s, numbers in zip(DIRECTIONS, work_s, parts_by_pass, strict=True):
+            passes.append([])
+            for parts in numbers:
+                strategy, is_fixed = replace(candidate, parts=parts), direction in fixed
+                passes[-1].append(
+                    _price_with_best_side(
+                        strategy, direction, topology, shapes, pass_work_s, links, is_fixed=is_fixed
+                    )
                 )
                 done += 1
                 if progress is not None:
                     progress(done, total)
-        for parts in pairs:
-            forward, backward = (best[each] for each in zip(DIRECTIONS, parts, strict=True))
-            strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
-            moving_sides = forward.moving, backward.moving
-            candidates.append(Plan(strategy, forward.price, backward.price, moving_sides))
-    least_s = least_seconds(topology, shapes, visit_s, links, fixed.get("mesh_degree", 1))
+        for forward, backward in product(*passes):
+            strategy = replace(
+                candidate,
+                parts=(forward.parts, backward.parts),
+                forward=forward.option,
+                backward=backward.option,
+            )
+            priced.append(PricedPlan(strategy, forward.price, backward.price, (forward.moving, backward.moving)))
+    least_s = least_seconds(topology, shapes, work_s, links, fixed.get("mesh_degree", 1))
 
-    def order(plan: Plan) -> tuple[float, int, int, bool, float]:
+    def order(plan: PricedPlan) -> tuple[float, int, int, bool, float]:
         groups = topology.of_ulysses_groups(plan.strategy.group_size)
         degree, is_unusual = plan.strategy.degree, plan.strategy.schedule != default_schedule_name(groups)
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
-    return sorted(candidates, key=order)
+    return sorted(priced, key=order)
 
 
-_Settings = list[tuple[Strategy, list[tuple[int, int]]]]
+def _candidates(
+    topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]
+) -> list[tuple[Strategy, Sequence[Sequence[int]]]]:
+    """Return every schedule x degree as a strategy, with the numbers of parts of a forward and of a backward pass.
 
-
-def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _Settings:
-    """Return every schedule x degree as a strategy, with its pairs of parts. Raise ValueError if there is none."""
-    found = []
-    plain = Strategy(ranks_per_node=topology.ranks_per_node)
-    plain = replace(plain, **{name: fixed[name] for name in (*DIRECTIONS, "ulysses_placement") if name in fixed})
+    Raises ValueError if there is none with what is `fixed`.
+    """
+    candidates: list[tuple[Strategy, Sequence[Sequence[int]]]] = []
+    kept = {name: fixed[name] for name in (*DIRECTIONS, "ulysses_placement") if name in fixed}
     for name, grouped in product(SCHEDULES, groupings(topology, shapes, fixed.get("mesh_degree", 1))):
         degree = grouped.degree
+        if fixed.get("schedule", name) != name or fixed.get("ulysses_degree", degree) != degree:
+            continue
+        if name in left_out(topology.of_ulysses_groups(grouped.group_size)):
+            continue
         kv_heads = shapes.of_ulysses_group(degree).kv_heads
-        several = [n for n in _PARTS if kv_heads % n == 0]
-        pairs = list(product(several, several))
+        parts_by_pass: list[Sequence[int]] = [_PARTS, _PARTS]
         if "parts" in fixed:
-            forward, backward = map(Strategy(parts=fixed["parts"]).parts_of, DIRECTIONS)
-            pairs = [] if kv_heads % forward or kv_heads % backward else [(forward, backward)]
-        is_asked = fixed.get("schedule", name) == name and fixed.get("ulysses_degree", degree) == degree
-        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(grouped.group_size)):
-            found.append(
-                (replace(plain, schedule=name, ulysses_degree=degree, mesh_degree=grouped.mesh_degree), pairs)
-            )
-    if not found:
+            parts_by_pass = [[Strategy(parts=fixed["parts"]).parts_of(direction)] for direction in DIRECTIONS]
+        parts_by_pass = [[parts for parts in numbers if kv_heads % parts == 0] for numbers in parts_by_pass]
+        if all(parts_by_pass):
+            per_node = topology.ranks_per_node
+            candidates.append((replace(grouped, schedule=name, ranks_per_node=per_node, **kept), parts_by_pass))
+    if not candidates:
         raise ValueError(
             f"no plan for {shapes.q_heads} query and {shapes.kv_heads} key/value heads on {topology} has "
             f"{', '.join(f'{name}={value!r}' for name, value in fixed.items())}; leave one of these options out"
         )
-    return found
+    return candidates
 
 
 def left_out(topology: Topology) -> list[str]:
@@ -216,47 +144,81 @@ def left_out(topology: Topology) -> list[str]:
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
-class _Choice(NamedTuple):
-    """The price of a pass, its moving side, and the option by which that side moves."""
-
-    price: Price
-    moving: Side
-    option: str
-
-
-def _best_moving_side(
+def _price_with_best_side(
     strategy: Strategy,
     direction: Direction,
     topology: Topology,
     shapes: Shapes,
-    visit_s: float,
+    work_s: float,
     links: Links,
+    *,
     is_fixed: bool,
-) -> _Choice:
-    """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
+) -> _PricedPass:
+    """Return one pass with the moving side of `strategy`, unless that is not fixed and the other side saves time."""
     ring_ranks = topology.ranks // strategy.group_size
-    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.degree), ring_ranks)
-    other_side = OTHER_SIDE[default_side]
+    default_side = choose_moving_side(strategy, direction, shapes_in_ring(shapes, strategy.degree), ring_ranks)
+    other_side, parts = OTHER_SIDE[default_side], strategy.parts_of(direction)
 
     def price_of(side: Side) -> Price:
         forced = replace(strategy, forward=side) if direction == "forward" else replace(strategy, backward=side)
-        return pass_price(forced, direction, topology, shapes, visit_s, links)
+        return pass_price(forced, direction, topology, shapes, work_s, links)
 
     default = price_of(default_side)
     if not is_fixed and default.time_s > _NEGLIGIBLE * default.compute_s:  # else there is nothing to save
         other = price_of(other_side)
         if default.time_s > _NEGLIGIBLE * other.time_s:
-            return _Choice(other, other_side, other_side)
-    return _Choice(default, default_side, getattr(strategy, direction))
+            return _PricedPass(other, parts, other_side, other_side)
+    return _PricedPass(default, parts, default_side, getattr(strategy, direction))
 
 
-def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
+def groupings(topology: Topology, shapes: Shapes, mesh_degree: int = 1) -> list[Strategy]:
+    """Return between how many ranks heads can be exchanged; 1 is no exchange. With a `mesh_degree` there is none."""
+    sizes = topology.ulysses_degrees
+    if mesh_degree > 1:
+        return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []
+    possible = set(shapes.ulysses_degrees)
+    return [Strategy(ulysses_degree=degree) for degree in sizes if degree in possible]
+
+
+def least_seconds(
+    topology: Topology, shapes: Shapes, work_s: tuple[float, float], links: Links, mesh_degree: int = 1
+) -> float:
+    """Return the bound: seconds of a forward and a backward pass together that no plan beats.
+
+    For one pass, a degree of the exchange of heads, or a `mesh_degree`, and a moving side it is the longest of
+
+    - computing, spread evenly over all ranks;
+    - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
+    - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
+
+    The last two include what groups send. The bound is, for either pass, the shortest over all degrees and sides.
+    """
+    width = topology.ranks_per_node
+    inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
+    bytes_per_s = links.intra_bytes_per_s + (inter_bytes_per_s if topology.nodes > 1 else 0)
+
+    def sending_seconds(grouped: Strategy, direction: Direction, moving: Side) -> float:
+        size, groups = grouped.group_size, topology.of_ulysses_groups(grouped.group_size)
+        block_bytes = hop_bytes(shapes_in_ring(shapes, grouped.degree), direction, moving)
+        exchanged = exchanged_bytes(shapes, grouped, direction, moving)
+        between_nodes = block_bytes * (groups.nodes - 1) + exchanged * max(0, size - width)
+        of_one_rank = block_bytes * (groups.ranks - 1) + exchanged * (size - 1)
+        return max(between_nodes / inter_bytes_per_s, of_one_rank / bytes_per_s)
+
+    ways = list(product(groupings(topology, shapes, mesh_degree), SIDES))
+    return sum(
+        max(topology.ranks * pass_work_s, min(sending_seconds(grouped, direction, side) for grouped, side in ways))
+        for direction, pass_work_s in zip(DIRECTIONS, work_s, strict=True)
+    )
+
+
+def buffer_bytes(plan: PricedPlan, topology: Topology, shapes: Shapes) -> float:
     """Return about how many bytes the ring's communication buffers take at most, for all layers together.
 
     Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
     exchange of heads has some to send and to receive, which are not.
     """
-    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy.degree)
+    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), shapes_in_ring(shapes, plan.strategy.degree)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
         load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)
@@ -269,18 +231,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     return gathered + sum(size * count for size, count in counts.items())
 
 
-def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
-    """Return the seconds of work on a whole block, forward and backward, at the rate of the kernel.
-
-    2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that for every
-    visit of a zigzag layout; backward is 2.5 times as much (FlashAttention-2, arXiv 2307.08691, section 4.1).
-    """
-    pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
-    forward = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
-    return forward, 2.5 * forward
-
-
-def reason(plan: Plan) -> str:
+def reason(plan: PricedPlan) -> str:
     """Return what takes the time of a plan: computing, or which links."""
     compute_s = plan.forward.compute_s + plan.backward.compute_s
     if plan.step_s <= 1.02 * compute_s:

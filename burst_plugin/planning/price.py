@@ -1,20 +1,37 @@
-"""The price of one schedule on described links: simulated, or for a large cluster extrapolated from a smaller one."""
+"""What one pass takes on described links: its schedule, simulated, and what groups of ranks send before and after it.
+
+    links = Links(intra_bytes_per_s=450e9, inter_bytes_per_s=50e9)
+    load = Load(gather_bytes=16 << 20, reduce_bytes=16 << 20, work_s=0.002)
+    price(two_level_ring(Topology(4, 8)), load, links)      # Price(time_s=..., compute_s=..., link_s=...)
+
+How ranks and messages move is in `planning.simulator`, all plans on a cluster in `planning.planner`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from burst_plugin.planning.links import Links, Load
-from burst_plugin.planning.simulator import seconds_by_link, simulate
-from burst_plugin.schedule.rings import SCHEDULES, sample
+from burst_plugin.compute.shapes import Shapes, hop_bytes, hop_bytes_by_traffic
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.simulator import Load, seconds_by_link, simulate
+from burst_plugin.ring.choices import choose_moving_side
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.schedule.rings import sample
 from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import SlidingWindow
+from burst_plugin.strategy import Strategy
+from burst_plugin.strategy.validation import PLACEMENTS
 from burst_plugin.topology import Link, Topology
+from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
 
-__all__ = ["Price", "price", "price_by_name"]
-
-_SMALLEST = 8  # nodes of a cluster that stands for a larger one: enough for two in a row to do the same
+_STEADY = 12  # nodes of the smallest cluster that stands for a larger one
+_PERIOD = 12  # nodes after which ranks repeat themselves: a multiple of 1, 2, 3, 4 and 6, after which they do
+_FEW_RANKS = 32  # whose schedule under a window is drawn in a moment; it takes time in proportion to their square
+_MOST_RANKS = 160  # for which it is drawn, which takes about a second
 
 
 @dataclass(frozen=True, order=True)
@@ -25,12 +42,6 @@ class Price:
     compute_s: float
     link_s: dict[Link, float] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def of_last(cls, prices: Sequence[Price]) -> Price:
-        """Return the price of passes that go on beside each other, until the last one is done."""
-        time_s, compute_s = (max(getattr(each, name) for each in prices) for name in ("time_s", "compute_s"))
-        return cls(time_s, compute_s, {link: max(each.link_s[link] for each in prices) for link in Link})
-
     @property
     def bound_s(self) -> float:
         """Return the seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
@@ -38,42 +49,36 @@ class Price:
 
 
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
-    """Return the price of `schedule` for this load on these links."""
-    return _price_of_run(schedule, load, links, simulate(schedule, load, links).time_s)
-
-
-def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -> Price:
-    most = max(sum(load.work(schedule, rank)) / links.speed(rank) for rank in range(len(schedule.visits)))
-    return Price(time_s, most * load.visit_s, seconds_by_link(schedule, load, links))
+    """Return the price of `schedule`, or of a sample that stands for it, for this load on these links."""
+    most = max(sum(load.work(schedule, rank)) for rank in range(len(schedule.visits)))
+    return Price(simulate(schedule, load, links), most * load.work_s, seconds_by_link(schedule, load, links))
 
 
 def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: Links) -> Price:
-    """Return the price of a schedule by name, every rank requiring every block, to 1e-9 that of `price`.
+    """Return the price of a schedule by name, every rank requiring every block.
 
-    Ranks that do the same are simulated once, and of large clusters only a part: once ranks of a smaller one, with
-    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time. Where nodes
-    or ranks are unlike all of them are simulated.
+    Ranks that do the same are simulated once. Of a large cluster two smaller ones are simulated, with nodes of the
+    same size: in the middle of a schedule ranks repeat themselves after a few nodes, so that as many more nodes again
+    add the same time.
     """
-    if not links.is_even:
-        return price(_whole(name, topology, load.reduce_bytes > 0, parts), load, links)
 
-    def drawn(nodes: int) -> Schedule:
-        return _sample(name, Topology(nodes, topology.ranks_per_node), load.reduce_bytes > 0, parts)
+    def of_nodes(nodes: int) -> Price:
+        drawn = _sample(name, Topology(nodes, topology.ranks_per_node), load.reduce_bytes > 0, parts)
+        return price(drawn, load, links)
 
-    nodes = _SMALLEST
-    while nodes < topology.nodes:
-        time_s, period = simulate(drawn(nodes), load, links)
-        if period is None:
-            nodes *= 2
-            continue
-        rest = (topology.nodes - nodes) % period.nodes
-        if rest:  # so that whole periods are left to add
-            nodes += rest
-            time_s = simulate(drawn(nodes), load, links).time_s
-        before = _price_of_run(drawn(nodes), load, links, time_s)
-        after = _price_of_run(drawn(nodes + period.nodes), load, links, time_s + period.seconds)
-        return _continued(before, after, (topology.nodes - nodes) // period.nodes)
-    return price(drawn(topology.nodes), load, links)
+    few = _STEADY + topology.nodes % _PERIOD
+    if topology.nodes <= few + _PERIOD:
+        return of_nodes(topology.nodes)
+    before, after, times = of_nodes(few), of_nodes(few + _PERIOD), (topology.nodes - few) / _PERIOD
+
+    def continued(first: float, second: float) -> float:
+        return first + times * (second - first)
+
+    return Price(
+        continued(before.time_s, after.time_s),
+        continued(before.compute_s, after.compute_s),
+        {link: continued(before.link_s[link], after.link_s[link]) for link in Link},
+    )
 
 
 @lru_cache(maxsize=32)
@@ -81,19 +86,142 @@ def _sample(name: str, topology: Topology, reduces: bool, parts: int) -> Schedul
     return sample(name, topology, reduces).in_parts(parts)
 
 
-@lru_cache(maxsize=32)
-def _whole(name: str, topology: Topology, reduces: bool, parts: int) -> Schedule:
-    return SCHEDULES[name](topology, reduces).in_parts(parts)
+def has_price(strategy: Strategy) -> bool:
+    """Return whether passes by a strategy can be priced: one side moves, and neighbours are groups."""
+    return BOTH not in (strategy.forward, strategy.backward) and strategy.ulysses_placement == PLACEMENTS[0]
 
 
-def _continued(before: Price, after: Price, times: int) -> Price:
-    """Return the price after so many steps like that from `before` to `after`."""
+def pass_price(
+    strategy: Strategy,
+    direction: Direction,
+    topology: Topology,
+    shapes: Shapes,
+    work_s: float,
+    links: Links,
+    *,
+    window: int | None = None,
+) -> Price:
+    """Return the price of one pass by `strategy`.
 
-    def value(first: float, second: float) -> float:
-        return first + times * (second - first)
+    `work_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
+    are longer and have fewer heads, with a `mesh_degree` a ring step is with the other side of a whole group. The
+    time of what groups send, which nothing hides, is added: for all operands before the ring, and all results after
+    it, each with the latency of one message. With a `window`, the most keys that a token attends to, itself included,
+    `work_s` is the work on all pairs of a block's tokens. Raises ValueError for what has no price (`has_price`).
+    """
+    if strategy.ulysses_placement != PLACEMENTS[0]:
+        raise ValueError(
+            f"ulysses_placement={strategy.ulysses_placement!r} cannot be planned: it has no price. Use "
+            f"{PLACEMENTS[0]!r}; or run it without a plan, as Strategy(ulysses_degree=..., ...)"
+        )
+    size, ring = strategy.group_size, shapes_in_ring(shapes, strategy.degree)
+    groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
+    moving = choose_moving_side(strategy, direction, ring, groups.ranks)
+    load, ring_links = Load.of(ring, direction, moving, size * work_s), links.of_ring(topology, size)
+    if window is None:
+        ring_price = price_by_name(strategy.schedule_for(groups), groups, parts, load, ring_links)
+    else:
+        load = replace(load, rows=ring.q_len)
+        ring_price = _windowed_price(strategy.schedule, groups, parts, load, ring_links, moving, window)
+    exchange_s = _exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
+    busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
+    exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
+    return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
 
-    return Price(
-        value(before.time_s, after.time_s),
-        value(before.compute_s, after.compute_s),
-        {link: value(before.link_s[link], after.link_s[link]) for link in Link},
-    )
+
+def work_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
+    """Return the seconds of work on a whole block, forward and backward, at the rate of the kernel.
+
+    2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that for every
+    ring step of a zigzag layout; backward is 2.5 times as much (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    """
+    pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
+    forward_s = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
+    return forward_s, 2.5 * forward_s
+
+
+def pairs_in_window(tokens: int, window: int) -> int:
+    """Return how many (query, key) pairs there are where each of `tokens` attends to at most `window` keys."""
+    reach = min(tokens, window)
+    return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+
+def _windowed_price(
+    schedule: str, topology: Topology, parts: int, load: Load, links: Links, moving: Side, window: int
+) -> Price:
+    """Return the price of a pass in which each token attends to at most `window` keys, itself included.
+
+    Simulated is the schedule that the ring draws for that mask, with the rows that it sends and the pairs that it
+    computes. `load` is that of blocks without a mask, of `load.rows` rows; `schedule` is an option of `Strategy`.
+    Ranks many nodes apart neither send to each other nor differ, so that of a large cluster a part is simulated that
+    is four times as long as the window. Where it has too many ranks, the price is that of whole blocks going to all
+    ranks.
+    """
+    strategy, width = Strategy(schedule=schedule, ranks_per_node=topology.ranks_per_node), topology.ranks_per_node
+    nodes = max(2, _FEW_RANKS // width, math.ceil(4 * window / (load.rows * width)))
+    part = replace(topology, nodes=min(nodes, topology.nodes))
+    if part.ranks > _MOST_RANKS:
+        tokens = load.rows * topology.ranks
+        evenly = replace(load, work_s=load.work_s * pairs_in_window(tokens, window) / tokens**2)
+        return price_by_name(strategy.schedule_for(topology), topology, parts, evenly, links)
+    drawn, work_shares = _drawn_for_window(strategy, part, load.rows, window, moving, load.reduce_bytes > 0, parts)
+    return price(drawn, replace(load, work_shares=work_shares), links)
+
+
+@lru_cache(maxsize=256)
+def _drawn_for_window(
+    strategy: Strategy, topology: Topology, rows: int, window: int, moving: Side, reduces: bool, parts: int
+) -> tuple[Schedule, Mapping[tuple[int, int], float]]:
+    """Return a schedule, and the work of its steps as shares of a whole block's pairs, by rank and owner."""
+    tokens = Tokens(rows * topology.ranks)
+    attending = Attending(tokens, tokens, SlidingWindow(window - 1, 0))
+    table = RouteTable(topology, strategy)
+    schedule, pairs = table.schedule(attending, moving, reduces, parts), table.pairs(attending)
+    work_shares = {
+        (rank, owner): sum(tile.work for tile in pairs.of_visit(moving, owner, rank)) / rows**2
+        for rank, visits in enumerate(schedule.visits)
+        for owner in {schedule.owner(block) for block in visits if block is not None}
+    }
+    return schedule, work_shares
+
+
+def shapes_in_ring(shapes: Shapes, degree: int) -> Shapes:
+    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
+    return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+
+
+def _exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
+    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group."""
+    inside = min(group_size, topology.ranks_per_node)
+    ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
+    return {
+        Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
+        Link.INTER: nbytes * (group_size - inside) / links.inter_bytes_per_s * ranks_per_nic,
+    }
+
+
+def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, moving: Side) -> int:
+    """Return the bytes that a rank sends to one other of its group: before the ring and after it.
+
+    In a mesh its block of the side that stays, and partial results of the other's. Else its share of q, k, v and out,
+    or of their gradients, in the type of the inputs; gradients of key/value heads that several ranks share are wide.
+    """
+    if strategy.mesh_degree > 1:
+        return hop_bytes(shapes, direction, OTHER_SIDE[moving])
+    degree = strategy.degree
+    share = shapes.of_ulysses_group(degree)
+    dims = share.batch * (share.qk_dim + share.v_dim)
+    q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads
+    is_wide = direction == "backward" and degree > shapes.kv_heads
+    kv_dtype = share.sum_dtype if is_wide else share.dtype
+    return q_numel * share.dtype.itemsize + kv_numel * kv_dtype.itemsize
+
+
+def exchange_buffer_bytes(shapes: Shapes, strategy: Strategy, moving_sides: Sequence[Side]) -> int:
+    """Return the bytes of the buffers in which a mesh gathers and reduces: to send and to receive, one for each."""
+    messages = [
+        nbytes
+        for direction, moving in zip(DIRECTIONS, moving_sides, strict=True)
+        for nbytes in hop_bytes_by_traffic(shapes, direction, OTHER_SIDE[moving])
+    ]
+    return 2 * (strategy.mesh_degree - 1) * max(messages)

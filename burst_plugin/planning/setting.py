@@ -1,51 +1,14 @@
-"""What a plan decides, and what it is given: the cluster, the code that runs, and the setting of a training run."""
+"""One way to train: what a framework's code keeps, how a run is set, and which options of `Strategy` that means."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_plugin.planning.links import Links
+from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.topology import Topology
-
-__all__ = ["RECOMPUTE", "Cluster", "Code", "Setting"]
 
 RECOMPUTE = ("none", "mlp", "full")
 """What is computed again in the backward pass: nothing, the MLP of each layer, or whole layers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Nodes of GPUs. Rates are what is reached, not what is advertised; by default an H100's.
-
-    margin_gib: what of a GPU a plan leaves: the CUDA context, NCCL beside attention, cuBLAS, fragmentation.
-    process_gib: what a process takes of its host before anything is offloaded: PyTorch, pinned batches, data loading.
-    """
-
-    nodes: int = 1
-    gpus_per_node: int = 8
-    gpu_gib: float = 80.0
-    host_gib: float = 2048.0
-    margin_gib: float = 4.0
-    process_gib: float = 8.0
-    peak_flops: float = 989e12
-    matmul_share: float = 0.45
-    attention_share: float = 0.54
-    intra_bytes_per_s: float = 350e9
-    inter_bytes_per_s: float = 40e9
-    pcie_bytes_per_s: float = 40e9
-    """Between a GPU and its host, in either direction, all GPUs of a node at once."""
-    host_bytes_per_s: float = 200e9
-    """Of a node's memory, while an optimizer runs on its CPUs."""
-
-    @property
-    def gpus(self) -> int:
-        """Return how many GPUs all nodes have."""
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def links(self) -> Links:
-        """Return the links as the simulator of schedules takes them."""
-        return Links(self.intra_bytes_per_s, self.inter_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +94,7 @@ class Setting:
         return Topology(self.context // self.inner, self.inner)
 
     @property
-    def visits(self) -> int:
+    def ring_size(self) -> int:
         """Return how many ranks, or groups of ranks that exchange heads, a ring has."""
         return self.context // self.ulysses
 
@@ -143,17 +106,19 @@ class Setting:
     @property
     def kept_share(self) -> float:
         """Return the largest share of a rank's tokens whose attention is kept; ranks differ: see `again_share`."""
-        return max(self._kept_chunks(place) for place in range(self.visits)) / 2 if self.recompute == "full" else 1.0
+        if self.recompute != "full":
+            return 1.0
+        return max(self._kept_chunks(place) for place in range(self.ring_size)) / 2
 
     def again_share(self, window: int | None = None) -> float:
         """Return the share of attention that is computed forward again, on the rank that has most of it left.
 
-        Place r in the ring has chunks r and 2 * visits - 1 - r of the 2 * visits chunks of a causal sequence.
+        Place r in the ring has chunks r and 2 * ring_size - 1 - r of the 2 * ring_size chunks of a causal sequence.
         `window` is the most keys that a token attends to, itself included; None for all before it.
         """
         if self.recompute != "full":
             return 0.0
-        chunks = 2 * self.visits
+        chunks = 2 * self.ring_size
         reach = chunks if window is None else min(chunks, window * chunks / self.tokens)
 
         def pairs(stop: float) -> float:
@@ -165,10 +130,41 @@ class Setting:
             return pairs(chunk + tokens) - pairs(chunk)
 
         def most_left(keep: float) -> float:
-            return max(left(place, keep) + left(chunks - 1 - place, keep) for place in range(self.visits))
+            return max(left(place, keep) + left(chunks - 1 - place, keep) for place in range(self.ring_size))
 
         return most_left(self.keep) / most_left(0.0)
 
     def _kept_chunks(self, place: int) -> float:
-        chunks = 2 * self.visits
+        chunks = 2 * self.ring_size
         return sum(min(1.0, max(0.0, i + 1 - (1 - self.keep) * chunks)) for i in (place, chunks - 1 - place))
+
+
+def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
+    """Return the options of `Strategy` that differ from their defaults, in the order of the page of options."""
+    options: dict[str, object] = {}
+    if setting.ulysses > 1:
+        options["ulysses_degree"] = setting.ulysses
+    if setting.parts > 1:
+        options["parts"] = setting.parts
+    if setting.keep:
+        options["keep_attention"] = "all" if setting.keep == 1.0 else setting.keep
+    if setting.loss_chunk:
+        options["loss_chunk"] = setting.loss_chunk
+    if setting.mlp_chunk:
+        options["mlp_chunk"] = setting.mlp_chunk
+    if setting.head_chunks > 1:
+        options["head_chunk"] = model.heads // setting.head_chunks
+    if setting.offload:
+        options["offload"] = True
+    return options
+
+
+def layout_in_words(setting: Setting) -> str:
+    """Return how a model and a sequence are cut."""
+    cut = f"TP {setting.tensor} x CP {setting.context} x PP {setting.pipeline} x DP {setting.data}"
+    nodes = setting.context // setting.inner
+    if nodes > 1:
+        cut += f", CP over {nodes} nodes of {setting.inner}"
+    if setting.ulysses > 1:
+        cut += f", of which {setting.ulysses} exchange heads"
+    return cut

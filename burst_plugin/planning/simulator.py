@@ -13,40 +13,56 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from burst_plugin.planning.links import Links, Load
-from burst_plugin.schedule.schedule import Schedule
-from burst_plugin.topology import Link, Topology
+from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.planning.cluster import Links
+from burst_plugin.schedule.schedule import Schedule, Transfer
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.types import Direction, Side, row_count
 
-__all__ = ["Period", "Simulated", "seconds_by_link", "simulate"]
-
-_ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
-_LONGEST_PERIOD = 6  # nodes
+_ROUNDING = 1e-10  # the share of a message, or of a time, that counts as nothing
 
 
-class Period(NamedTuple):
-    """After so many nodes, and seconds, ranks and messages are in the same state again.
+@dataclass(frozen=True)
+class Load:
+    """The work of one pass: bytes per block and hop, and seconds of computing per ring step with a whole block.
 
-    That is: as far behind each other, with as much of each message left to send. So many more nodes then take so many
-    more seconds.
+    rows: how many rows a block has, so that a transfer of some rows has their share of the bytes; 0 counts all
+        transfers as whole blocks.
+    work_shares: by rank and owner of the block, the work of a step as a share of `work_s`, where a mask leaves
+        unlike work; None for `work_s` everywhere.
     """
 
-    nodes: int
-    seconds: float
+    gather_bytes: float
+    reduce_bytes: float
+    work_s: float
+    rows: int = 0
+    work_shares: Mapping[tuple[int, int], float] | None = field(default=None, hash=False)
+
+    @classmethod
+    def of(cls, shapes: Shapes, direction: Direction, moving: Side, work_s: float) -> Load:
+        """Return the load of a "forward" or "backward" pass with the moving side "q" or "kv"."""
+        return cls(*hop_bytes_by_traffic(shapes, direction, moving), work_s)
+
+    def bytes_of(self, transfer: Transfer) -> float:
+        """Return the bytes of a transfer of a whole block, not of one of its parts."""
+        nbytes = self.gather_bytes if transfer.traffic is Traffic.GATHER else self.reduce_bytes
+        return nbytes * row_count(transfer.rows) / self.rows if self.rows and transfer.rows is not None else nbytes
+
+    def work(self, schedule: Schedule, rank: int) -> list[float]:
+        """Return the work of every step of a rank, as a share of `work_s`."""
+        shares = schedule.work(rank)
+        if self.work_shares is None:
+            return shares
+        owners = (None if block is None else schedule.owner(block) for block in schedule.visits[rank])
+        left_by_mask = [0.0 if owner is None else self.work_shares[rank, owner] for owner in owners]
+        return [share * left for share, left in zip(shares, left_by_mask, strict=True)]
 
 
-class Simulated(NamedTuple):
-    """Seconds until the last rank is done, and the period that ranks repeat, if they do."""
-
-    time_s: float
-    period: Period | None
-
-
-def simulate(schedule: Schedule, load: Load, links: Links) -> Simulated:
-    """Simulate a schedule, or a sample of one, until the last rank is done. Return the time and the period."""
+def simulate(schedule: Schedule, load: Load, links: Links) -> float:
+    """Return the seconds until the last rank is done with a schedule, or with a sample of one."""
     return _Simulation(schedule, load, links).run()
 
 
@@ -56,7 +72,7 @@ def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, 
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:
         src = t.src % drawn
-        seconds = load.bytes_of(t) / schedule.parts / links.bytes_per_s(t.link, topology.node(src))
+        seconds = load.bytes_of(t) / schedule.parts / links.bytes_per_s(t.link)
         sent[t.link][_nic_of(topology, links, t.link, src)] += seconds
     return {
         link: _ranks_sharing_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
@@ -97,8 +113,7 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
-        visits_s = [load.visit_s / links.speed(rank) for rank in self._ranks]
-        self._work_s = [[share * visits_s[rank] for share in load.work(schedule, rank)] for rank in self._ranks]
+        self._work_s = [[share * load.work_s for share in load.work(schedule, rank)] for rank in self._ranks]
         self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
         self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
@@ -111,17 +126,14 @@ class _Simulation:
         self._busy_until_s: dict[int, float] = {}
         self._streams: dict[int, deque[_Message]] = {}
         self._sent: list[_Message] = []  # that have left, and are not there yet
-        self._search = _PeriodSearch(schedule)
 
-    def run(self) -> Simulated:
+    def run(self) -> float:
         """Go from event to event: a rank has done its work of a step, or a message has arrived. Return the end."""
         now, free = 0.0, set(self._ranks)
         while True:
             for rank in sorted(free):
                 while self._proceed(rank, now):
                     pass
-            if self._search.is_wanted(self._at):
-                self._search.note(self._state(now, self._search.next_step))
             moving = [queue[0] for queue in self._streams.values()]
             rates = _rates(moving, self._bytes_per_s)
             events = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
@@ -130,7 +142,7 @@ class _Simulation:
             elapsed_s = min(events, default=math.inf)
             if elapsed_s == math.inf:
                 assert all(step == self._steps - 1 for step in self._at), "nothing moves any more"
-                return Simulated(now, self._search.found)
+                return now
             now += elapsed_s
             free = {rank for rank, end_s in self._busy_until_s.items() if end_s - now <= _ROUNDING * elapsed_s}
             for rank in free:
@@ -174,24 +186,6 @@ class _Simulation:
                 yield from message.ends
         self._sent = [message for message in self._sent if not message.is_there]
 
-    def _state(self, now: float, origin: int) -> _State:
-        """Return all that later events depend on: steps counted from `origin`, messages and work that are left."""
-        places, shares = list[tuple[int, ...]](), list[float]()
-        ends_s = [self._busy_until_s.get(rank, now) - now for rank in self._ranks]
-        for rank, at in enumerate(self._at):
-            under_way = [
-                message
-                for step in range(max(0, at - self._search.longest), at + 1)
-                for message in self._issued.get((rank, step), ())
-                if message.due > at
-            ]
-            places.append(
-                (at - origin, *(n for m in under_way for n in (m.issue - origin, m.due - origin, m.posted)))
-            )
-            shares += [message.left_bytes / message.nbytes for message in under_way]
-            ends_s += [max(0.0, message.arrival_s - now) for message in under_way]
-        return _State(now, places, shares, ends_s)
-
 
 def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Message], list[float]]:
     """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them.
@@ -207,8 +201,7 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Messa
     def nic(way: str, link: Link, rank: int) -> int:
         number = nics.setdefault((way, link, _nic_of(topology, links, link, rank)), len(nics))
         if number == len(bytes_per_s):
-            rate = links.bytes_per_s(link, topology.node(rank))
-            bytes_per_s.append(rate / _ranks_sharing_nic(schedule, links, link))
+            bytes_per_s.append(links.bytes_per_s(link) / _ranks_sharing_nic(schedule, links, link))
         return number
 
     messages = []
@@ -226,52 +219,3 @@ def _rates(moving: list[_Message], bytes_per_s: list[float]) -> list[float]:
     """Return bytes per second of each message: the even share of the NIC at either end, whichever is less."""
     users = Counter(nic for message in moving for nic in message.nics)
     return [min(bytes_per_s[nic] / users[nic] for nic in m.nics) for m in moving]
-
-
-class _State(NamedTuple):
-    """The state of ranks and messages at `now`; see `_Simulation._state`."""
-
-    now: float
-    places: list[tuple[int, ...]]
-    shares: list[float]
-    ends_s: list[float]
-
-    def is_like(self, before: _State) -> bool:
-        """Return whether the state is that of another time, except for rounding."""
-        if self.places != before.places:
-            return False
-        rounding_s = _ROUNDING * (self.now - before.now)
-        shares = zip(self.shares, before.shares, strict=True)
-        ends_s = zip(self.ends_s, before.ends_s, strict=True)
-        return all(abs(one - other) <= _ROUNDING for one, other in shares) and all(
-            abs(one - other) <= rounding_s for one, other in ends_s
-        )
-
-
-class _PeriodSearch:
-    """A search for two nodes whose visits begin in the same state, where the schedule repeats itself.
-
-    In the middle of a schedule the same steps are repeated for every node; only those of the first and the last three
-    nodes differ (tests hold every schedule to that).
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._node_steps = schedule.parts * schedule.topology.ranks_per_node  # that visit one node's blocks
-        self._stop = len(schedule.visits[0]) - 3 * self._node_steps
-        self._before: deque[_State] = deque(maxlen=_LONGEST_PERIOD)
-        self.longest = max((t.due - t.issue for t in schedule.transfers), default=0)
-        self.next_step = 3 * self._node_steps
-        self.found: Period | None = None
-
-    def is_wanted(self, at: list[int]) -> bool:
-        """Return whether ranks, at these steps, are where the state is to be noted."""
-        return self.found is None and self.next_step <= min(at) and max(at) < self._stop
-
-    def note(self, state: _State) -> None:
-        """Compare the state with those of some nodes before, and remember it."""
-        self.next_step += self._node_steps
-        for nodes, before in enumerate(reversed(self._before), start=1):
-            if state.is_like(before):
-                self.found = Period(nodes, state.now - before.now)
-                return
-        self._before.append(state)

@@ -10,15 +10,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.layer_memory import BF16, FP32, Widths, ring_shapes
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.planner import pass_price, visit_seconds
-from burst_plugin.planning.price import Price
-from burst_plugin.planning.setting import Cluster, Setting
+from burst_plugin.planning.price import Price, pass_price, work_seconds
+from burst_plugin.planning.setting import Setting
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
-
-__all__ = ["bound_by", "step_seconds", "tokens_per_second"]
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
@@ -54,10 +52,10 @@ def bound_by(seconds: dict[str, float]) -> str:
     """Return what most of the time is spent on, for people."""
     groups = {"attention": ("attention",), "linear layers": ("linear", "head")}
     by_group = {
-        group: sum(each for name, each in seconds.items() if name.startswith(prefixes))
+        group: sum(part_s for name, part_s in seconds.items() if name.startswith(prefixes))
         for group, prefixes in groups.items()
     }
-    by_group |= {name: each for name, each in seconds.items() if not name.startswith(("attention", "linear", "head"))}
+    by_group |= {name: x for name, x in seconds.items() if not name.startswith(("attention", "linear", "head"))}
     most = max(by_group, key=by_group.__getitem__)
     return f"{most}, {100 * by_group[most] / sum(by_group.values()):.0f} % of the time"
 
@@ -87,7 +85,7 @@ def _priced(
 ) -> tuple[Price, Price]:
     """Return the prices of both passes of one layer's attention, of one chunk of its heads."""
     rate = cluster.peak_flops * cluster.attention_share
-    forward_s, backward_s = visit_seconds(shapes, rate, causal=window is None)
+    forward_s, backward_s = work_seconds(shapes, rate, causal=window is None)
     return (
         pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links, window=window),
         pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links, window=window),

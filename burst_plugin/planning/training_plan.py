@@ -11,25 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from burst_plugin.planning.layer_memory import chunk_of_heads
-from burst_plugin.planning.memory import GIB, Memory, memory, surely_too_large
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.planning.layer_memory import ring_shapes
+from burst_plugin.planning.memory import GIB, TrainingMemory, memory, surely_too_large
 from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.planning.setting import Code, Setting
 from burst_plugin.planning.step_time import step_seconds, tokens_per_second
-
-__all__ = [
-    "LEVERS",
-    "Candidate",
-    "Goal",
-    "Space",
-    "fits",
-    "longest",
-    "nearest",
-    "plans_that_fit",
-    "reasons",
-    "settings",
-    "some_plan_fits",
-]
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
 _STEP = 2**16  # tokens to which the longest sequence is found
@@ -82,7 +69,7 @@ class Candidate:
     """A setting with what it takes: bytes, and seconds by part."""
 
     setting: Setting
-    memory: Memory
+    memory: TrainingMemory
     seconds: dict[str, float]
 
     @classmethod
@@ -106,8 +93,10 @@ class Candidate:
 def settings(goal: Goal) -> Iterator[Setting]:
     """Yield every setting of the space; whether it fits is another question."""
     for setting in _layouts(goal):
-        degrees = [n for n in setting.topology.ulysses_degrees if _heads_allow(goal.model, setting, n)]
+        of_heads = ring_shapes(goal.model, setting).ulysses_degrees
+        degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
         for recompute, degree in product(goal.space.recompute, degrees):
+            kv_heads = ring_shapes(goal.model, replace(setting, ulysses=degree)).kv_heads
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
             switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads)
@@ -116,7 +105,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
                     continue
-                if parts > 1 and _kv_heads_in_ring(goal.model, setting, degree) % parts:
+                if parts > 1 and (setting.context == degree or kv_heads % parts):  # no ring, or too few heads
                     continue
                 yield replace(
                     setting,
@@ -162,28 +151,17 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _heads_allow(model: ModelShape, setting: Setting, degree: int) -> bool:
-    """Return whether so many ranks can exchange the heads of a tensor-parallel rank."""
-    heads, kv_heads = model.heads // setting.tensor, max(1, model.kv_heads // setting.tensor)
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-
 def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
     """Return into how many chunks of whole groups heads can be cut, so that `degree` ranks can exchange each."""
     if not goal.space.head_chunks:
         return []
-    cuts = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
-    chunks = [chunk_of_heads(goal.model, replace(setting, head_chunks=n))[0] for n in cuts]
-    return [n for n, chunk in zip(cuts, chunks, strict=True) if _heads_allow(chunk, setting, degree)]
+    chunks = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
+    return [n for n in chunks if degree in ring_shapes(goal.model, replace(setting, head_chunks=n)).ulysses_degrees]
 
 
-def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
-    return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
-
-
-def fits(found: Memory, cluster: Cluster) -> bool:
+def fits(needed: TrainingMemory, cluster: Cluster) -> bool:
     """Return whether a GPU and a host of the cluster have so much memory."""
-    return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
+    return needed.gpu_bytes <= cluster.gpu_gib * GIB and needed.host_bytes <= cluster.host_gib * GIB
 
 
 def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
@@ -191,29 +169,29 @@ def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = Non
 
     `progress` is called with how many settings have been priced and how many there are.
     """
-    found, every = [], list(settings(goal))
-    for done, setting in enumerate(every, start=1):
+    candidates, all_settings = [], list(settings(goal))
+    for done, setting in enumerate(all_settings, start=1):
         if progress is not None:
-            progress(done, len(every))
+            progress(done, len(all_settings))
         if surely_too_large(goal.model, setting, goal.cluster):
             continue
         needed = memory(goal.model, setting, goal.cluster)
         if fits(needed, goal.cluster):
-            found.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
-    if not found:
+            candidates.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
+    if not candidates:
         return []
-    least = min(each.step_s for each in found)
+    least = min(candidate.step_s for candidate in candidates)
 
-    def order(each: Candidate) -> tuple[bool, int, float, float]:
-        is_slower = each.step_s > _ALIKE * least
-        switched_on = sum(getattr(each.setting, name) != off for name, off in LEVERS.items())
-        switched_on += (each.setting.tensor > 1) + (each.setting.pipeline > 1)
-        return is_slower, 0 if is_slower else switched_on, each.step_s, each.memory.gpu_bytes
+    def order(candidate: Candidate) -> tuple[bool, int, float, float]:
+        is_slower = candidate.step_s > _ALIKE * least
+        switched_on = sum(getattr(candidate.setting, name) != off for name, off in LEVERS.items())
+        switched_on += (candidate.setting.tensor > 1) + (candidate.setting.pipeline > 1)
+        return is_slower, 0 if is_slower else switched_on, candidate.step_s, candidate.memory.gpu_bytes
 
-    return sorted(found, key=order)
+    return sorted(candidates, key=order)
 
 
-def nearest(goal: Goal) -> list[Memory]:
+def nearest(goal: Goal) -> list[TrainingMemory]:
     """Return the memory of the settings that lack least where none fits, [] if the sequence cannot be cut at all.
 
     First comes the one with the smallest hosts of those that fit into GPUs as they are, or, where none does, the one
@@ -221,11 +199,11 @@ def nearest(goal: Goal) -> list[Memory]:
     smallest GPUs of those that fit into hosts as they are.
     """
     gpu_bytes, host_bytes = goal.cluster.gpu_gib * GIB, goal.cluster.host_gib * GIB
-    on_hosts: Memory | None = None
-    on_gpus: Memory | None = None
-    on_both: Memory | None = None
+    on_hosts: TrainingMemory | None = None
+    on_gpus: TrainingMemory | None = None
+    on_both: TrainingMemory | None = None
 
-    def share(needed: Memory) -> float:
+    def share(needed: TrainingMemory) -> float:
         return max(needed.gpu_bytes / gpu_bytes, needed.host_bytes / host_bytes)
 
     for setting in settings(goal):
@@ -247,8 +225,8 @@ def some_plan_fits(goal: Goal) -> bool:
     """Return whether any setting fits."""
     if goal.cluster.process_gib * goal.cluster.gpus_per_node > goal.cluster.host_gib:
         return False  # whatever the setting
-    possible = (each for each in settings(goal) if not surely_too_large(goal.model, each, goal.cluster))
-    return any(fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in possible)
+    possible = (setting for setting in settings(goal) if not surely_too_large(goal.model, setting, goal.cluster))
+    return any(fits(memory(goal.model, setting, goal.cluster), goal.cluster) for setting in possible)
 
 
 def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
@@ -276,7 +254,7 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
     """Return, for everything that a plan switches on, what it would be without it."""
-    found = {}
+    by_lever = {}
     for name, off in LEVERS.items():
         if getattr(chosen.setting, name) == off:
             continue
@@ -285,12 +263,12 @@ def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
         gib, host_gib = needed.gpu_bytes / GIB, needed.host_bytes / GIB
         slower_s = sum(step_seconds(goal.model, without, goal.cluster).values()) - chosen.step_s
         if gib > goal.cluster.gpu_gib:
-            found[name] = f"without it a GPU needs {gib:.1f} GiB"
+            by_lever[name] = f"without it a GPU needs {gib:.1f} GiB"
         elif host_gib > goal.cluster.host_gib:
-            found[name] = f"without it a host needs {host_gib:.0f} GiB"
+            by_lever[name] = f"without it a host needs {host_gib:.0f} GiB"
         elif slower_s > 0:
             seconds = f"{slower_s:.1f} s" if slower_s >= 0.05 else f"{1e3 * slower_s:.1f} ms"
-            found[name] = f"without it a step takes {seconds} more"
+            by_lever[name] = f"without it a step takes {seconds} more"
         else:
-            found[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
-    return found
+            by_lever[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
+    return by_lever

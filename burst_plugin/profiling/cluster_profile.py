@@ -11,21 +11,18 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from burst_plugin.checks import as_number, as_whole, shown
 from burst_plugin.topology import Topology
 
-__all__ = ["VERSION", "ClusterProfile", "KernelRate", "LinkRate", "Model", "device_name"]
-
 VERSION = 1
 _FORMAT = "burst profile"
 _AGAIN = "run burst check again"
 _MASKS = ("causal", "full")
 _OPTIONAL = ("node_rates", "rank_rates")
-_Field = TypeVar("_Field")
 
 
 @dataclass(frozen=True)
@@ -127,10 +124,10 @@ class ClusterProfile:
         if isinstance(source, ClusterProfile):
             return source
         if isinstance(source, Mapping):
-            return _Reader("the profile", source).profile()
+            return _parsed("the profile", source)
         try:
             path = Path(source)
-            found = json.loads(path.read_text())
+            content = json.loads(path.read_text())
         except TypeError:
             raise ValueError(f"profile={shown(source)} is not valid; give the path of a burst-profile.json") from None
         except OSError as error:
@@ -139,20 +136,16 @@ class ClusterProfile:
             ) from None
         except ValueError as error:  # no text, or no JSON
             raise ValueError(f"the profile {path} is damaged: it is not JSON ({error}); {_AGAIN}") from None
-        return _Reader(f"the profile {path}", found).profile()
+        return _parsed(f"the profile {path}", content)
 
     def check_cluster(self, topology: Topology | None = None, device: str | None = None) -> None:
         """Raise ValueError if the profile is of a cluster of other sizes, or of another device; None is any."""
-        if topology is not None and topology != self.topology:
-            raise ValueError(
-                f"the profile is of another cluster: it was measured on {self.topology}, and this is {topology}; "
-                f"{_AGAIN} here"
-            )
-        if device is not None and device != self.device:
-            raise ValueError(
-                f"the profile is of another cluster: it was measured on {self.device}, and this is {device}; "
-                f"{_AGAIN} here"
-            )
+        for here, measured in ((topology, self.topology), (device, self.device)):
+            if here is not None and here != measured:
+                raise ValueError(
+                    f"the profile is of another cluster: it was measured on {measured}, and this is {here}; {_AGAIN} "
+                    "here"
+                )
 
 
 def device_name() -> str:
@@ -166,110 +159,114 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
-class _Reader:
-    """Reads entries of a profile, each checked; `name` is that of the profile in messages."""
-
-    def __init__(self, name: str, found: object) -> None:
-        self._name = name
-        if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
-            raise ValueError(f"{name} is not one that burst check wrote: its format is not {_FORMAT!r}; {_AGAIN}")
-        if found.get("version") != VERSION:
-            raise ValueError(
-                f"{name} has version {shown(found.get('version'))}, and this burst_plugin reads version {VERSION}; "
-                f"{_AGAIN}"
-            )
-        self._all = found
-
-    def profile(self) -> ClusterProfile:
-        known = {*ClusterProfile.__dataclass_fields__, "format", "version"}
-        if unknown := sorted(map(str, set(self._all) - known)):
-            raise self._damaged(", ".join(unknown), "such an entry", "no such entry")
-        top = self._all
-        nodes, per_node = self._whole(top, "nodes"), self._whole(top, "ranks_per_node")
-        return ClusterProfile(
-            nodes=nodes,
-            ranks_per_node=per_node,
-            device=self._text(top, "device"),
-            backend=self._text(top, "backend"),
-            intra=self._link("intra", per_node > 1),
-            inter=self._link("inter", nodes > 1),
-            nic=self._text(top, "nic", ("rank", "node")),
-            kernel=self._text(top, "kernel"),
-            dtype=self._text(top, "dtype", ("bfloat16", "float16", "float32", "float64")),
-            rates=self._rates(),
-            model=self._model(),
-            strategy=self._mapping(top, "strategy"),
-            why=self._text(top, "why"),
-            runner_up=self._text(top, "runner_up"),
-            node_rates=self._numbers("node_rates", nodes),
-            rank_rates=self._numbers("rank_rates", nodes * per_node),
+def _parsed(name: str, content: object) -> ClusterProfile:
+    """Return the profile that a file holds; `name` is the profile's in messages. Raise ValueError as `read` does."""
+    if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
+        raise ValueError(f"{name} is not one that burst check wrote: its format is not {_FORMAT!r}; {_AGAIN}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{name} has version {shown(content.get('version'))}, and this burst_plugin reads version {VERSION}; "
+            f"{_AGAIN}"
         )
+    top = _Entries(name, content)
+    if unknown := sorted(map(str, set(content) - {*ClusterProfile.__dataclass_fields__, "format", "version"})):
+        raise top.damaged(", ".join(unknown), "such an entry", "no such entry")
+    nodes, per_node, model = top.whole("nodes"), top.whole("ranks_per_node"), top.inner("model")
+    return ClusterProfile(
+        nodes=nodes,
+        ranks_per_node=per_node,
+        device=top.text("device"),
+        backend=top.text("backend"),
+        intra=_link(top, "intra", per_node > 1),
+        inter=_link(top, "inter", nodes > 1),
+        nic=top.text("nic", ("rank", "node")),
+        kernel=top.text("kernel"),
+        dtype=top.text("dtype", ("bfloat16", "float16", "float32", "float64")),
+        rates=_kernel_rates(top),
+        model=Model(
+            q_heads=model.whole("q_heads"),
+            kv_heads=model.whole("kv_heads"),
+            head_dim=model.whole("head_dim"),
+            seq=model.whole("seq"),
+            mask=model.text("mask", _MASKS),
+        ),
+        strategy=top.inner("strategy").values,
+        why=top.text("why"),
+        runner_up=top.text("runner_up"),
+        node_rates=top.numbers("node_rates", nodes),
+        rank_rates=top.numbers("rank_rates", nodes * per_node),
+    )
 
-    def _numbers(self, name: str, count: int) -> tuple[float, ...]:
-        found = self._all.get(name, ())
-        if not isinstance(found, Sequence) or len(found) not in (0, count):
-            raise self._damaged(name, shown(found), f"a list of {count} numbers, or no such entry")
-        return tuple(self._number({"": each}, "", f"{name}[{number}]") for number, each in enumerate(found))
 
-    def _link(self, name: str, is_there: bool) -> LinkRate | None:
-        if not is_there:
-            if self._all.get(name) is not None:
-                raise self._damaged(name, shown(self._all[name]), "null, since this cluster has no such link")
-            return None
-        entry = self._mapping(self._all, name)
-        rate, latency = (self._number(entry, each, name) for each in ("bytes_per_s", "latency_s"))
-        return LinkRate(rate, latency)
+def _link(top: _Entries, name: str, is_there: bool) -> LinkRate | None:
+    if is_there:
+        link = top.inner(name)
+        return LinkRate(link.number("bytes_per_s"), link.number("latency_s"))
+    if top.values.get(name) is not None:
+        raise top.damaged(name, shown(top.values[name]), "null, since this cluster has no such link")
+    return None
 
-    def _rates(self) -> tuple[KernelRate, ...]:
-        found = self._all.get("rates")
-        if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-            raise self._damaged("rates", shown(found), "a list of rates by tile size")
-        rates = []
-        for number, each in enumerate(found):
-            entry = self._of_type(each, Mapping, f"rates[{number}]", "an object")  # type: ignore[type-abstract]
-            where = f"rates[{number}]"
-            passes = (self._number(entry, f"{way}_flops_per_s", where) for way in ("forward", "backward"))
-            rates.append(KernelRate(self._whole(entry, "rows", where), *passes))
-        if [each.rows for each in rates] != sorted({each.rows for each in rates}):
-            raise self._damaged("rates", "tiles in another order", "smaller tiles first, each size once")
-        return tuple(rates)
 
-    def _model(self) -> Model:
-        entry = self._mapping(self._all, "model")
-        names = ("q_heads", "kv_heads", "head_dim", "seq")
-        q_heads, kv_heads, head_dim, seq = (self._whole(entry, name, "model") for name in names)
-        return Model(q_heads, kv_heads, head_dim, seq, self._text(entry, "mask", _MASKS, "model"))
+def _kernel_rates(top: _Entries) -> tuple[KernelRate, ...]:
+    entries = top.values.get("rates")
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise top.damaged("rates", shown(entries), "a list of rates by tile size")
+    rates = []
+    for number in range(len(entries)):
+        entry = top.inner("rates", number)
+        rates.append(
+            KernelRate(entry.whole("rows"), entry.number("forward_flops_per_s"), entry.number("backward_flops_per_s"))
+        )
+    if [rate.rows for rate in rates] != sorted({rate.rows for rate in rates}):
+        raise top.damaged("rates", "tiles in another order", "smaller tiles first, each size once")
+    return tuple(rates)
 
-    def _mapping(self, entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        return self._of_type(entry.get(name), Mapping, name, "an object")  # type: ignore[type-abstract]
 
-    def _whole(self, entry: Mapping[str, Any], name: str, inside: str = "") -> int:
-        found = as_whole(entry.get(name))
-        if found is None or found < 1:
-            raise self._damaged(_path(inside, name), shown(entry.get(name)), "a whole number, 1 or more")
-        return found
+class _Entries:
+    """The entries of an object in a profile's file, each checked as it is read; `path` is where the object is."""
 
-    def _number(self, entry: Mapping[str, Any], name: str, inside: str) -> float:
-        found = as_number(entry.get(name))
-        if found is None or not found > 0:
-            raise self._damaged(_path(inside, name), shown(entry.get(name)), "a positive number")
-        return found
+    def __init__(self, profile: str, values: Mapping[str, Any], path: str = "") -> None:
+        self.values = values
+        self._profile, self._path = profile, path
 
-    def _text(self, entry: Mapping[str, Any], name: str, valid: Sequence[str] = (), inside: str = "") -> str:
-        expected = f"one of {', '.join(valid)}" if valid else "a text"
-        found = self._of_type(entry.get(name), str, _path(inside, name), expected)
-        if valid and found not in valid:
-            raise self._damaged(_path(inside, name), shown(found), expected)
-        return found
+    def inner(self, name: str, number: int | None = None) -> _Entries:
+        """Return the entries of an object in this one, or of one in a list."""
+        value = self.values.get(name)
+        if number is not None:
+            name, value = f"{name}[{number}]", self.values[name][number]
+        if not isinstance(value, Mapping):
+            raise self.damaged(name, shown(value), "an object")
+        return _Entries(self._profile, value, f"{self._path}{name}.")
 
-    def _of_type(self, value: object, kind: type[_Field], path: str, expected: str) -> _Field:
-        if not isinstance(value, kind):
-            raise self._damaged(path, shown(value), expected)
+    def whole(self, name: str) -> int:
+        """Return a whole number, 1 or more."""
+        value = as_whole(self.values.get(name))
+        if value is None or value < 1:
+            raise self.damaged(name, shown(self.values.get(name)), "a whole number, 1 or more")
         return value
 
-    def _damaged(self, path: str, got: str, expected: str) -> ValueError:
-        return ValueError(f"{self._name} is damaged: {path} is {got}, expected {expected}; {_AGAIN}")
+    def number(self, name: str) -> float:
+        """Return a positive number."""
+        value = as_number(self.values.get(name))
+        if value is None or not value > 0:
+            raise self.damaged(name, shown(self.values.get(name)), "a positive number")
+        return value
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return `count` positive numbers, or () where there is no such entry."""
+        values = self.values.get(name, ())
+        numbers = [as_number(value) for value in values] if isinstance(values, Sequence) else [None]
+        if len(numbers) not in (0, count) or not all(number is not None and number > 0 for number in numbers):
+            raise self.damaged(name, shown(values), f"a list of {count} positive numbers, or no such entry")
+        return tuple(number for number in numbers if number is not None)
 
-def _path(inside: str, name: str) -> str:
-    return f"{inside}.{name}" if inside and name else inside or name
+    def text(self, name: str, valid: Sequence[str] = ()) -> str:
+        """Return a text, one of those that are `valid`, if only some are."""
+        value = self.values.get(name)
+        if not isinstance(value, str) or (valid and value not in valid):
+            raise self.damaged(name, shown(value), f"one of {', '.join(valid)}" if valid else "a text")
+        return value
+
+    def damaged(self, name: str, got: str, expected: str) -> ValueError:
+        """Return the error about an entry."""
+        return ValueError(f"{self._profile} is damaged: {self._path}{name} is {got}, expected {expected}; {_AGAIN}")

@@ -19,19 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from burst_plugin.comm.transport import Channel, Message, Pending, Transport
-from burst_plugin.profiling.event import Event
+from burst_plugin.profiling.summary import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.topology import Topology
-
-if TYPE_CHECKING:
-    from burst_plugin.profiling.report import RingProfile, Summary
-
-__all__ = ["PassLog", "Profile"]
 
 _Mark = Any  # of a clock: seconds, or a CUDA event
 
@@ -213,8 +208,6 @@ class Profile:
     @property
     def summary(self) -> Summary:
         """Return times and bytes by step, and waits by peer."""
-        from burst_plugin.profiling.report import Summary  # tables, which few need
-
         events = self.events
         stop_s = max([self._stop_s or time.perf_counter(), *(event.stop_s for event in events)])
         return Summary.of(events, self.rank, self.topology, stop_s - self._start_s)
@@ -224,8 +217,6 @@ class Profile:
 
     def gather(self) -> RingProfile:
         """Return the summaries of all ranks, on every rank; collective."""
-        from burst_plugin.profiling.report import RingProfile  # tables, which few need
-
         if self._group is None:
             return RingProfile((self.summary,))
         summaries: list[Any] = [None] * dist.get_world_size(self._group)
@@ -234,6 +225,4 @@ class Profile:
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write a timeline for https://ui.perfetto.dev or chrome://tracing; give every rank a path of its own."""
-        from burst_plugin.profiling.report import save_chrome_trace  # tables, which few need
-
         save_chrome_trace(path, [self])

@@ -20,7 +20,7 @@ from benchmarks.documents import least_nic_bytes
 from benchmarks.report import files
 from benchmarks.report.files import load
 from burst_plugin import Strategy
-from burst_plugin.planning.planner import Links
+from burst_plugin.planning.cluster import Links
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Topology

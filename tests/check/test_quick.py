@@ -11,11 +11,10 @@ import pytest
 
 from burst_plugin import Strategy, Topology
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, SECTIONS, Finding, failed, shown_time, table
-from burst_plugin.check.right_gpu import ONLY_GPUS
-from burst_plugin.check.run import run_sections
+from burst_plugin.check.run import ONLY_GPUS, run_sections
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
-from burst_plugin.planning.choice import planned
+from burst_plugin.planning.measured import planned
 from burst_plugin.profiling.cluster_profile import ClusterProfile
 from burst_plugin.schedule.rings import SCHEDULES
 from tests.support.launched import launched

@@ -38,7 +38,7 @@ from burst_plugin import (
 from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck
 from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.profiling.event import Event
+from burst_plugin.profiling.summary import Event
 from burst_plugin.ring import connections
 from burst_plugin.ring.plan import Plan
 from burst_plugin.schedule.rings import SCHEDULES

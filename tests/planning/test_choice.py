@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.planning.choice import choose, planned
+from burst_plugin.planning.measured import choose, planned
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate, LinkRate, Model, device_name
 from tests.support.ranks import run_ranks
 

@@ -11,10 +11,11 @@ import pytest
 from torch import Tensor
 
 from burst_plugin.activations import Head, linear_cross_entropy
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS, ModelShape
-from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.planning.setting import Code, Setting
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from tests.support.measured_step import activation_bytes, measured_code

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from burst_plugin.planning.cluster import Cluster
 from burst_plugin.planning.memory import GIB, memory, surely_too_large
 from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape
-from burst_plugin.planning.run_options import layout_in_words, strategy_options
-from burst_plugin.planning.setting import RECOMPUTE, Cluster, Code, Setting
+from burst_plugin.planning.setting import RECOMPUTE, Code, Setting, layout_in_words, strategy_options
 from burst_plugin.planning.step_time import bound_by, step_seconds, tokens_per_second
 from burst_plugin.planning.training_plan import Goal, Space, fits, longest, nearest, plans_that_fit, reasons, settings
 

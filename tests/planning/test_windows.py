@@ -8,21 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from burst_plugin.compute.shapes import hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_bytes
+from burst_plugin.planning.cluster import Cluster, Links
 from burst_plugin.planning.layer_memory import ring_shapes
-from burst_plugin.planning.layer_windows import windowed_layers
-from burst_plugin.planning.links import Links
 from burst_plugin.planning.memory import memory
-from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape
-from burst_plugin.planning.planner import pass_price
-from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape, windowed_layers
+from burst_plugin.planning.price import pairs_in_window, pass_price
+from burst_plugin.planning.setting import Code, Setting
 from burst_plugin.planning.step_time import step_seconds
-from burst_plugin.planning.windowed import pairs_in_window
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
@@ -109,14 +108,12 @@ def test_the_ring_sends_the_rows_within_the_window() -> None:
 @pytest.mark.parametrize("window", [1000, 9000])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_part_of_a_large_cluster_stands_for_all_of_it(direction: Any, window: int) -> None:
-    """All ranks are simulated where one of them is said to be unlike, as fast as the others though it is."""
     topology = Topology(20, 4)
     setting = Setting(tokens=80 * 2**11, code=CODE, context=80, inner=4)
     shapes, links = ring_shapes(LLAMA, setting), Links(1e10, 1e9)
     part = pass_price(Strategy(), direction, topology, shapes, 0.02, links, window=window)
-    of_all = pass_price(
-        Strategy(), direction, topology, shapes, 0.02, replace(links, rank_speed={0: 1.0}), window=window
-    )
+    with mock.patch("burst_plugin.planning.price._FEW_RANKS", topology.ranks):
+        of_all = pass_price(Strategy(), direction, topology, shapes, 0.02, links, window=window)
     assert part.time_s == pytest.approx(of_all.time_s, rel=1e-6)
     assert part.compute_s == pytest.approx(of_all.compute_s, rel=1e-6)
     assert part.link_s == pytest.approx(of_all.link_s, rel=1e-6)

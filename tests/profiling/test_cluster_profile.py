@@ -17,8 +17,9 @@ from burst_plugin.cli import main
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.megatron import arguments
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds, only_slow_ones
-from burst_plugin.planning.planner import Links, visit_seconds
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.measured import measured_links, measured_work_seconds
+from burst_plugin.planning.price import work_seconds
 from burst_plugin.profiling.cluster_profile import (
     VERSION,
     ClusterProfile,
@@ -171,12 +172,12 @@ def test_the_planner_takes_measured_rates() -> None:
     with pytest.raises(ValueError, match="run burst check again"):
         measured_links(replace(PROFILE, nodes=1, inter=None), Topology(2, 4))
     shapes = Shapes(1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16)
-    forward_s, backward_s = measured_visit_seconds(PROFILE, shapes, True)
-    assert forward_s == pytest.approx(visit_seconds(shapes, 400e12, True)[0])
-    assert backward_s == pytest.approx(visit_seconds(shapes, 300e12, True)[1])
+    forward_s, backward_s = measured_work_seconds(PROFILE, shapes, True)
+    assert forward_s == pytest.approx(work_seconds(shapes, 400e12, True)[0])
+    assert backward_s == pytest.approx(work_seconds(shapes, 300e12, True)[1])
     for rows, rate in ((64, 200e12), (1024, 200e12), (2048, 300e12), (1 << 20, 400e12)):
         some = shapes._replace(q_len=rows, kv_len=rows)
-        assert measured_visit_seconds(PROFILE, some, False)[0] == pytest.approx(visit_seconds(some, rate, False)[0])
+        assert measured_work_seconds(PROFILE, some, False)[0] == pytest.approx(work_seconds(some, rate, False)[0])
 
 
 def test_plan_prices_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,26 +199,19 @@ def test_plan_prices_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "4x4 (nodes x ranks per node), 4096 tokens per rank" in capsys.readouterr().out
 
 
-def test_plan_knows_slow_nodes_and_ranks_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rates` and `inter` are those of the slowest; the others are as fast as they were measured to be."""
+def test_a_profile_may_have_the_rates_of_nodes_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan goes by `rates` and `inter`, which are those of the slowest."""
     path = tmp_path / "profile.json"
     node_rates, rank_rates = (8e9, 2e9, 8.1e9), (400e12, 410e12, 390e12, 400e12, 400e12, 200e12)
-    unlike = replace(PROFILE, nodes=3, ranks_per_node=2, node_rates=node_rates, rank_rates=rank_rates)
-    unlike.save(path)
-    assert ClusterProfile.read(path) == unlike
-    visit_s, links = only_slow_ones(unlike, (0.002, 0.006), measured_links(unlike))
-    assert visit_s == (0.001, 0.003)
-    expected = replace(measured_links(PROFILE), inter_bytes_per_s=8e9)
-    assert links == replace(expected, node_bytes_per_s={1: 2e9}, rank_speed={5: 0.5})
-    even = replace(unlike, node_rates=(8e9, 7e9, 8e9), rank_rates=())
-    assert only_slow_ones(even, (1.0, 2.0), measured_links(even)) == ((1.0, 2.0), measured_links(even))
-    assert main(["plan", "--profile", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "node 1 has NICs of 2 GB/s, rank 5 has 50% of the speed. What suits an even cluster" in shown
-    assert main(["plan", "--profile", str(path), "--nodes", "2"]) == 0
-    assert "Uneven" not in capsys.readouterr().out, "which nodes these would be is not known"
-    assert main(["plan", "--profile", str(path), "--nodes", "2", "--slow-rank", "1=0.9"]) == 0
-    assert "rank 1 has 90% of the speed" in capsys.readouterr().out
+    without = replace(PROFILE, nodes=3, ranks_per_node=2)
+    unlike = replace(without, node_rates=node_rates, rank_rates=rank_rates)
+    shown = []
+    for profile in (unlike, without):
+        profile.save(path)
+        assert ClusterProfile.read(path) == profile
+        assert main(["plan", "--profile", str(path)]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
     for name, values in (("node_rates", [1.0, 2.0]), ("rank_rates", "fast"), ("node_rates", [1.0, 0, 1.0])):
         with pytest.raises(ValueError, match=f"is damaged: {name}"):
             ClusterProfile.read({**unlike.as_dict(), name: values})

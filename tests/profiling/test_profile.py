@@ -17,9 +17,8 @@ import torch.distributed as dist
 from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.compute.passes import ForwardPart
-from burst_plugin.profiling.event import Event
 from burst_plugin.profiling.recorder import Profile
-from burst_plugin.profiling.report import RingProfile, Summary, save_chrome_trace
+from burst_plugin.profiling.summary import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.schedule.schedule import Step
 from burst_plugin.topology import Link, Traffic

@@ -22,7 +22,8 @@ from burst_plugin import (
 )
 from burst_plugin.assignment.balance import imbalance, work_by_rank
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.planner import Links, plans
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.planner import plans
 from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.ring.systems.both_sides import half_of_visits, work_of_ranks
 from burst_plugin.sequence.layout import Tokens

@@ -33,9 +33,9 @@ from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.kernels import Grads, How, Queries
 from burst_plugin.kernels.reference import ReferenceKernel
-from burst_plugin.planning.planner import Plan as PricedPlan
-from burst_plugin.planning.planner import buffer_bytes, pass_price, plans
-from burst_plugin.planning.simulator import Links
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.planner import PricedPlan, buffer_bytes, plans
+from burst_plugin.planning.price import pass_price
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.mesh import MeshExchange
 from burst_plugin.ring.plan import Plan

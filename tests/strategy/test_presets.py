@@ -27,9 +27,9 @@ from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.megatron import arguments
-from burst_plugin.planning.choice import planned
-from burst_plugin.planning.links import Links
-from burst_plugin.planning.planner import has_price, pass_price
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.measured import planned
+from burst_plugin.planning.price import has_price, pass_price
 from burst_plugin.strategy import PLANNED
 from burst_plugin.strategy.presets import PRESETS
 from burst_plugin.types import DIRECTIONS

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 from burst_plugin import Strategy, Topology
-from burst_plugin.check.rates import Rates
+from burst_plugin.check.performance import Rates
+from burst_plugin.check.recommendation import measured_profile
 from burst_plugin.check.settings import Settings
-from burst_plugin.check.tuned import measured
 from burst_plugin.check.world import joined
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.choice import planned
-from burst_plugin.planning.measured import measured_links
-from burst_plugin.planning.planner import Links, pass_price, plans
+from burst_plugin.planning.cluster import Links
+from burst_plugin.planning.measured import measured_links, planned
+from burst_plugin.planning.planner import plans
+from burst_plugin.planning.price import pass_price
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import PLANNED
@@ -75,7 +76,7 @@ def profile_in_rank(rank: int, topology: Topology) -> ClusterProfile:
     width = topology.ranks_per_node
     with joined((rank, topology.ranks, rank % width), 60.0, ranks_per_node=width) as world:
         world.measured["rates"] = Rates("sleeping", (KernelRate(1, 1.0, 1.0),), ())
-        return replace(measured(world, Settings(quick=True)), dtype="bfloat16")
+        return replace(measured_profile(world, Settings(quick=True)), dtype="bfloat16")
 
 
 class Trial(NamedTuple):

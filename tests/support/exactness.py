@@ -26,7 +26,7 @@ from burst_plugin import (
     burst_attention,
     key_padding,
 )
-from burst_plugin.check.crew import Crew
+from burst_plugin.check.processes import RankProcesses
 from burst_plugin.check.world import joined
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -137,13 +137,13 @@ def found_by_ranks(
 
     is_bound: whether the world's group is bound to the rank's GPU. Raises AssertionError with the errors of ranks.
     """
-    with Crew(ranks, _rank, tuple(dtypes), steps, is_bound, limit_s=_LIMIT_S) as crew:
-        for _ in crew.heard(lambda: any(ended.error for ended in crew.ended.values())):
+    with RankProcesses(ranks, _rank, tuple(dtypes), steps, is_bound, limit_s=_LIMIT_S) as processes:
+        for _ in processes.messages(lambda: any(end.error for end in processes.ended.values())):
             pass
-        wrong = {rank: ended.error for rank, ended in crew.ended.items() if ended.error}
+        wrong = {rank: end.error for rank, end in processes.ended.items() if end.error}
         assert not wrong, wrong
-        assert len(crew.ended) == ranks, "some ranks are late"
-        return [[Found(**each) for each in crew.ended[rank].value] for rank in range(ranks)]
+        assert len(processes.ended) == ranks, "some ranks are late"
+        return [[Found(**each) for each in processes.ended[rank].value] for rank in range(ranks)]
 
 
 def _rank(

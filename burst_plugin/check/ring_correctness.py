@@ -5,9 +5,11 @@ Every rank compares its own part, so that a rank whose GPU or link is at fault i
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -17,27 +19,26 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from burst_plugin.attention import burst_attention
-from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.findings import CORRECTNESS, FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.kernel_correctness import SHARED
 from burst_plugin.check.problem import BOUNDS, Problem, definition, differences, worst
-from burst_plugin.check.right_gpu import memory_finding
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import Outcome, World
 from burst_plugin.context import ContextParallel
-from burst_plugin.kernels import Kernel
+from burst_plugin.planning.memory import GIB
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Documents, Mask
 from burst_plugin.types import BOTH, SIDES
 
-__all__ = ["check_rings"]
-
+MEMORY = "memory of NCCL"
 _DIM = 64
 _SHARED_STEPS = 3  # where ranks take turns on a GPU, and a message takes milliseconds
 _MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores at once, in float64
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingCase:
     """One way to run the ring: its name, options of `Strategy`, and what is special about the call.
 
     tokens: of the sequence. documents: their lengths, none for one causal sequence. recomputes: forward is run again
@@ -65,13 +66,13 @@ class Ring:
 
     def allowed(self, device: torch.device) -> Tensor:
         """Return the mask, [S, S]."""
-        here = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=device).tril()
+        allowed = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=device).tril()
         if self.documents:
-            inside = torch.zeros_like(here)
+            inside = torch.zeros_like(allowed)
             for start, stop in pairwise(self.cu_seqlens):
                 inside[start:stop, start:stop] = True
-            here &= inside
-        return here
+            allowed &= inside
+        return allowed
 
 
 def heads_for(ranks: int) -> tuple[int, int]:
@@ -80,30 +81,30 @@ def heads_for(ranks: int) -> tuple[int, int]:
     return q_heads, q_heads // 2
 
 
-def rings(world: World, tokens: int) -> Iterator[Ring]:
+def ring_cases(world: World, tokens: int) -> Iterator[RingCase]:
     """Yield the ways to run the ring on so many ranks, the plainest first."""
     ranks, nodes = world.size, _node_sizes(world.size)
     for per_node, (forward, backward) in product(nodes, product(SIDES, SIDES)):
         name = f"ring {ranks // per_node}x{per_node}, moves {forward}, {backward}"
-        yield Ring(name, {"ranks_per_node": per_node, "forward": forward, "backward": backward}, tokens)
-    yield Ring("both sides move", {"forward": BOTH, "backward": BOTH}, tokens)
+        yield RingCase(name, {"ranks_per_node": per_node, "forward": forward, "backward": backward}, tokens)
+    yield RingCase("both sides move", {"forward": BOTH, "backward": BOTH}, tokens)
     for schedule in SCHEDULES:
         if schedule in SPARSE:
             long = tokens - 3 * (tokens // 8)
             documents = (tokens // 8, long, tokens // 8, tokens // 8)
-            yield Ring(f"{schedule} by documents", {"schedule": schedule}, tokens, documents)
+            yield RingCase(f"{schedule} by documents", {"schedule": schedule}, tokens, documents)
         else:
             options = {"schedule": schedule, "ranks_per_node": nodes[-1], "parts": 2}
-            yield Ring(f"{schedule} in 2 parts", options, tokens)
+            yield RingCase(f"{schedule} in 2 parts", options, tokens)
     for degree in sorted({2, ranks}):
         if ranks % degree == 0:
             name = f"heads exchanged by {degree}"
-            yield Ring(name, {"ulysses_degree": degree, "ranks_per_node": ranks}, tokens)
+            yield RingCase(name, {"ulysses_degree": degree, "ranks_per_node": ranks}, tokens)
             name = f"blocks gathered by {degree}"
-            yield Ring(name, {"mesh_degree": degree, "ranks_per_node": ranks}, tokens)
-    yield Ring("uneven lengths", {}, tokens - 3)
-    yield Ring("recomputation", {}, tokens, recomputes=True)
-    yield Ring("two rings in turn", {"ranks_per_node": nodes[-1]}, tokens, rings=2)
+            yield RingCase(name, {"mesh_degree": degree, "ranks_per_node": ranks}, tokens)
+    yield RingCase("uneven lengths", {}, tokens - 3)
+    yield RingCase("recomputation", {}, tokens, recomputes=True)
+    yield RingCase("two rings in turn", {"ranks_per_node": nodes[-1]}, tokens, rings=2)
 
 
 def _node_sizes(ranks: int) -> list[int]:
@@ -119,43 +120,38 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
     """
     if world.size == 1:
         reason = "there is one rank, which has no ring; start 2 or more, which may share a GPU"
-        yield Finding("right", NOT_SHOWN, "ring", reason)
+        yield Finding(CORRECTNESS, NOT_SHOWN, "ring", reason)
         return
     sizes = settings.sizes(world.device)
     rows = max(16, min(sizes.tile // 3, _MOST_TOKENS // world.size))
-    every = list(rings(world, even_length(rows * world.size, world.size)))
+    cases = list(ring_cases(world, even_length(rows * world.size, world.size)))
     if is_bound:
-        every = [replace(ring, name=f"{ring.name}, device_id") for ring in (every[0], every[-1])]
+        cases = [replace(ring, name=f"{ring.name}, device_id") for ring in (cases[0], cases[-1])]
     outside = {}
     steps = min(sizes.steps, _SHARED_STEPS) if world.shares_gpu else sizes.steps
-    for ring, finding, found in _each(world, every, load_kernel(settings.kernel), steps):
-        yield finding
-        if any(each.error and not each.error.startswith("ValueError") for each in found):
-            yield Finding("right", NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
+    kernel = load_kernel(settings.kernel)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    for ring in cases:
+        start = time.perf_counter()
+        outcomes = world.attempt(ring.name, partial(_run_steps, world, ring, kernel, dtype, steps))
+        yield _finding(world, ring, outcomes, BOUNDS[dtype], time.perf_counter() - start)
+        if any(outcome.error and not outcome.error.startswith("ValueError") for outcome in outcomes):
+            yield Finding(CORRECTNESS, NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
             return
-        if not first_error(found):
-            outside[ring.name] = [each.value["outside_bytes"] for each in found]
+        if not first_error(outcomes):
+            outside[ring.name] = [outcome.value["outside_bytes"] for outcome in outcomes]
     yield from _check_close(world)
     if outside and world.device.type == "cuda":
         yield memory_finding(world, outside)
-    whole = replace(settings, quick=False).sizes(world.device).steps
-    if steps < whole:
+    full_steps = replace(settings, quick=False).sizes(world.device).steps
+    if steps < full_steps:
         leave_out = "--ranks" if world.shares_gpu else "--quick"
-        yield Finding("right", NOT_SHOWN, f"{whole} steps", f"each ring ran for {steps}; leave out {leave_out}")
+        yield Finding(
+            CORRECTNESS, NOT_SHOWN, f"{full_steps} steps", f"each ring ran for {steps}; leave out {leave_out}"
+        )
 
 
-def _each(
-    world: World, every: Iterable[Ring], kernel: str | Kernel, steps: int
-) -> Iterator[tuple[Ring, Finding, list[Outcome]]]:
-    """Yield rings with what was found of each, and what came of it on every rank; collective."""
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    for ring in every:
-        start = time.perf_counter()
-        found = world.attempt(ring.name, lambda ring=ring: _run(world, ring, kernel, dtype, steps))  # type: ignore[misc]
-        yield ring, _finding(world, ring, found, BOUNDS[dtype], time.perf_counter() - start), found
-
-
-def _run(world: World, ring: Ring, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
+def _run_steps(world: World, ring: RingCase, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """Run some steps on this rank; return its errors, the kernel, and what its traffic was and should have been."""
     heads = heads_for(world.size)
     problem = Problem.draw((ring.tokens, ring.tokens), heads, (_DIM, _DIM), dtype, world.device)
@@ -163,20 +159,22 @@ def _run(world: World, ring: Ring, kernel: Any, dtype: torch.dtype, steps: int) 
     tokens, outside = Tokens(ring.tokens), world.outside_bytes()
     for number in range(steps * ring.rings):
         cp = cps[number % ring.rings]
-        found = _step(cp, problem, ring, tokens)
+        results = _step(cp, problem, ring, tokens)
     world.synchronize()
     outside = world.outside_bytes() - outside
-    local = differences(found, _own_part(cps[0], definition(problem, ring.allowed(world.device)), tokens))
-    traffic = [(each.traffic(), each.expected_traffic()) for each in cps]
-    for each in cps:
-        each.close()
+    expected = definition(problem, ring.allowed(world.device))
+    expected_here = [cps[0].shard(x, 2 if x.dim() == 3 else 1, tokens) for x in expected]
+    errors = differences(results, expected_here)
+    traffic = [(cp.traffic(), cp.expected_traffic()) for cp in cps]
+    for cp in cps:
+        cp.close()
     sent = sum(sum(by_traffic.values()) for by_traffic in traffic[0][0].values())
     unequal = next((f"{sent} instead of {due}" for sent, due in traffic if sent != due), "")
     kernel_name = cps[0].describe().get("kernel", "")
-    return {"errors": local, "kernel": kernel_name, "traffic": unequal, "sent": sent, "outside_bytes": outside}
+    return {"errors": errors, "kernel": kernel_name, "traffic": unequal, "sent": sent, "outside_bytes": outside}
 
 
-def _step(cp: ContextParallel, problem: Problem, ring: Ring, tokens: Tokens) -> tuple[Tensor, ...]:
+def _step(cp: ContextParallel, problem: Problem, ring: RingCase, tokens: Tokens) -> tuple[Tensor, ...]:
     """Return this rank's out, lse, dq, dk, dv."""
     q, k, v = (cp.shard(x, tokens=tokens).requires_grad_() for x in problem[:3])
 
@@ -188,53 +186,63 @@ def _step(cp: ContextParallel, problem: Problem, ring: Ring, tokens: Tokens) -> 
     return out.detach(), lse, *grads
 
 
-def _own_part(cp: ContextParallel, whole: tuple[Tensor, ...], tokens: Tokens) -> list[Tensor]:
-    """Return this rank's part of the true results."""
-    return [cp.shard(x, 2 if x.dim() == 3 else 1, tokens) for x in whole]
-
-
-def _finding(world: World, ring: Ring, found: list[Outcome], bound: float, seconds: float) -> Finding:
+def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float, seconds: float) -> Finding:
     """Return the finding of a ring: which rank met an error, is off, or sent other bytes than the schedule counts."""
-    error = first_error(found)
-    if error:
-        return Finding("right", FAILED, ring.name, error, {}, seconds)
-    values = [each.value for each in found]
-    errors = [worst(each["errors"]) for each in values]
-    rank = max(range(len(errors)), key=lambda each: (errors[each][1] != errors[each][1], errors[each][1]))
-    name, error_ = errors[rank]
+    error_message = first_error(outcomes)
+    if error_message:
+        return Finding(CORRECTNESS, FAILED, ring.name, error_message, {}, seconds)
+    values = [outcome.value for outcome in outcomes]
+    largest = [worst(value["errors"]) for value in values]  # (result, error) by rank
+    rank = max(range(world.size), key=lambda other: (math.isnan(largest[other][1]), largest[other][1]))
+    result, error = largest[rank]
     kernel = values[rank]["kernel"]
-    figures = {"largest_error": error_, "rank": rank, "kernel": kernel, "sent_bytes": values[rank]["sent"]}
-    if not error_ <= bound:
-        off = [each for each, (_, value) in enumerate(errors) if not value <= bound]
-        where = "on every rank" if len(off) == len(errors) else f"on {', '.join(map(world.name, off))}"
-        bad = ", ".join(each for each, value in values[rank]["errors"].items() if not value <= bound)
-        text = f"{bad} off by up to {error_:.1e} (bound {bound:.0e}), {where}; kernel {kernel}"
-        return Finding("right", FAILED, ring.name, text, figures, seconds)
+    figures = {"largest_error": error, "rank": rank, "kernel": kernel, "sent_bytes": values[rank]["sent"]}
+    if not error <= bound:
+        wrong_ranks = [other for other, (_, value) in enumerate(largest) if not value <= bound]
+        where = "on every rank" if len(wrong_ranks) == world.size else f"on {', '.join(map(world.name, wrong_ranks))}"
+        wrong_results = ", ".join(name for name, value in values[rank]["errors"].items() if not value <= bound)
+        text = f"{wrong_results} off by up to {error:.1e} (bound {bound:.0e}), {where}; kernel {kernel}"
+        return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
     for other, value in enumerate(values):
         if value["traffic"]:
             text = f"{world.name(other)} sent other bytes than the schedule counts: {value['traffic']}"
-            return Finding("right", FAILED, ring.name, text, figures, seconds)
-    text = f"largest error {error_:.1e} ({name}, rank {rank}), kernel {kernel}, bytes as scheduled"
-    return Finding("right", OK, ring.name, text, figures, seconds)
+            return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
+    text = f"largest error {error:.1e} ({result}, rank {rank}), kernel {kernel}, bytes as scheduled"
+    return Finding(CORRECTNESS, OK, ring.name, text, figures, seconds)
 
 
-def first_error(found: list[Outcome]) -> str:
+def first_error(outcomes: list[Outcome]) -> str:
     """Return the error of the rank at fault rather than of one that missed it, with its number; "" for none."""
-    bad = sorted((each.was_lost, rank, each.error) for rank, each in enumerate(found) if each.error)
-    return f"rank {bad[0][1]}: {bad[0][2]}" if bad else ""
+    failures = [(outcome.was_lost, rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+    if not failures:
+        return ""
+    _, rank, error = min(failures)
+    return f"rank {rank}: {error}"
+
+
+def memory_finding(world: World, outside: Mapping[str, list[int]]) -> Finding:
+    """Return what was taken of GPUs outside of PyTorch's allocator while a ring was open, by ring and rank."""
+    if world.shares_gpu:
+        return Finding(CORRECTNESS, NOT_SHOWN, MEMORY, SHARED)
+    ring = max(outside, key=lambda name: max(outside[name]))
+    most = max(outside[ring])
+    rank = outside[ring].index(most)
+    text = f"up to {most / GIB:.2f} GiB besides tensors, with what CUDA takes: {ring}, {world.name(rank)}"
+    figures = {"bytes": {name: max(by_rank) for name, by_rank in outside.items()}}
+    return Finding(CORRECTNESS, OK, MEMORY, text, figures)
 
 
 def _check_close(world: World) -> Iterator[Finding]:
     """Yield whether a closed ring leaves no group and no buffer behind, and refuses calls."""
     start = time.perf_counter()
-    found = world.attempt("close", lambda: _close(world))
-    error = first_error(found)
-    left = [f"rank {rank}: {each.value}" for rank, each in enumerate(found) if each.value]
+    outcomes = world.attempt("close", lambda: _left_by_close(world))
+    error = first_error(outcomes)
+    left = [f"rank {rank}: {outcome.value}" for rank, outcome in enumerate(outcomes) if outcome.value]
     text = error or "; ".join(left) or "groups and buffers are gone, and a later call is refused"
-    yield Finding("right", FAILED if error or left else OK, "close", text, {}, time.perf_counter() - start)
+    yield Finding(CORRECTNESS, FAILED if error or left else OK, "close", text, {}, time.perf_counter() - start)
 
 
-def _close(world: World) -> str:
+def _left_by_close(world: World) -> str:
     """Return what a ring leaves behind on this rank; "" for nothing."""
     before = len(dist.distributed_c10d._world.pg_map)
     cp = world.ring()

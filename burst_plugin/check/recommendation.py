@@ -1,42 +1,41 @@
-"""The section "tuned": the strategy that suits a model on the links and with the kernel that were measured."""
+"""The section "tuned": the strategy that is recommended for a model, by measured links and a measured kernel."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-from burst_plugin.check.fast import links_of, rates_of
-from burst_plugin.check.findings import NOT_SHOWN, OK, Finding
+from burst_plugin.check.findings import NOT_SHOWN, OK, RECOMMENDATION, Finding
 from burst_plugin.check.links import node_rates
+from burst_plugin.check.performance import links_of, rates_of
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World
-from burst_plugin.planning.choice import choose
+from burst_plugin.planning.measured import choose, options_of
 from burst_plugin.profiling.cluster_profile import ClusterProfile, device_name
 from burst_plugin.topology import Link
-
-__all__ = ["measured", "tuned"]
 
 _PRICING_S = 600.0  # that pricing all plans may take
 
 
-def tuned(world: World, settings: Settings) -> Iterator[Finding]:
+def recommend_strategy(world: World, settings: Settings) -> Iterator[Finding]:
     """Yield the strategy that suits the model, and write the profile; the same on every rank; collective."""
     start = time.perf_counter()
-    profile = measured(world, settings)
+    profile = measured_profile(world, settings)
     if world.size == 1:
-        yield Finding("tuned", NOT_SHOWN, "strategy", "there is one rank, and nothing to choose; start 2 or more")
+        yield Finding(
+            RECOMMENDATION, NOT_SHOWN, "strategy", "there is one rank, and nothing to choose; start 2 or more"
+        )
         return
-    mine = None
+    chosen = None
     if world.rank == 0:
         choice = choose(profile, profile.model, profile.topology)
-        profile = replace(profile, strategy=choice.options, why=choice.why, runner_up=choice.runner_up)
+        profile = replace(profile, strategy=options_of(choice.strategy), why=choice.why, runner_up=choice.runner_up)
         if settings.profile:
             profile.save(settings.profile)
-        mine = {"text": _text(profile, settings.profile), "figures": profile.as_dict()}
-    found: dict[str, Any] = world.exchange("plans priced", mine, _PRICING_S)[0]
-    yield Finding("tuned", OK, "strategy", found["text"], found["figures"], time.perf_counter() - start)
+        chosen = {"text": _text(profile, settings.profile), "figures": profile.as_dict()}
+    chosen = world.exchange("plans priced", chosen, _PRICING_S)[0]
+    yield Finding(RECOMMENDATION, OK, "strategy", chosen["text"], chosen["figures"], time.perf_counter() - start)
 
 
 def _text(profile: ClusterProfile, path: str) -> str:
@@ -49,7 +48,7 @@ def _text(profile: ClusterProfile, path: str) -> str:
     )
 
 
-def measured(world: World, settings: Settings) -> ClusterProfile:
+def measured_profile(world: World, settings: Settings) -> ClusterProfile:
     """Return the profile of this cluster, without a strategy yet; collective."""
     topology, links = links_of(world, settings)
     rates = rates_of(world, settings)

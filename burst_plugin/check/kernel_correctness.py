@@ -1,29 +1,36 @@
 """Whether kernels compute attention: each alone, on every kind of tile, and with what the ring asks of them besides.
 
 The ring asks for two things that no kernel's own tests cover: gradients of a part of the keys under the lse of all of
-them, and gradients for an `out` that is made up from `dout`, of which only `rowsum(out * dout)` is true.
+them, and gradients for an `out` that is made up from `dout`, of which only `rowsum(out * dout)` is true. On GPUs the
+kernel also has to find what lies behind 2**31 elements.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.findings import CORRECTNESS, FAILED, NOT_SHOWN, OK, Finding
 from burst_plugin.check.problem import BOUNDS, Problem, definition, differences, worst
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import World
 from burst_plugin.compute.online_softmax import merge_, project, row_factor
-from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries
+from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel
 from burst_plugin.kernels.varlen import lengths_of
+from burst_plugin.planning.memory import GIB
 from burst_plugin.scores import Scores
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 
-__all__ = ["check_kernels"]
+FAR = "offsets past 2**31 elements"
+SHARED = "ranks share GPUs; leave out --ranks"
+_FAR_ELEMENTS = 2**31
+_FAR_ROWS, _FAR_HEADS, _FAR_DIM = 128, 16, 128
+_FAR_TENSORS = 12  # of that size, which a kernel may need for both passes
 
 
 class TileCase(NamedTuple):
@@ -69,7 +76,7 @@ def _tiles(n: int) -> list[TileCase]:
     ]
 
 
-_Run = Callable[[Kernel, Problem, How], tuple[Tensor, ...]]
+_RunPasses = Callable[[Kernel, Problem, How], tuple[Tensor, ...]]
 
 
 def _plain(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
@@ -86,11 +93,11 @@ def _halves(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
     first, *rest = (kernel.forward(q, *half, how) for half in halves)
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = first[0].to(wide).clone(), first[1].clone()
-    merge_(out, lse, [(each.to(wide), each_lse) for each, each_lse in rest])
+    merge_(out, lse, [(half_out.to(wide), half_lse) for half_out, half_lse in rest])
     queries = Queries(q, dout, out.to(q.dtype), lse)
     grads = [kernel.backward(queries, *half, how) for half in halves]
-    dq = sum((each.dq.to(wide) for each in grads[1:]), grads[0].dq.to(wide))
-    return out, lse, dq, torch.cat([each.dk for each in grads], 1), torch.cat([each.dv for each in grads], 1)
+    dq = grads[0].dq.to(wide) + grads[1].dq.to(wide)
+    return out, lse, dq, torch.cat([grad.dk for grad in grads], 1), torch.cat([grad.dv for grad in grads], 1)
 
 
 def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
@@ -101,14 +108,14 @@ def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
     return out, lse, *kernel.backward(queries, k, v, how)[:3]
 
 
-class Trial(NamedTuple):
+class KernelTrial(NamedTuple):
     """One thing to ask of a kernel: a tile, heads, head dims, a type, and how it is run."""
 
     tile: TileCase
     heads: tuple[int, int]
     dims: tuple[int, int]
     dtype: torch.dtype
-    run: _Run
+    run: _RunPasses
     how_run: str = ""
 
     def __str__(self) -> str:
@@ -123,11 +130,11 @@ class Trial(NamedTuple):
         lengths = None if self.tile.documents is None else lengths_of(*self.tile.documents, device)
         how = How(self.tile.band, Scores(scale=self.dims[0] ** -0.5), lengths=lengths)
         with torch.no_grad():
-            found = self.run(kernel, problem, how)
-        return differences(found, definition(problem, self.tile.allowed(device)))
+            results = self.run(kernel, problem, how)
+        return differences(results, definition(problem, self.tile.allowed(device)))
 
 
-def _trials(device: torch.device, settings: Settings) -> Iterator[Trial]:
+def _trials(device: torch.device, settings: Settings) -> Iterator[KernelTrial]:
     """Yield all that is asked of a kernel, the tricks of the ring on full tiles first."""
     tiles = _tiles(settings.sizes(device).tile)
     gpu = (torch.bfloat16, torch.float16, torch.float32)
@@ -135,15 +142,15 @@ def _trials(device: torch.device, settings: Settings) -> Iterator[Trial]:
     heads = ((4, 2),) if settings.quick else ((4, 4), (4, 2), (4, 1))
     dims = ((64, 64),) if settings.quick else ((64, 64), (128, 128), (192, 128))
     for dtype in dtypes:
-        yield Trial(tiles[0], heads[0], dims[0], dtype, _halves, ", halves with the whole lse")
+        yield KernelTrial(tiles[0], heads[0], dims[0], dtype, _halves, ", halves with the whole lse")
         if dtype != torch.float16:
-            yield Trial(tiles[0], heads[0], dims[0], dtype, _made_up, ", out made up from dout")
+            yield KernelTrial(tiles[0], heads[0], dims[0], dtype, _made_up, ", out made up from dout")
     for tile in tiles:
         for dtype in dtypes if tile is tiles[1] or not settings.quick else dtypes[:1]:
-            yield from (Trial(tile, each, dim, dtype, _plain) for each in heads for dim in dims)
+            yield from (KernelTrial(tile, *sizes, dtype, _plain) for sizes in product(heads, dims))
 
 
-def _refusal(kernel: Kernel, trial: Trial, device: torch.device) -> str | None:
+def _refusal(kernel: Kernel, trial: KernelTrial, device: torch.device) -> str | None:
     (q_heads, kv_heads), (dim, v_dim) = trial.heads, trial.dims
     if trial.tile.feature and trial.tile.feature not in kernel.features:
         return f"it lacks {trial.tile.feature}"
@@ -161,19 +168,19 @@ def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
     """Yield a finding per kernel; collective. Each rank proves its own GPU; those without one divide the work."""
     for kernel in _kernels(settings):
         start = time.perf_counter()
-        asked = list(_trials(world.device, settings))
-        able = [trial for trial in asked if _refusal(kernel, trial, world.device) is None]
-        if not able:
-            reason = _refusal(kernel, asked[0], world.device)
-            yield Finding("right", NOT_SHOWN, f"kernel {kernel.name}", f"refused here: {reason}")
+        all_trials = list(_trials(world.device, settings))
+        trials = [trial for trial in all_trials if _refusal(kernel, trial, world.device) is None]
+        if not trials:
+            reason = _refusal(kernel, all_trials[0], world.device)
+            yield Finding(CORRECTNESS, NOT_SHOWN, f"kernel {kernel.name}", f"refused here: {reason}")
             continue
         has_own_gpu = world.device.type == "cuda" and not world.shares_gpu
-        mine = able if has_own_gpu else able[world.rank :: world.size]
-        found = world.exchange(f"kernel {kernel.name} alone", _wrong(kernel, mine, world.device))
-        yield _finding(world, kernel, found, len(able), time.perf_counter() - start)
+        trials_here = trials if has_own_gpu else trials[world.rank :: world.size]
+        wrong_by_rank = world.exchange(f"kernel {kernel.name} alone", _wrong(kernel, trials_here, world.device))
+        yield _finding(world, kernel, wrong_by_rank, len(trials), time.perf_counter() - start)
 
 
-def _wrong(kernel: Kernel, trials: list[Trial], device: torch.device) -> dict[str, str]:
+def _wrong(kernel: Kernel, trials: list[KernelTrial], device: torch.device) -> dict[str, str]:
     """Return by trial what this rank found wrong."""
     wrong = {}
     for trial in trials:
@@ -189,13 +196,59 @@ def _wrong(kernel: Kernel, trials: list[Trial], device: torch.device) -> dict[st
     return wrong
 
 
-def _finding(world: World, kernel: Kernel, found: list[dict[str, str]], asked: int, seconds: float) -> Finding:
+def _finding(
+    world: World, kernel: Kernel, wrong_by_rank: list[dict[str, str]], trials: int, seconds: float
+) -> Finding:
     what = f"kernel {kernel.name}"
-    bad = [(rank, trial, text) for rank, wrong in enumerate(found) for trial, text in wrong.items()]
-    figures = {"trials": asked, "wrong": {trial: text for _, trial, text in bad}}
-    if not bad:
-        text = f"{asked} trials against float64, the ring's two tricks among them"
-        return Finding("right", OK, what, text, figures, seconds)
-    rank, trial, text = bad[0]
-    more = f"; and {len(bad) - 1} trials more" if len(bad) > 1 else ""
-    return Finding("right", FAILED, what, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)
+    failures = [(rank, trial, text) for rank, wrong in enumerate(wrong_by_rank) for trial, text in wrong.items()]
+    figures = {"trials": trials, "wrong": {trial: text for _, trial, text in failures}}
+    if not failures:
+        text = f"{trials} trials against float64, the ring's two tricks among them"
+        return Finding(CORRECTNESS, OK, what, text, figures, seconds)
+    rank, trial, text = failures[0]
+    more = f"; and {len(failures) - 1} trials more" if len(failures) > 1 else ""
+    return Finding(CORRECTNESS, FAILED, what, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)
+
+
+def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
+    """Yield whether the kernel finds what lies behind 2**31 elements; collective. Nothing without a GPU."""
+    if world.device.type != "cuda":
+        return
+    if world.shares_gpu:
+        yield Finding(CORRECTNESS, NOT_SHOWN, FAR, SHARED)
+        return
+    dtype, start = torch.bfloat16, time.perf_counter()
+    needed, free = _FAR_TENSORS * _FAR_ELEMENTS * dtype.itemsize, torch.cuda.mem_get_info(world.device)[0]
+    if min(world.exchange("free memory", free)) < needed:
+        yield Finding(CORRECTNESS, NOT_SHOWN, FAR, f"takes {needed / GIB:.0f} GiB of free memory on every GPU")
+        return
+    case = Case(world.device.type, dtype, _FAR_HEADS, _FAR_HEADS, _FAR_DIM, _FAR_DIM)
+    wanted = load_kernel(settings.kernel)
+    outcomes = world.attempt(FAR, lambda: far_errors(choose_kernel(wanted, case), world.device, dtype, _FAR_ELEMENTS))
+    torch.cuda.empty_cache()
+    bound, failures = BOUNDS[dtype], []
+    for rank, outcome in enumerate(outcomes):
+        name, error = ("", 0.0) if outcome.error else worst(outcome.value)
+        if outcome.error or not error <= bound:
+            text = outcome.error or f"{name} is off by {error:.1e} (bound {bound:.0e})"
+            failures.append(f"{world.name(rank)}: {text}")
+    text = "; ".join(failures) or "both ends of a batch, against float64"
+    yield Finding(CORRECTNESS, FAILED if failures else OK, FAR, text, {}, time.perf_counter() - start)
+
+
+def far_errors(kernel: Kernel, device: torch.device, dtype: torch.dtype, elements: int) -> dict[str, float]:
+    """Return the errors of a batch whose last sequence lies behind `elements` elements; of the first one, too.
+
+    q and v are one tensor, as are k and dout, so that it takes less memory.
+    """
+    batch = elements // (_FAR_ROWS * _FAR_HEADS * _FAR_DIM) + 1
+    generator = torch.Generator(device).manual_seed(7)
+    shape = (batch, _FAR_ROWS, _FAR_HEADS, _FAR_DIM)
+    x, y = (torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator) for _ in range(2))
+    how = How(CAUSAL, Scores(scale=_FAR_DIM**-0.5))
+    with torch.no_grad():
+        results = _plain(kernel, Problem(x, y, x, y), how)
+    allowed = torch.ones(_FAR_ROWS, _FAR_ROWS, dtype=torch.bool, device=device).tril()
+    ends = [0, batch - 1]
+    expected = definition(Problem(x[ends], y[ends], x[ends], y[ends]), allowed)
+    return differences([result[ends] for result in results], expected)

@@ -1,4 +1,4 @@
-"""Summaries of a ring's profile: by step, by peer, by rank; as tables and as a timeline."""
+"""What a ring's profile is made of, and its summaries: by step, by peer, by rank; as tables and as a timeline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,34 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
-from burst_plugin.profiling.event import Event
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["RingProfile", "StepCost", "Summary", "save_chrome_trace"]
-
 _MS, _US, _MB = 1e3, 1e6, 1e-6
+
+
+class Event(NamedTuple):
+    """One thing that a rank did; times are `time.perf_counter()` seconds."""
+
+    kind: str  # "pass"; within it "kernel" and "move", and within that "post" and "wait"
+    direction: str  # "forward", "backward", "exchange" of heads, "merge" at inference, or "comparison" of ranks
+    step: int
+    link: str  # of posts and waits: "intra" or "inter"
+    start_s: float
+    stop_s: float
+    number: int = 0  # of the pass, counted from 0
+    batch: int = -1  # of posts and waits: which messages; those posted together are waited for together
+    due: int = -1  # of posts: the step at which they are waited for
+    traffic: str = ""  # of posts: "gather" or "reduce"
+    sent_bytes: int = 0  # of posts
+    peers: tuple[int, ...] = ()  # of waits: the ranks waited for; several where a backend waits for these together
+
+    @property
+    def duration_s(self) -> float:
+        """Return the seconds from start to stop."""
+        return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -75,13 +95,13 @@ class Summary:
             for peer in event.peers:
                 waited_s[peer] += event.duration_s / len(event.peers)
         steps, totals = [], {}
-        for direction, mine in by_direction.items():
-            passes = len({event.number for event in mine})
+        for direction, of_direction in by_direction.items():
+            passes = len({event.number for event in of_direction})
             by_step: dict[int, list[Event]] = defaultdict(list)
-            for event in mine:
+            for event in of_direction:
                 by_step[event.step].append(event)
             steps += [StepCost.of(by_step[step], step, passes) for step in sorted(by_step)]
-            totals[direction] = StepCost.of(mine, -1, passes)
+            totals[direction] = StepCost.of(of_direction, -1, passes)
         return Summary(rank, topology, wall_s, tuple(steps), totals, dict(waited_s))
 
     @property
@@ -140,8 +160,8 @@ class RingProfile:
         It is near 0 for a rank that only passes a delay on, and above for the rank where the delay began.
         """
         return [
-            sum(other.waited_s.get(mine.rank, 0.0) for other in self.summaries) - mine.wait_s
-            for mine in self.summaries
+            sum(other.waited_s.get(summary.rank, 0.0) for other in self.summaries) - summary.wait_s
+            for summary in self.summaries
         ]
 
     @property
@@ -150,13 +170,11 @@ class RingProfile:
         return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
 
     def __str__(self) -> str:
-        from statistics import median  # which imports fractions and decimals
-
         rows = [["rank", "wall ms", "compute ms", "wait ms", "other ms", "waited for by peers, ms", "net"]]
-        for mine, caused_s in zip(self.summaries, self.caused_s, strict=True):
-            times = (mine.wall_s, mine.compute_s, mine.wait_s, mine.other_s, caused_s + mine.wait_s, caused_s)
-            rows.append([str(mine.rank), *map(_ms, times)])
-        middle_s = median(mine.compute_s for mine in self.summaries)
+        for rank, caused_s in zip(self.summaries, self.caused_s, strict=True):
+            times = (rank.wall_s, rank.compute_s, rank.wait_s, rank.other_s, caused_s + rank.wait_s, caused_s)
+            rows.append([str(rank.rank), *map(_ms, times)])
+        middle_s = median(rank.compute_s for rank in self.summaries)
         slowest = self.summaries[self.slowest]
         verdict = (
             f"rank {slowest.rank} kept the others waiting most: {_ms(self.caused_s[slowest.rank])} ms; "
@@ -251,6 +269,14 @@ def _passes(events: Iterable[Event]) -> list[Event]:
     for event in events:
         by_number[event.number].append(event)
     return [
-        Event("pass", mine[0].direction, 0, "", min(e.start_s for e in mine), max(e.stop_s for e in mine), number)
-        for number, mine in by_number.items()
+        Event(
+            "pass",
+            in_pass[0].direction,
+            0,
+            "",
+            min(event.start_s for event in in_pass),
+            max(event.stop_s for event in in_pass),
+            number,
+        )
+        for number, in_pass in by_number.items()
     ]

@@ -1,5 +1,6 @@
-"""The section "safe": a rank raises, is killed, or stops; all others have to end soon, and say which rank, and why.
+"""The section "safe", fault tolerance: a rank raises, is killed, or stops, and all others have to end soon.
 
+They have to say which rank it was, and why.
 Each case has processes of its own, since none of them survives it.
 """
 
@@ -21,14 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.attention import burst_attention
-from burst_plugin.check.crew import Crew, Ended
-from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.findings import FAILED, FAULT_TOLERANCE, NOT_SHOWN, OK, Finding
+from burst_plugin.check.processes import RankEnd, RankProcesses
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
 from burst_plugin.context import ContextParallel
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
-
-__all__ = ["WAYS_TO_FAIL", "safe"]
 
 _REASON = "planted by burst check"
 _START_S = 120.0  # that processes may take to start
@@ -77,7 +76,7 @@ class _Failing:
         return self._kernel.backward(queries, k, v, how)
 
 
-def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], way: str) -> None:
+def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], None], way: str) -> None:
     """Run steps on a ring until the last rank fails in that way. Raise what this rank meets."""
     is_victim = rank == ranks - 1
     with joined((rank, ranks, rank), _MEET_S, directory) as world:
@@ -85,7 +84,7 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
         case = Case(world.device.type, dtype, _HEADS, _HEADS, _DIM, _DIM)
 
         def fail() -> None:
-            say("fails")
+            send("fails")
             WAYS_TO_FAIL[way]()
 
         kernel = _Failing(choose_kernel("auto", case), fail if is_victim else None)
@@ -98,52 +97,50 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
             world.synchronize()
 
 
-def safe(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
+def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
     """Yield what became of each case, in `ranks` processes of this machine each."""
     if ranks < 2:
         reason = "there is one rank, and no other that could miss it; start 2 or more, which may share a GPU"
-        yield Finding("safe", NOT_SHOWN, "a rank that fails", reason)
+        yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails", reason)
         return
     ranks = min(ranks, 2) if settings.quick else min(ranks, 4)
     start = time.monotonic()
-    crews = {way: Crew(ranks, fail_together, way, limit_s=_START_S) for way in WAYS_TO_FAIL}
+    cases = {way: RankProcesses(ranks, fail_together, way, limit_s=_START_S) for way in WAYS_TO_FAIL}
     at_once = device.type == "cpu"  # on GPUs all of them together may not find room
     with ExitStack() as stack:
-        for crew in crews.values() if at_once else ():
-            stack.enter_context(crew)
-        for way, crew in crews.items():
-            with nullcontext() if at_once else crew:
-                finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s)
+        for processes in cases.values() if at_once else ():
+            stack.enter_context(processes)
+        for way, processes in cases.items():
+            with nullcontext() if at_once else processes:
+                finding = _outcome(way, processes, ranks, settings.sizes(device).dead_s)
             yield replace(finding, seconds=time.monotonic() - start)
             start = time.monotonic()
 
 
-def _outcome(way: str, crew: Crew, ranks: int, limit_s: float) -> Finding:
+def _outcome(way: str, processes: RankProcesses, ranks: int, limit_s: float) -> Finding:
     """Return whether all ranks but the last end within `limit_s` of its failure, and name it."""
     victim, others = ranks - 1, range(ranks - 1)
     failed_at: float | None = None
     what = f"a rank that {way}"
-    for rank, _ in crew.heard(lambda: all(each in crew.ended for each in others)):
+    for rank, _ in processes.messages(lambda: all(other in processes.ended for other in others)):
         if rank == victim:
-            failed_at = crew.elapsed_s
-            crew.limit_s = failed_at + limit_s
+            failed_at = processes.elapsed_s
+            processes.limit_s = failed_at + limit_s
     if failed_at is None:
-        told = next((f"rank {rank}: {ended.error}" for rank, ended in crew.ended.items() if ended.error), "")
-        return Finding("safe", FAILED, what, f"the ring did not get so far; {told or 'no rank has ended'}")
-    left = [rank for rank in others if rank not in crew.ended]
-    if left:
-        text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {left} still run"
-        return Finding("safe", FAILED, what, text, {"still_run": left})
-    after_s = max(0.0, max(crew.ended[rank].after_s for rank in others) - failed_at)
-    silent = [rank for rank in others if not _names(crew.ended[rank], victim)]
+        errors = (f"rank {rank}: {end.error}" for rank, end in processes.ended.items() if end.error)
+        text = f"the ring did not get so far; {next(errors, 'no rank has ended')}"
+        return Finding(FAULT_TOLERANCE, FAILED, what, text)
+    running = [rank for rank in others if rank not in processes.ended]
+    if running:
+        text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {running} still run"
+        return Finding(FAULT_TOLERANCE, FAILED, what, text, {"still_run": running})
+    ends: list[RankEnd] = [processes.ended[rank] for rank in others]
+    after_s = max(0.0, max(end.after_s for end in ends) - failed_at)
+    silent = [rank for rank in others if f"rank {victim}" not in ends[rank].error]
     if silent:
-        said = crew.ended[silent[0]].error or "nothing"
+        said = ends[silent[0]].error or "nothing"
         text = f"ended after {after_s:.1f} s, but rank {silent[0]} does not name rank {victim}; it said: {said}"
-        return Finding("safe", FAILED, what, text, {"after_s": after_s})
-    said = crew.ended[0].error
+        return Finding(FAULT_TOLERANCE, FAILED, what, text, {"after_s": after_s})
+    said = ends[0].error
     text = f"all others ended {after_s:.1f} s later; rank 0 said: {said.split('; ')[0][:200]}"
-    return Finding("safe", OK, what, text, {"after_s": after_s, "said": said})
-
-
-def _names(ended: Ended, victim: int) -> bool:
-    return f"rank {victim}" in ended.error
+    return Finding(FAULT_TOLERANCE, OK, what, text, {"after_s": after_s, "said": said})

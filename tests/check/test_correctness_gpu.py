@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.check import run
-from burst_plugin.check.crew import Ended
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, SECTIONS, Finding
+from burst_plugin.check.kernel_correctness import check_far_offsets, far_errors
 from burst_plugin.check.problem import BOUNDS, worst
-from burst_plugin.check.right_gpu import check_far_offsets, far_errors, memory_finding
-from burst_plugin.check.right_ring import check_rings
+from burst_plugin.check.processes import RankEnd
+from burst_plugin.check.ring_correctness import check_rings, memory_finding
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World, joined
 from burst_plugin.kernels import How
@@ -86,20 +86,20 @@ def test_a_world_is_bound_to_its_gpu_where_it_has_one(monkeypatch: pytest.Monkey
     assert [each["device_id"] for each in given] == [None, torch.device("cuda", 1)]
 
 
-@pytest.mark.parametrize(("ranks", "crews"), [(2, [False, True]), (1, [False])])
-def test_on_gpus_a_second_crew_has_groups_that_are_bound(
-    ranks: int, crews: list[bool], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "is_bound"), [(2, [False, True]), (1, [False])])
+def test_on_gpus_second_processes_have_groups_that_are_bound(
+    ranks: int, is_bound: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
 
-    def crew(settings: Settings, ranks: int, is_bound: bool = False) -> list[Finding]:
+    def in_processes(settings: Settings, ranks: int, is_bound: bool = False) -> list[Finding]:
         asked.append(is_bound)
         return []
 
-    monkeypatch.setattr(run, "_of_crew", crew)
+    monkeypatch.setattr(run, "_in_processes", in_processes)
     monkeypatch.setattr(run, "_kind", lambda: torch.device("cuda"))
     assert list(run._spawned(Settings(sections=("right",)), ranks)) == []
-    assert asked == crews
+    assert asked == is_bound
 
 
 def test_ranks_that_share_a_gpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,9 @@ def test_what_shared_gpus_cannot_show_is_said() -> None:
 
 
 def test_what_fails_on_bound_groups_is_the_section_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = mock.MagicMock()
-    crew.__enter__.return_value = mock.Mock(heard=lambda enough: [], ended={0: Ended(None, "no device", 1.0)})
-    monkeypatch.setattr(run, "Crew", lambda *_, **__: crew)
-    found = list(run._of_crew(Settings(sections=("fast", "right")), 1, is_bound=True))
+    processes = mock.MagicMock()
+    ended = {0: RankEnd(None, "no device", 1.0)}
+    processes.__enter__.return_value = mock.Mock(messages=lambda enough: [], ended=ended)
+    monkeypatch.setattr(run, "RankProcesses", lambda *_, **__: processes)
+    found = list(run._in_processes(Settings(sections=("fast", "right")), 1, is_bound=True))
     assert [(each.section, each.verdict) for each in found] == [("right", FAILED)]

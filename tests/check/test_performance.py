@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from burst_plugin import Topology
-from burst_plugin.check.fast import fast, of_thread_blocks
 from burst_plugin.check.findings import FAILED, OK, Finding
 from burst_plugin.check.links import Edge, node_rates, slow_edges
+from burst_plugin.check.performance import check_performance, thread_blocks_finding
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World, joined
 from burst_plugin.comm.torch_distributed import DistributedTransport
+from tests.support.drawn_clusters import profile_in_rank
+from tests.support.netns import EmulatedCluster
 from tests.support.ranks import run_ranks
 
 QUICK = Settings(quick=True)
@@ -32,9 +36,9 @@ def _with_a_slow_link(rank: int) -> list[Finding]:
     assert dist.is_initialized()
     with joined((rank, 3, rank), 20.0) as world:
         if rank != 1:
-            return list(fast(world, QUICK))
+            return list(check_performance(world, QUICK))
         with mock.patch.object(DistributedTransport, "_start", _late):
-            return list(fast(world, QUICK))
+            return list(check_performance(world, QUICK))
 
 
 def test_a_slow_link_is_named_by_its_ends() -> None:
@@ -64,6 +68,21 @@ def test_a_nic_has_the_rate_of_its_faster_link() -> None:
     assert node_rates(Topology(3, 2), edges) == (9.0, 2.0, 9.0)
 
 
+@pytest.mark.netns
+@pytest.mark.alone
+@pytest.mark.skipif(
+    EmulatedCluster.unavailable() is not None, reason=f"no namespaces: {EmulatedCluster.unavailable()}"
+)
+def test_a_profile_shows_the_node_with_slow_nics() -> None:
+    with EmulatedCluster(3, 2, rate_mbit=200.0, node_mbit={1: 100.0}) as cluster:
+        for _ in range(3):  # a busy machine is late, and never early
+            rates = cluster.run(profile_in_rank, Topology(3, 2), timeout_s=120.0)[0].node_rates
+            slow = [node for node, rate in enumerate(rates) if rate < 0.8 * median(rates)]
+            if slow == [1]:
+                return
+    raise AssertionError(rates)
+
+
 def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:
     made: list[int] = []
 
@@ -72,7 +91,7 @@ def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:
         return World.ring(world, **options)
 
     with joined((rank, 2, rank), 20.0) as world, mock.patch.object(world, "ring", ring):
-        return of_thread_blocks(world, QUICK), made
+        return thread_blocks_finding(world, QUICK), made
 
 
 def test_thread_blocks_are_compared_ring_by_ring() -> None:

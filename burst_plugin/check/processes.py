@@ -1,4 +1,4 @@
-"""Processes of one machine, one per rank: spawned, heard, and ended, however each of them ends.
+"""Processes of one machine, one per rank: spawned, listened to, and ended, however each of them ends.
 
 They are spawned, never forked: CUDA does not survive a fork.
 """
@@ -18,44 +18,43 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Crew", "Ended"]
-
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
 
 
-class Ended(NamedTuple):
-    """How a rank ended: what it returned, or its error, "" for none; seconds since the crew was started."""
+class RankEnd(NamedTuple):
+    """How a rank ended: what it returned, or its error, "" for none; seconds since the processes were started."""
 
     value: Any
     error: str
     after_s: float
 
 
-class Crew:
-    """`ranks` processes that run `work(rank, ranks, directory, say, *arguments)`; as a context manager it ends them.
+class RankProcesses:
+    """`ranks` processes that run `work(rank, ranks, directory, send, *arguments)`; as a context manager it ends them.
 
-    `directory` is private to the crew and gone afterwards; what a rank passes to `say` is yielded by `heard`. `work`
-    has to be a function of a module, and what it gets and returns such as can be pickled. `limit_s`, which may be
-    changed, is how many seconds after the start it stops listening.
+    `directory` is private to these processes and gone afterwards; what a rank passes to `send` is yielded by
+    `messages`. `work` has to be a function of a module, and its arguments and results such as can be pickled.
+    `limit_s`, which may be changed, is how many seconds after the start it stops listening. `ended` has the ends of
+    ranks that are known so far.
     """
 
     def __init__(self, ranks: int, work: Callable[..., Any], *arguments: Any, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.ended: dict[int, Ended] = {}
+        self.ended: dict[int, RankEnd] = {}
         self._ranks, self._work, self._arguments = ranks, work, arguments
         self._processes: dict[int, Any] = {}
         self._pipes: dict[Connection, int] = {}
         self._start = 0.0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankProcesses:
         self._directory = Path(tempfile.mkdtemp(prefix="burst-check-"))
         self._start = time.monotonic()
         context = multiprocessing.get_context("spawn")
         for rank in range(self._ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = (self._work, rank, self._ranks, self._directory, theirs, self._arguments, os.getpid())
-            process = context.Process(target=_run, args=given, name=f"burst check, rank {rank}")
+            arguments = (self._work, rank, self._ranks, self._directory, theirs, self._arguments, os.getpid())
+            process = context.Process(target=_run_rank, args=arguments, name=f"burst check, rank {rank}")
             process.start()
             theirs.close()
             self._processes[rank], self._pipes[ours] = process, rank
@@ -75,10 +74,10 @@ class Crew:
         """Return the seconds since the processes were started."""
         return time.monotonic() - self._start
 
-    def heard(self, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
-        """Yield (rank, what it said) until all ranks have ended, it is `enough`, or the limit has passed.
+    def messages(self, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, message) until all ranks have ended, it is `enough`, or the limit has passed.
 
-        How each ended is in `ended` then; ranks that are missing there still run.
+        Ranks that are missing in `ended` then still run.
         """
         open_pipes = dict(self._pipes)
         while open_pipes and self.elapsed_s < self.limit_s and not enough():
@@ -89,25 +88,31 @@ class Crew:
                     kind, value = pipe.recv()
                 except (EOFError, OSError):
                     del open_pipes[pipe]
-                    self._note_end(rank)
+                    self._note_exit(rank)
                     continue
-                if kind == "said":
+                if kind == "message":
                     yield rank, value
+                elif kind == "raised":
+                    self.ended[rank] = RankEnd(None, value, self.elapsed_s)
                 else:
-                    error, found = (value, None) if kind == "raised" else ("", value)
-                    self.ended[rank] = Ended(found, error, self.elapsed_s)
+                    self.ended[rank] = RankEnd(value, "", self.elapsed_s)
 
-    def _note_end(self, rank: int) -> None:
-        """Note how a process ended that has closed its pipe."""
+    def _note_exit(self, rank: int) -> None:
+        """Note how a process ended that has closed its pipe without a word."""
         process = self._processes[rank]
         process.join()
         if rank not in self.ended:
             code = process.exitcode
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            self.ended[rank] = Ended(None, how, self.elapsed_s)
+            self.ended[rank] = RankEnd(None, how, self.elapsed_s)
 
 
-def _run(
+def error_text(error: BaseException) -> str:
+    """Return the type and the message of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+
+
+def _run_rank(
     work: Callable[..., Any],
     rank: int,
     ranks: int,
@@ -120,11 +125,11 @@ def _run(
     _die_with(parent)
     status = 0
     try:
-        value = work(rank, ranks, directory, lambda said: pipe.send(("said", said)), *arguments)
+        value = work(rank, ranks, directory, lambda message: pipe.send(("message", message)), *arguments)
         pipe.send(("returned", value))
     except BaseException as error:
         status = 1
-        pipe.send(("raised", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"))
+        pipe.send(("raised", error_text(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
-from burst_plugin.check.right_kernels import check_kernels
-from burst_plugin.check.right_ring import check_rings
+from burst_plugin.check.kernel_correctness import check_kernels
+from burst_plugin.check.ring_correctness import check_rings
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import World, joined
 from burst_plugin.cli import main

@@ -1,0 +1,110 @@
+"""What the commands share: values of options, read and checked, and a line that says what is going on."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable
+from types import MappingProxyType
+
+# The bounds are far beyond any machine or model, so that a value outside them is a typing error or in a wrong unit.
+# Within them all times computed are finite, and every loop ends soon.
+_MOST_TOKENS = 10**12
+_MOST_HEADS = 100_000
+_SUFFIXES = MappingProxyType({"": 1, "k": 2**10, "m": 2**20, "g": 2**30})
+_BAR_WIDTH = 30
+
+
+def whole(unit: str, most: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers of `unit`, 1 to `most`."""
+
+    def parse(text: str) -> int:
+        if not _is_whole(text, most):
+            raise argparse.ArgumentTypeError(f"got {_short(text)}, expected a whole number of {unit}, 1 to {most:,}")
+        return int(text)
+
+    return parse
+
+
+def number(what: str, least: float = 1e-3, most: float = 1e6) -> Callable[[str], float]:
+    """Return a parser of finite numbers from `least` to `most`; `what` they are is said in messages."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:  # nan is not, either
+            raise argparse.ArgumentTypeError(f"got {_short(text)}, expected {what}, {least:g} to {most:,.0f}")
+        return value
+
+    return parse
+
+
+def tokens(text: str) -> int:
+    """Parse a number of tokens, such as 131072, 128k or 1.5m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower().replace(",", ""), re.ASCII)
+    value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    if not 1 <= value <= _MOST_TOKENS or value % 1:
+        raise argparse.ArgumentTypeError(
+            f"got {_short(text)}, expected a number of tokens such as 131072, 128k (131,072) or 1m (1,048,576), "
+            f"1 to {_MOST_TOKENS:,}"
+        )
+    return int(value)
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Parse numbers of query heads and key/value heads, such as 32/8."""
+    numbers = text.split("/")
+    if len(numbers) != 2 or not all(_is_whole(part, _MOST_HEADS) for part in numbers):
+        raise argparse.ArgumentTypeError(
+            f"got {_short(text)}, expected query heads / key/value heads, such as 32/8, each 1 to {_MOST_HEADS:,}"
+        )
+    q_heads, kv_heads = map(int, numbers)
+    if q_heads % kv_heads:
+        raise argparse.ArgumentTypeError(
+            f"got {text}, but {kv_heads} key/value heads do not divide {q_heads} query heads; write for example 32/8"
+        )
+    return q_heads, kv_heads
+
+
+def _is_whole(text: str, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+class StatusLine:
+    """A line of standard error that says what is going on; nothing where that is no terminal, or if not `wanted`."""
+
+    def __init__(self, *, wanted: bool = True) -> None:
+        self._is_shown = wanted and sys.stderr.isatty()
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        if self._is_shown:
+            print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = max(self._width, len(text))
+
+    def erase(self) -> None:
+        """Leave nothing on the line."""
+        if self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
+            self._width = 0
+
+    def bar(self, done: int, total: int, title: str = "pricing", end: str = "") -> None:
+        """Show a bar, between a title and an end; by default that ends with how many are done."""
+        filled = _BAR_WIDTH * min(done, total) // total
+        self.show(f"{title} [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {end or f'{done}/{total}'}")
+
+    def progress(self, done: int, total: int) -> None:
+        """Show how many of all plans have been priced; erase that at the end."""
+        if done < total:
+            self.bar(done, total)
+        else:
+            self.erase()
