@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from burst_plugin.megatron.packed import packed_indices
+from burst_plugin.megatron.batches.packed import packed_indices
 from burst_plugin.strategy import Strategy
 
 if TYPE_CHECKING:

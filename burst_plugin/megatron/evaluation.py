@@ -10,8 +10,8 @@ from torch import Tensor
 
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.megatron.adapter import install_adapter
-from burst_plugin.megatron.arguments import resets_attention_mask
-from burst_plugin.megatron.config import is_hybrid
+from burst_plugin.megatron.flags.arguments import resets_attention_mask
+from burst_plugin.megatron.flags.config import is_hybrid
 
 __all__ = ["token_log_probs"]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import parsed_arguments
-from burst_plugin.megatron.batch_repairs import functions_that_cut
+from burst_plugin.megatron.flags.arguments import parsed_arguments
+from burst_plugin.megatron.repairs.batches import functions_that_cut
 
 __all__ = ["Identity", "follow_schedules"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from burst_plugin.megatron import plan_flags
-from burst_plugin.megatron.model_flags import model_flags
-from burst_plugin.megatron.plan_flags import check_model, unpriced
+from burst_plugin.megatron.flags import plan_flags
+from burst_plugin.megatron.flags.model_flags import model_flags
+from burst_plugin.megatron.flags.plan_flags import check_model, unpriced
 from burst_plugin.megatron.releases import target_version
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options

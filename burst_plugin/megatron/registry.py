@@ -1,4 +1,4 @@
-"""The rings of Megatron's context-parallel groups."""
+"""The rings of Megatron's context-parallel groups, and what was read of the tensors of their batches."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import (
+from burst_plugin.megatron.batches.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
+from burst_plugin.megatron.batches.packed import by_document
+from burst_plugin.megatron.flags.arguments import (
     cuts_documents_as_one,
     parsed_layout,
     parsed_strategy,
     resets_attention_mask,
 )
-from burst_plugin.megatron.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
 from burst_plugin.megatron.identity import Identity
-from burst_plugin.megatron.masks import check_same
-from burst_plugin.megatron.packed import by_document
-from burst_plugin.megatron.tensor_cache import TensorCache
+from burst_plugin.megatron.layers.masks import check_same
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -33,8 +33,7 @@ from burst_plugin.strategy import AUTO, Strategy
 if TYPE_CHECKING:
     from burst_plugin.inference import Turn
 
-__all__ = ["Registry"]
-
+_T = TypeVar("_T")
 _KNOWN = 64  # packed batches, of all that a pipeline has under way
 
 
@@ -219,3 +218,35 @@ class Registry:
         """Count a comparison of the ranks of a ring, and return whether they make it. `cheap`: it stalls nothing."""
         self._compared[cp, of] += 1
         return cp.strategy.check_is_due(self._compared[cp, of], cheap)
+
+
+class TensorCache:
+    """Values read from tensors, kept until the memory is freed or written to, or the microbatch ends.
+
+    Reading a tensor of a GPU stalls the host, so each is read once for all layers.
+
+    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. PyTorch's
+    version counter misses writes by collectives and NumPy. So a value also expires when a model is called, which
+    `moment` tells, or when a layer asks that has asked before: programs with one buffer for all microbatches may then
+    have written the next microbatch into it.
+    """
+
+    def __init__(self, moment: Callable[[], Hashable] = lambda: None) -> None:
+        self._moment = moment
+        self._known: Any = WeakIdKeyDictionary()  # by storage
+
+    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int) -> _T:
+        """Return what `read()` returned for `tensor` when `question` was first asked since the value expired.
+
+        layer: the id of the layer that asks now.
+        """
+        version = None if tensor.is_inference() else (tensor._version, self._moment())
+        place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})
+        key = (question, place)
+        known = answers.get(key)
+        if known is None or version is None or known[0] != version or layer in known[1]:
+            answers[key] = (version, set(), read())
+        _, layers, value = answers[key]
+        layers.add(layer)
+        return value  # type: ignore[no-any-return]

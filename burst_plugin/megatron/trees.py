@@ -26,11 +26,11 @@ from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.adapter import install_adapter
-from burst_plugin.megatron.arguments import resets_attention_mask
-from burst_plugin.megatron.chunked_loss import ChunkedLoss, output_layer_problems, with_loss
-from burst_plugin.megatron.config import is_hybrid
-from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.tree_masks import as_attention_mask
+from burst_plugin.megatron.flags.arguments import resets_attention_mask
+from burst_plugin.megatron.flags.config import is_hybrid
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.layers.masks import as_attention_mask
+from burst_plugin.megatron.memory.output_layer import ChunkedLoss, output_layer_problems, with_loss
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.trajectories import Edges, Folded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_plugin import Strategy
 from burst_plugin.activations.deferred_logits import DeferredLogits
-from burst_plugin.megatron.chunked_loss import ChunkedLoss
+from burst_plugin.megatron.memory.output_layer import ChunkedLoss
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
 from tests.support.megatron_gpt import (

@@ -20,9 +20,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from burst_plugin.megatron import even_microbatches
 from burst_plugin.megatron.adapter import _add_flags, _make_ring
-from burst_plugin.megatron.even_microbatches import assign_evenly, follow_flag, works_of
+from burst_plugin.megatron.batches import even_microbatches
+from burst_plugin.megatron.batches.even_microbatches import assign_evenly, follow_flag, works_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
-from burst_plugin.megatron import cpu, install, layouts, packed_indices
+from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.megatron.batches import layouts
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
@@ -107,7 +108,7 @@ def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
 
 
 def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
-    from burst_plugin.megatron.layouts import _Cuts
+    from burst_plugin.megatron.batches.layouts import _Cuts
 
     _Cuts.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
     return _step(rank, run)
@@ -374,7 +375,7 @@ def test_sums_of_what_is_rolled_are_left_out_on_request() -> None:
 
 def _mixed_hidden_states(rank: int) -> list[str]:
     """Return what is said of hidden states that Megatron rolls inside ranks that hold other tokens than in zigzag."""
-    from burst_plugin.megatron.adapter import _refuse_local_rolls
+    from burst_plugin.megatron.layers.building import _refuse_local_rolls
 
     join(over(TWO_LAYERS, "striped", cp=2))
     config = types.SimpleNamespace(mtp_hsm=True, sequence_parallel=True)
@@ -405,7 +406,7 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.adapter import _refuse_other_attention, _refuse_other_mixers
+    from burst_plugin.megatron.layers.building import _refuse_other_attention, _refuse_other_mixers
 
     run = over(TWO_LAYERS, "striped", cp=2)
     build(run)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin.megatron.packed import layout_of
+from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.sequence.layout import Tokens, positions
 
 __all__ = ["roll_left"]

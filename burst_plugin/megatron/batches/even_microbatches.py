@@ -27,7 +27,7 @@ from megatron.core import num_microbatches_calculator
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import PACKS, RESETS, flag_of, parsed_arguments
+from burst_plugin.megatron.flags.arguments import PACKS, RESETS, flag_of, parsed_arguments
 
 __all__ = ["add_flag", "assign_evenly", "evens_microbatches", "follow_flag", "works_of"]
 

@@ -13,9 +13,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_config
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.megatron.arguments import option_of
-from burst_plugin.megatron.config import asks_for_burst, is_hybrid
-from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.flags.arguments import option_of
+from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 
 __all__ = ["check_inference", "core_attentions", "refuse_dynamic", "refuse_in_layer"]
 

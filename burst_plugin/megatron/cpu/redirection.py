@@ -1,24 +1,4 @@
-"""Run Megatron-core with gloo on a machine without a GPU: for tests, examples, and debuggers.
-
-Megatron-core asks for CUDA devices by name in many places. `enable()` answers those requests with the CPU, from
-outside Megatron's own files, for the whole process::
-
-    from burst_plugin.megatron import cpu
-
-    cpu.enable()                                     # before or after importing megatron.core, see `enable`
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(context_parallel_size=4)
-
-The scripts of a Megatron-LM checkout, which need a little more, run unmodified as::
-
-    torchrun --nproc-per-node 4 -m burst_plugin.run --cpu Megatron-LM/pretrain_gpt.py \\
-        --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion \\
-        --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --num-workers 0 \\
-        --context-parallel-size 4 --cp-comm-type burst ...
-
-Importing this module changes nothing. `enable()` cannot be undone within the process. It holds for threads that are
-started later, as a server does for requests.
-"""
+"""CUDA redirected to the CPU for a whole process: tensors, generators, messages, compilers; see `cpu`."""
 
 from __future__ import annotations
 
@@ -38,9 +18,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.megatron.fake_cuda import replace_cuda
-
-__all__ = ["enable", "hide_cuda_packages", "prepare"]
+from burst_plugin.megatron.cpu.fake_cuda import replace_cuda
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it reports
 _CPU = torch.device("cpu")
@@ -92,11 +70,11 @@ def prepare(directory: Path) -> list[str]:
     Returns:
         Lines such as those of `enable()`.
     """
-    from burst_plugin.megatron import cpu_scripts
+    from burst_plugin.megatron.cpu import scripts
 
     for checkout in (directory, directory.parent):  # scripts are in its root, or in tools/
-        if cpu_scripts.is_checkout(checkout):
-            return [*enable(), *cpu_scripts.prepare_training_scripts(checkout)]
+        if scripts.is_checkout(checkout):
+            return [*enable(), *scripts.prepare_training_scripts(checkout)]
     return enable()
 
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.megatron.arguments import resets_attention_mask
+from burst_plugin.megatron.flags.arguments import resets_attention_mask
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total
 from burst_plugin.sequence.masks import Documents, Mask, PerRow

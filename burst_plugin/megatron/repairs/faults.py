@@ -19,7 +19,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.megatron.batch_repairs import (
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.releases import Version
+from burst_plugin.megatron.repairs.batches import (
     CUT_BATCH,
     cut_over_context_parallel_ranks,
     cut_packed_batches,
@@ -27,11 +29,9 @@ from burst_plugin.megatron.batch_repairs import (
     roll_padded_documents,
     wants_absent_te,
 )
-from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.loss_repairs import count_no_labels_as_one
-from burst_plugin.megatron.releases import Version
-from burst_plugin.megatron.router_losses import weigh_routers_per_token
-from burst_plugin.megatron.training_repairs import (
+from burst_plugin.megatron.repairs.losses import count_no_labels_as_one
+from burst_plugin.megatron.repairs.router_losses import weigh_routers_per_token
+from burst_plugin.megatron.repairs.training import (
     count_steps_of_pytorchs_adam,
     has_scripts,
     keep_random_states,

@@ -20,11 +20,11 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
-from burst_plugin.megatron.batch_repairs import WANT_TE, cut_packed, functions_that_cut
-from burst_plugin.megatron.packed import assign_by, by_document, layout_of
+from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
+from burst_plugin.megatron.batches.rolled import roll_left
+from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
 from burst_plugin.megatron.registry import Registry
-from burst_plugin.megatron.rolled import roll_left
+from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions_that_cut
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.strategy import AUTO
 

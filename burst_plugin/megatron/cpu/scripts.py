@@ -1,4 +1,4 @@
-"""What the training scripts of a Megatron-LM checkout need without a GPU, beyond `burst_plugin.megatron.cpu`."""
+"""What the training scripts of a Megatron-LM checkout need without a GPU, beyond `cpu.enable()`."""
 
 from __future__ import annotations
 

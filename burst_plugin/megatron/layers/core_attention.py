@@ -20,10 +20,10 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.call_masks import GivenMask, MaskReader
-from burst_plugin.megatron.config import is_hybrid, problems, unknown_fields
-from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
-from burst_plugin.megatron.packed import is_packed
+from burst_plugin.megatron.batches.packed import is_packed
+from burst_plugin.megatron.flags.config import is_hybrid, problems, unknown_fields
+from burst_plugin.megatron.flags.flag_checks import flag_problems, warn_of_quantizers
+from burst_plugin.megatron.layers.call_masks import GivenMask, MaskReader
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
 from burst_plugin.strategy.presets import presets_without_groups

@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.config import weighs_losses
-from burst_plugin.megatron.packed import layout_of
+from burst_plugin.megatron.batches.packed import layout_of
+from burst_plugin.megatron.flags.config import weighs_losses
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import positions
 

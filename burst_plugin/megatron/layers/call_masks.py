@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron import masks
-from burst_plugin.megatron.arguments import resets_attention_mask
-from burst_plugin.megatron.documents import are_bounds, check_length, mask_of_rows, rows_of
-from burst_plugin.megatron.packed import is_packed, packed_documents
+from burst_plugin.megatron.batches.documents import are_bounds, check_length, mask_of_rows, rows_of
+from burst_plugin.megatron.batches.packed import is_packed, packed_documents
+from burst_plugin.megatron.flags.arguments import resets_attention_mask
+from burst_plugin.megatron.layers import masks
+from burst_plugin.megatron.layers.masks import is_tree, tree_of
 from burst_plugin.megatron.registry import Registry
-from burst_plugin.megatron.tree_masks import is_tree, tree_of
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Mask
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.megatron.arguments import option_of
+from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.releases import newer_and_irrelevant
 
 __all__ = [

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import PACKS, RESETS, parsed_arguments
-from burst_plugin.megatron.even_microbatches import evens_microbatches
-from burst_plugin.megatron.layouts import MEGATRONS_OWN
+from burst_plugin.megatron.batches.even_microbatches import evens_microbatches
+from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
+from burst_plugin.megatron.flags.arguments import PACKS, RESETS, parsed_arguments
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.strategy import AUTO
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
-from burst_plugin.megatron.arguments import (
+from burst_plugin.megatron.flags.arguments import (
     PACKS,
     RESETS,
     burst_is_possible,
@@ -18,7 +18,7 @@ from burst_plugin.megatron.arguments import (
     parsed_arguments,
     parsed_layout,
 )
-from burst_plugin.megatron.config import (
+from burst_plugin.megatron.flags.config import (
     REFUSED,
     REFUSED_LATER,
     is_hybrid,
@@ -107,7 +107,7 @@ def refuse_flags() -> None:
 def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
     """Return why ranks cannot keep documents apart as these arguments ask for.
 
-    Data loaders are told to make no masks [S, S], which layers get none of: see `burst_plugin.megatron.documents`.
+    Data loaders are told to make no masks [S, S], of which layers get none: see `batches/documents.py`.
     """
     flags = [name for name in (RESETS, PACKS) if getattr(args, name, False)]
     if not flags:

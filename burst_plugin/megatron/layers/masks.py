@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.sequence.mask import allowed
 from burst_plugin.sequence.masks import Causal, CausalBottomRight, Full, Mask, PerRow, SlidingWindow, key_padding
-
-__all__ = ["BY_TYPE", "check_same", "read_key_padding", "windowed", "with_masked"]
+from burst_plugin.sequence.prefix_tree import PrefixTree
 
 BY_TYPE: Mapping[str, Mask] = MappingProxyType(
     {
@@ -125,3 +125,22 @@ def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:
     union = flags.to(torch.uint8)
     dist.all_reduce(union, op=dist.ReduceOp.MAX, group=cp.group)
     return union.bool()
+
+
+# ---------------------------------------------------------------------------------------------------- prefix trees
+
+
+def as_attention_mask(tree: PrefixTree) -> Tensor:
+    """Return a tree in the place of an attention mask: int32 [1, 2, nodes] on the CPU, parents and lengths."""
+    return torch.tensor([[tree.parents, tree.lengths]], dtype=torch.int32, device="cpu")
+
+
+def is_tree(attention_mask: Any) -> bool:
+    """Return whether an attention mask is a prefix tree."""
+    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 3 and attention_mask.dtype == torch.int32
+
+
+def tree_of(attention_mask: Tensor) -> PrefixTree:
+    """Return the prefix tree that an attention mask is."""
+    parents, lengths = attention_mask[0].tolist()
+    return PrefixTree(tuple(parents), tuple(lengths))

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.config import asks_for_burst, is_hybrid, weighs_losses
+from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, weighs_losses
 from burst_plugin.megatron.registry import Registry
 
 __all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]

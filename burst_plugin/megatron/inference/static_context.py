@@ -33,10 +33,10 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.inference import KVCache, Turn, are_few
-from burst_plugin.megatron.arguments import parsed_arguments
-from burst_plugin.megatron.config import asks_for_burst
-from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.inference_checks import check_inference, core_attentions, refuse_dynamic
+from burst_plugin.megatron.flags.arguments import parsed_arguments
+from burst_plugin.megatron.flags.config import asks_for_burst
+from burst_plugin.megatron.inference.checks import check_inference, core_attentions, refuse_dynamic
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 
 __all__ = ["cache_of", "follow_inference", "mend_server"]

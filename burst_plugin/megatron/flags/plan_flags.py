@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from burst_plugin.megatron.arguments import add_arguments, flag_of, strategy_of
+from burst_plugin.megatron.flags.arguments import add_arguments, flag_of, strategy_of
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
 from burst_plugin.schedule.rings import default_schedule_name

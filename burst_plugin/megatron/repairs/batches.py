@@ -13,7 +13,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.megatron.packed import packed_indices
+from burst_plugin.megatron.batches.packed import packed_indices
 
 __all__ = [
     "CUT_BATCH",
