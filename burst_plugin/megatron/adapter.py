@@ -21,15 +21,17 @@ from burst_plugin.megatron.batches.distillation import stamp_logits
 from burst_plugin.megatron.batches.documents import follow_documents
 from burst_plugin.megatron.batches.even_microbatches import add_flag, follow_flag
 from burst_plugin.megatron.batches.layouts import follow_layout
-from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible, mend_help
+from burst_plugin.megatron.cpu.redirection import is_enabled
+from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
+from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible
 from burst_plugin.megatron.flags.flag_checks import refuse_flags
 from burst_plugin.megatron.identity import follow_schedules
-from burst_plugin.megatron.inference.static_context import follow_inference, mend_server
+from burst_plugin.megatron.inference.static_context import follow_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
 from burst_plugin.megatron.memory.output_layer import follow_losses
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
-from burst_plugin.megatron.repairs.faults import apply_repairs
+from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
 from burst_plugin.megatron.repairs.losses import weigh_tokens_alike
 from burst_plugin.megatron.repairs.router_losses import weigh_valid_tokens_alike
 from burst_plugin.strategy import Strategy
@@ -70,7 +72,9 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     version = parse_version(megatron_version)
     adapter.report.append(about(version))
     adapter.report.append(follow_layout(adapter.registry))  # before repairs, which wrap what it wraps
-    adapter.report += apply_repairs(version)
+    adapter.report += apply_repairs(REPAIRS, version)
+    if is_enabled():
+        adapter.report += apply_repairs(CPU_REPAIRS, version)
     adapter.report.append(hook_building(adapter.registry))
     setattr(TransformerLayer.__init__, _MARK, adapter)
     follow_checkpoint_class(CheckpointFunction)
@@ -108,7 +112,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
         refuse_flags()
         follow_flag()
     stamp_logits(adapter.registry)
-    mend_server()
+    patch_server()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way
@@ -130,4 +134,4 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `add_megatron_arguments` does, and add the flags of this package."""
-    return add_flag(add_arguments(mend_help(original(*args, **kwargs))))
+    return add_flag(add_arguments(original(*args, **kwargs)))

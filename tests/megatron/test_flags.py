@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import framework
-from burst_plugin.megatron.flags.arguments import add_arguments, mend_help, parsed_arguments, parsed_strategy
+from burst_plugin.megatron.flags.arguments import add_arguments, parsed_arguments, parsed_strategy
 from burst_plugin.megatron.flags.config import REFUSED, REFUSED_LATER
 from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
 from burst_plugin.megatron.layers.building import _choose_core_attention, _refuse_whole_sequences
@@ -300,18 +300,6 @@ def test_the_version_of_a_tree(tmp_path: Path) -> None:
     info.write_text("MAJOR = 0\n")
     with pytest.raises(ValueError, match="does not set MAJOR, MINOR and PATCH"):
         tree_version(tmp_path)
-
-
-def test_help_works_where_megatrons_own_is_broken() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rate", default=3, help="%(default)s by default")
-    parser.add_argument("--share", default=0)
-    parser._actions[-1].help = "half (50%) of it"  # newer versions of Python refuse it when it is added
-    with pytest.raises((TypeError, ValueError)):
-        parser.format_help()
-    shown = mend_help(parser).format_help()
-    assert "3 by default" in shown
-    assert "half (50%) of it" in shown
 
 
 REGISTRY = Registry(None)

@@ -21,7 +21,9 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron import cpu, packed_indices
+from burst_plugin.megatron.cpu import repairs as cpu_repairs
+from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import batches, faults, training
@@ -45,11 +47,12 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.megatron
 
 VERSION = parse_version(__version__)
-NAMES = [repair.name for repair in REPAIRS]
+EVERY = (*REPAIRS, *CPU_REPAIRS)
+NAMES = [repair.name for repair in EVERY]
 
 
 def status(name: str, version: tuple[int, int, int]) -> str:
-    (repair,) = [repair for repair in REPAIRS if repair.name == name]
+    (repair,) = [repair for repair in EVERY if repair.name == name]
     return repair.status(version)
 
 
@@ -73,18 +76,17 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     for name in batches.CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
     monkeypatch.delattr(multi_latent_attention, faults._FILLS_UP, raising=False)
-    fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
-    monkeypatch.setattr(faults, "REPAIRS", fakes)
-    lines = apply_repairs((0, 17, 1))
+    fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in EVERY)
+    lines = apply_repairs(fakes, (0, 17, 1))
     assert done == [
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
         "yarn_tables",
-        "resume_without_te",
-        "resume_in_float32",
         "two_interleaved_stages",
         "router_losses_per_token",
+        "resume_without_te",
+        "resume_in_float32",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
@@ -98,7 +100,7 @@ def _unrepaired(rank: int) -> str:
     """How the fault shows: build a layer of the unchanged class, as `TransformerBlock` does."""
     from burst_plugin.megatron import adapter
 
-    adapter.apply_repairs = lambda version: []  # type: ignore[assignment]
+    adapter.apply_repairs = lambda repairs, version: []  # type: ignore[assignment]
     try:
         build(LISTED)
     except IndexError as error:
@@ -246,7 +248,22 @@ def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
     assert seen == ["the context-parallel one", None, "another"]
 
 
-# -------------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------ checkpoints, on CPUs only
+
+
+def _repaired(rank: int, on_cpus: bool) -> set[str]:
+    """Return the names of what `install()` repairs."""
+    from burst_plugin.megatron import install
+
+    if on_cpus:
+        cpu.enable(force=True)
+    names = {line.split()[1].rstrip(":") for line in install().report if line.startswith("repaired ")}
+    return names & {repair.name for repair in CPU_REPAIRS}
+
+
+def test_repairs_that_only_cpus_need_are_applied_there_alone() -> None:
+    assert run_ranks(_repaired, 1, False) == [set()]
+    assert {"resume_without_te", "resume_in_float32"} <= run_ranks(_repaired, 1, True)[0]
 
 
 def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own_after(
@@ -267,7 +284,7 @@ def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own
 
     monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
-    training.count_steps_of_pytorchs_adam()
+    cpu_repairs._count_steps_of_pytorchs_adam()
     inner = types.SimpleNamespace(state={})
     optimizer = types.SimpleNamespace(optimizer=inner)
     DistributedOptimizer.state_dict(optimizer)
@@ -290,12 +307,12 @@ def test_float32_parameters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
     with pytest.raises(RuntimeError, match="in-place"):
         DistributedOptimizer.load_state_dict(None, {})
-    training.load_without_gradients()
+    cpu_repairs._load_without_gradients()
     DistributedOptimizer.load_state_dict(None, {})
     assert weight.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------------------------ experts
+# ---------------------------------------------------------------------------------------------- experts, on CPUs only
 
 
 def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +323,7 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     with pytest.raises(NameError):
         moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     monkeypatch.setattr(moe_utils, "te_general_gemm", "to be set", raising=False)
-    faults._say_that_there_is_no_gemm()
+    cpu_repairs._route_without_gemm()
     logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     torch.testing.assert_close(logits, inputs @ weight.T)
     assert status("router_without_te", (0, 16, 1)) == "not needed here"

@@ -64,6 +64,11 @@ def enable(*, force: bool = False) -> list[str]:
     return list(lines)
 
 
+def is_enabled() -> bool:
+    """Return whether `enable()` has run in this process."""
+    return hasattr(torch.cuda, _REPORT)
+
+
 def prepare(directory: Path) -> list[str]:
     """Get ready for a script in `directory`. Scripts of a Megatron-LM checkout need a little more than others.
 

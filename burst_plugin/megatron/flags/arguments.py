@@ -21,7 +21,6 @@ __all__ = [
     "burst_is_requested",
     "cuts_documents_as_one",
     "flag_of",
-    "mend_help",
     "option_of",
     "options_that_are_set",
     "parsed_arguments",
@@ -102,16 +101,6 @@ class _Value(_Noted, argparse._StoreAction):
 
 class _Switch(_Noted, argparse.BooleanOptionalAction):
     """A flag without."""
-
-
-def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Make `--help` work again where a help text has a bare percent sign, as in Megatron-LM 0.18.2."""
-    for action in parser._actions:
-        try:
-            str(action.help) % {**vars(action), "prog": parser.prog}
-        except (KeyError, TypeError, ValueError):
-            action.help = str(action.help).replace("%", "%%")
-    return parser
 
 
 def resets_attention_mask() -> bool:

@@ -39,7 +39,7 @@ from burst_plugin.megatron.inference.checks import check_inference, core_attenti
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["cache_of", "follow_inference", "mend_server"]
+__all__ = ["cache_of", "follow_inference", "patch_server"]
 
 _CACHE = "_burst_plugin_cache"  # an attribute of a context
 _IN_MICROBATCHES = "forward_pass_with_pipeline_parallel_large_input_batch"  # of a wrapper, until 0.17
@@ -73,8 +73,8 @@ def cache_of(context: Any) -> KVCache | None:
     return getattr(context, _CACHE, None)
 
 
-def mend_server() -> None:
-    """Mend Megatron's text generation server, if its script has imported it: call it once flags are parsed.
+def patch_server() -> None:
+    """Patch Megatron's text generation server, if its script has imported it: call it once flags are parsed.
 
     The script starts a server on every rank with the first tensor-parallel shard of the first pipeline stage: with
     context parallelism on several, which would never hear of rank 0's requests. Here rank 0 alone has one. And from

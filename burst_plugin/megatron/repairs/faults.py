@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer import multi_latent_attention, multi_token_prediction
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -32,10 +30,8 @@ from burst_plugin.megatron.repairs.batches import (
 from burst_plugin.megatron.repairs.losses import count_no_labels_as_one
 from burst_plugin.megatron.repairs.router_losses import weigh_routers_per_token
 from burst_plugin.megatron.repairs.training import (
-    count_steps_of_pytorchs_adam,
     has_scripts,
     keep_random_states,
-    load_without_gradients,
     send_forward_before_backward,
 )
 
@@ -66,9 +62,9 @@ class Repair:
         return "applied" if self.needed() else "not needed here"
 
 
-def apply_repairs(version: Version) -> list[str]:
+def apply_repairs(repairs: Iterable[Repair], version: Version) -> list[str]:
     """Apply the repairs that this version needs, and return one line for each."""
-    due = [repair for repair in REPAIRS if repair.status(version) == "applied"]
+    due = [repair for repair in repairs if repair.status(version) == "applied"]
     for repair in due:
         repair.apply()
     return [f"repaired {repair.name}: {repair.fault}" for repair in due]
@@ -150,17 +146,6 @@ def _leave_values_as_they_are() -> None:
 _FILLS_UP = "_prepare_mla_core_attention_value"
 
 
-# ------------------------------------------------------------------------------------------------------ experts
-
-
-def _lacks_gemm() -> bool:
-    return not hasattr(moe_utils, "te_general_gemm")
-
-
-def _say_that_there_is_no_gemm() -> None:
-    moe_utils.te_general_gemm = None
-
-
 REPAIRS = (
     Repair(
         name="layer_cp_comm_type",
@@ -221,19 +206,6 @@ REPAIRS = (
         needed=lambda: hasattr(multi_latent_attention, _FILLS_UP),
     ),
     Repair(
-        name="resume_without_te",
-        fault="without Transformer Engine or Apex, the distributed optimizer cannot load, and then miscounts steps",
-        fixed_in=None,
-        apply=count_steps_of_pytorchs_adam,
-        needed=lambda: not distrib_optimizer.HAVE_APEX_OR_TE,
-    ),
-    Repair(
-        name="resume_in_float32",
-        fault="the distributed optimizer cannot load a checkpoint of a model in float32",
-        fixed_in=None,
-        apply=load_without_gradients,
-    ),
-    Repair(
         name="weights_at_start",
         fault="scripts draw random numbers by context-parallel size before they make routers and learned positions",
         fixed_in=None,
@@ -251,12 +223,5 @@ REPAIRS = (
         fault="--calculate-per-token-loss divides losses of routers by the tensor- and context-parallel ranks",
         fixed_in=(0, 19, 0),
         apply=weigh_routers_per_token,
-    ),
-    Repair(
-        name="router_without_te",
-        fault="without Transformer Engine, the router of experts looks up a function that is not imported",
-        fixed_in=(0, 17, 0),
-        apply=_say_that_there_is_no_gemm,
-        needed=_lacks_gemm,
     ),
 )

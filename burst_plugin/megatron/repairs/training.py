@@ -1,4 +1,4 @@
-"""Repairs of how Megatron starts, schedules and resumes a run; see `repairs`."""
+"""Repairs of how Megatron starts and schedules a run; see `faults`."""
 
 from __future__ import annotations
 
@@ -8,52 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap
-
-__all__ = [
-    "count_steps_of_pytorchs_adam",
-    "has_scripts",
-    "keep_random_states",
-    "load_without_gradients",
-    "send_forward_before_backward",
-]
-
-
-def count_steps_of_pytorchs_adam() -> None:
-    """Load the steps of PyTorch's Adam, which counts them per parameter; without Apex and Transformer Engine.
-
-    The state that is loaded has the form of a new optimizer's, which has no step yet. All parameters would then share
-    one tensor as their step, which each of them would advance, and which does not hold the number that was saved.
-    """
-
-    def state_dict(make: Any, optimizer: Any) -> Any:
-        state = optimizer.optimizer.state if optimizer.optimizer is not None else None
-        if state is None or state:
-            return make(optimizer)
-        state["no step yet"] = {"step": torch.tensor(0.0)}
-        try:
-            return make(optimizer)
-        finally:
-            state.clear()
-
-    def load_state_dict(load: Any, optimizer: Any, state_dict: Any) -> None:
-        (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
-        load(optimizer, state_dict)
-        for state in optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(step)
-
-    wrap(DistributedOptimizer, "state_dict", state_dict)
-    wrap(DistributedOptimizer, "load_state_dict", load_state_dict)
-
-
-def load_without_gradients() -> None:
-    """Load without autograd: in float32 the optimizer's parameters are views of the model's, which it guards."""
-    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
-
 
 # ----------------------------------------------------------------------------------------------- weights at the start
 
