@@ -18,28 +18,28 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.refusal import exit_if_refused
 from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.megatron.batches.distillation import stamp_logits
-from burst_plugin.megatron.batches.documents import follow_documents
-from burst_plugin.megatron.batches.even_microbatches import add_flag, follow_flag
-from burst_plugin.megatron.batches.layouts import follow_layout
+from burst_plugin.megatron.batches.documents import hook_documents
+from burst_plugin.megatron.batches.even_microbatches import add_even_microbatches_flag, hook_even_microbatches
+from burst_plugin.megatron.batches.layouts import hook_layouts
 from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible
 from burst_plugin.megatron.flags.flag_checks import refuse_flags
-from burst_plugin.megatron.identity import follow_schedules
-from burst_plugin.megatron.inference.static_context import follow_inference, patch_server
+from burst_plugin.megatron.identity import hook_schedules
+from burst_plugin.megatron.inference.static_context import hook_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
-from burst_plugin.megatron.memory.output_layer import follow_losses
+from burst_plugin.megatron.memory.output_layer import hook_losses
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
-from burst_plugin.megatron.repairs.losses import weigh_tokens_alike
-from burst_plugin.megatron.repairs.router_losses import weigh_valid_tokens_alike
+from burst_plugin.megatron.repairs.losses import hook_loss_weights
+from burst_plugin.megatron.repairs.router_losses import hook_router_losses
 from burst_plugin.strategy import Strategy
 
 _MARK = "_burst_plugin_adapter"
 
 
-class Adapter:
+class MegatronAdapter:
     """An installed adapter: its rings, and a report of what it did."""
 
     def __init__(self, strategy: Strategy | None) -> None:
@@ -54,24 +54,24 @@ class Adapter:
         return "burst_plugin in Megatron-core:\n" + "\n".join(f"  - {line}" for line in self.report)
 
 
-def install_adapter(strategy: Strategy | None) -> Adapter:
+def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
     """Install the adapter once, and return it; see `burst_plugin.megatron.install`."""
     if strategy is not None and strategy.head_chunk:
         raise ValueError(
             f"head_chunk={strategy.head_chunk} is for models of transformers; Megatron's layers project all heads at "
             "once: leave it out, or use a larger tensor-model-parallel size"
         )
-    installed: Adapter | None = getattr(TransformerLayer.__init__, _MARK, None)
+    installed: MegatronAdapter | None = getattr(TransformerLayer.__init__, _MARK, None)
     if installed is not None:
         if strategy not in (None, installed.registry.strategy):
             raise ValueError(
                 f"already installed with {installed.registry.strategy}, got {strategy}; call install() once"
             )
         return installed
-    adapter = Adapter(strategy)
+    adapter = MegatronAdapter(strategy)
     version = parse_version(megatron_version)
     adapter.report.append(about(version))
-    adapter.report.append(follow_layout(adapter.registry))  # before repairs, which wrap what it wraps
+    adapter.report.append(hook_layouts(adapter.registry))  # before repairs, which wrap what it wraps
     adapter.report += apply_repairs(REPAIRS, version)
     if is_enabled():
         adapter.report += apply_repairs(CPU_REPAIRS, version)
@@ -81,12 +81,12 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
-    adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
-    adapter.report.append(follow_documents(adapter.registry))
-    adapter.report.append(weigh_tokens_alike(adapter.registry))
-    adapter.report.append(weigh_valid_tokens_alike(adapter.registry))
-    adapter.report.append(follow_losses(adapter.registry))
-    adapter.report.append(follow_inference(adapter.registry))  # after what wraps a model's forward, too
+    adapter.report.append(hook_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
+    adapter.report.append(hook_documents(adapter.registry))
+    adapter.report.append(hook_loss_weights(adapter.registry))
+    adapter.report.append(hook_router_losses(adapter.registry))
+    adapter.report.append(hook_losses(adapter.registry))
+    adapter.report.append(hook_inference(adapter.registry))  # after what wraps a model's forward, too
     adapter.report.append(_extend_argument_parser())
     return adapter
 
@@ -103,14 +103,14 @@ def _extend_argument_parser() -> str:
     return "Megatron's argument parser knows --burst-backward, --burst-kernel and others"
 
 
-def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `initialize_model_parallel` does, then make the ring, if any, on every rank.
 
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
     with exit_if_refused():
         refuse_flags()
-        follow_flag()
+        hook_even_microbatches()
     stamp_logits(adapter.registry)
     patch_server()
     result = original(*args, **kwargs)
@@ -126,7 +126,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     return result
 
 
-def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forget_rings(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Forget the rings, then do what `destroy_model_parallel` does."""
     adapter.registry.clear()
     return original(*args, **kwargs)
@@ -134,4 +134,4 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `add_megatron_arguments` does, and add the flags of this package."""
-    return add_flag(add_arguments(original(*args, **kwargs)))
+    return add_even_microbatches_flag(add_arguments(original(*args, **kwargs)))

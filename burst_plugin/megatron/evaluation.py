@@ -13,8 +13,6 @@ from burst_plugin.megatron.adapter import install_adapter
 from burst_plugin.megatron.flags.arguments import resets_attention_mask
 from burst_plugin.megatron.flags.config import is_hybrid
 
-__all__ = ["token_log_probs"]
-
 
 def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
     """Return the log-probability of every token but the first, given those before it; collective.

@@ -23,8 +23,6 @@ from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.flags.arguments import parsed_arguments
 from burst_plugin.megatron.repairs.batches import functions_that_cut
 
-__all__ = ["Identity", "follow_schedules"]
-
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
@@ -50,7 +48,7 @@ class Identity:
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
 
     @property
-    def moment(self) -> tuple[int, int] | None:
+    def microbatch_id(self) -> tuple[int, int] | None:
         """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
@@ -129,7 +127,7 @@ class _Checksum:
         return f"batch {int(self._sum) % 2**32:08x}"
 
 
-def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Callable[[], Identity]) -> str:
+def hook_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Callable[[], Identity]) -> str:
     """Let Megatron's schedules, and what cuts its batches, tell `identity` where this rank is; return a line on it.
 
     The ranks of each of `rings` also compare where they are at the end of a forward-backward pass, from which a rank

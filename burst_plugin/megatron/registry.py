@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from burst_plugin.inference import Turn
 
 _T = TypeVar("_T")
-_KNOWN = 64  # packed batches, of all that a pipeline has under way
+_KNOWN = 64  # packed batches, of all that a pipeline has in flight
 
 
 class Registry:
@@ -227,12 +227,12 @@ class TensorCache:
 
     Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. PyTorch's
     version counter misses writes by collectives and NumPy. So a value also expires when a model is called, which
-    `moment` tells, or when a layer asks that has asked before: programs with one buffer for all microbatches may then
+    `clock` tells, or when a layer asks that has asked before: programs with one buffer for all microbatches may then
     have written the next microbatch into it.
     """
 
-    def __init__(self, moment: Callable[[], Hashable] = lambda: None) -> None:
-        self._moment = moment
+    def __init__(self, clock: Callable[[], Hashable] = lambda: None) -> None:
+        self._clock = clock
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
     def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int) -> _T:
@@ -240,7 +240,7 @@ class TensorCache:
 
         layer: the id of the layer that asks now.
         """
-        version = None if tensor.is_inference() else (tensor._version, self._moment())
+        version = None if tensor.is_inference() else (tensor._version, self._clock())
         place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})
         key = (question, place)

@@ -7,17 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "RELEASES",
-    "Release",
-    "Version",
-    "about",
-    "newer_and_irrelevant",
-    "parse_version",
-    "target_version",
-    "tree_version",
-]
-
 Version = tuple[int, int, int]
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")

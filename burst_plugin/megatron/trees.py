@@ -30,13 +30,11 @@ from burst_plugin.megatron.flags.arguments import resets_attention_mask
 from burst_plugin.megatron.flags.config import is_hybrid
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.layers.masks import as_attention_mask
-from burst_plugin.megatron.memory.output_layer import ChunkedLoss, output_layer_problems, with_loss
+from burst_plugin.megatron.memory.output_layer import LanguageModelLoss, output_layer_problems, with_loss
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.trajectories import Edges, Folded
 from burst_plugin.trajectories import edge_log_probs as edge_log_probs_of_hidden
-
-__all__ = ["edge_log_probs"]
 
 _OF = "rollouts of a prefix tree"
 _POSITIONS = ("rope", "learned_absolute", "none")
@@ -97,13 +95,13 @@ def _edges_as_loss(model: Any, chunk: int, edges: Edges, cp: ContextParallel, to
     if not model.post_process:
         yield
         return
-    loss = _OfEdges(model.output_layer, whole_number("chunk={}", chunk, "use a number of tokens", least=1))
+    loss = _EdgeLosses(model.output_layer, whole_number("chunk={}", chunk, "use a number of tokens", least=1))
     loss.edges, loss.cp, loss.tokens = edges, cp, tokens
     with with_loss(model, loss, f"a prefix tree is not supported with {type(model).__name__}: it"):
         yield
 
 
-class _OfEdges(ChunkedLoss):
+class _EdgeLosses(LanguageModelLoss):
     """`compute_language_model_loss` that returns log-probabilities and entropies of edges, [2, E]."""
 
     edges: Edges

@@ -108,9 +108,9 @@ def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
 
 
 def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
-    from burst_plugin.megatron.batches.layouts import _Cuts
+    from burst_plugin.megatron.batches.layouts import _LayoutHooks
 
-    _Cuts.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
+    _LayoutHooks.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
     return _step(rank, run)
 
 
@@ -347,7 +347,7 @@ def test_hidden_states_are_rolled_with_the_gradient_of_one_rank(layout: str) -> 
 
 def _rolled_without_sum(rank: int) -> list[Any]:
     join(over(TWO_LAYERS, "striped", cp=2))
-    cuts, seen = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
+    cuts, seen = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
 
     def roll_tensor(
         tensor: Any,
@@ -379,7 +379,7 @@ def _mixed_hidden_states(rank: int) -> list[str]:
 
     join(over(TWO_LAYERS, "striped", cp=2))
     config = types.SimpleNamespace(mtp_hsm=True, sequence_parallel=True)
-    cuts, group = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
+    cuts, group = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
 
     def in_own_tokens(packed_seq_params: Any, local_seq_length: int, cp_group: Any, tp_group: Any) -> None:
         """Stand in for Megatron's function of main."""

@@ -25,8 +25,6 @@ from burst_plugin.megatron.flags.arguments import PACKS, RESETS, parsed_argument
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.strategy import AUTO
 
-__all__ = ["stamp_logits"]
-
 _FLAGS = ("logits_save_dir", "logits_load_dir")
 _STAMP, _MARK = "burst_plugin", "_burst_plugin_stamps"
 # What the layout "auto" depends on, besides documents; and what even microbatches do.

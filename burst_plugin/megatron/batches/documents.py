@@ -38,16 +38,6 @@ from burst_plugin.megatron.identity import Identity
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total
 from burst_plugin.sequence.masks import Documents, Mask, PerRow
 
-__all__ = [
-    "MicrobatchDocuments",
-    "Rows",
-    "are_bounds",
-    "check_length",
-    "follow_documents",
-    "mask_of_rows",
-    "rows_of",
-]
-
 Rows = tuple[tuple[int, ...], ...]  # where the documents of every batch row begin, and the last one ends
 
 _KEY = "burst_documents"  # of a sample, and of a batch
@@ -73,34 +63,34 @@ class MicrobatchDocuments:
 
         Raises ValueError for a second batch with other documents that is read before a model has run the first.
         """
-        moment, rows = _moment(identity), rows_of(bounds)
-        if self._awaiting == moment and self._known[moment] != rows:
+        microbatch, rows = _microbatch_in_progress(identity), rows_of(bounds)
+        if self._awaiting == microbatch and self._known[microbatch] != rows:
             raise ValueError(
                 "a forward_step has read two batches before it ran a model, and --reset-attention-mask with burst "
                 "attention would give the first the documents of the second; read a batch, run the model on it, and "
                 "read the next one then"
             )
-        self._awaiting = moment
-        self._known = {known: rows for known, rows in self._known.items() if known[0] == moment[0]}
-        self._known[moment] = rows
+        self._awaiting = microbatch
+        self._known = {known: rows for known, rows in self._known.items() if known[0] == microbatch[0]}
+        self._known[microbatch] = rows
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first and stages * parallel_state.get_tensor_model_parallel_world_size() > 1:
-            while self._published and self._published[0][0] < moment[0] - 1:
+            while self._published and self._published[0][0] < microbatch[0] - 1:
                 self._store.delete_key(self._published.pop(0)[1])
-            self._published.append((moment[0], _key(moment)))
-            self._store.set(_key(moment), json.dumps(rows))
+            self._published.append((microbatch[0], _key(microbatch)))
+            self._store.set(_key(microbatch), json.dumps(rows))
 
     def of(self, identity: Identity) -> Rows:
         """Return those of the layer that is recomputed, if one is, or else of the microbatch in progress."""
         if self._recomputed is not None:
             return self._recomputed
-        moment = _moment(identity)
-        if moment not in self._known:
-            found = self._store.get(_key(moment))
-            self._known = {known: rows for known, rows in self._known.items() if known[0] == moment[0]}
-            self._known[moment] = tuple(map(tuple, json.loads(found)))
-        return self._known[moment]
+        microbatch = _microbatch_in_progress(identity)
+        if microbatch not in self._known:
+            found = self._store.get(_key(microbatch))
+            self._known = {known: rows for known, rows in self._known.items() if known[0] == microbatch[0]}
+            self._known[microbatch] = tuple(map(tuple, json.loads(found)))
+        return self._known[microbatch]
 
     def run(self, identity: Identity) -> Rows:
         """Return those of the microbatch in progress, which a model runs now."""
@@ -117,19 +107,19 @@ class MicrobatchDocuments:
             self._recomputed = before
 
 
-def _moment(identity: Identity) -> tuple[int, int]:
-    if identity.moment is None:
+def _microbatch_in_progress(identity: Identity) -> tuple[int, int]:
+    if identity.microbatch_id is None:
         raise ValueError(
             "--reset-attention-mask with burst attention is for models that Megatron's schedules run "
             "(get_forward_backward_func); drop the flag, or run this model by one of them"
         )
-    return identity.moment
+    return identity.microbatch_id
 
 
-def _key(moment: tuple[int, int]) -> str:
+def _key(microbatch: tuple[int, int]) -> str:
     """Return the key in the store, which ranks share that train on the same part of a batch."""
     place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return f"burst_plugin/documents/{place}/{moment[0]}/{moment[1]}"
+    return f"burst_plugin/documents/{place}/{microbatch[0]}/{microbatch[1]}"
 
 
 def are_bounds(attention_mask: Any) -> bool:
@@ -162,7 +152,7 @@ def mask_of_rows(rows: Rows) -> Mask:
 # ------------------------------------------------------------------------------------------------------- installing
 
 
-def follow_documents(registry: Any) -> str:
+def hook_documents(registry: Any) -> str:
     """Let Megatron's loader say where documents begin, and its models hand that on; return a line that says so."""
     _add_to_samples()
     wrap(schedules, "forward_step", partial(_keep_what_is_read, registry))

@@ -29,8 +29,6 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.flags.arguments import PACKS, RESETS, flag_of, parsed_arguments
 
-__all__ = ["add_flag", "assign_evenly", "evens_microbatches", "follow_flag", "works_of"]
-
 _FLAG = "--burst-even-microbatches"
 _MARK = "_burst_plugin_evens"  # on the function that makes loaders; on a sampler: its dataset
 _RULES: Mapping[str, Rule] = {
@@ -45,7 +43,7 @@ _INDEXES_OF_BLENDS = ("dataset_index", "dataset_sample_index")
 Assignment = list[list[list[int]]]  # by data-parallel rank and microbatch: numbers of samples
 
 
-def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_even_microbatches_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flag in a group of its own. Raise argparse.ArgumentError if it has been added already."""
     text = "assign the samples of each step so that data-parallel ranks and pipeline stages wait less for each other"
     group = parser.add_argument_group("even microbatches", "with any attention that stays inside documents")
@@ -58,7 +56,7 @@ def evens_microbatches() -> bool:
     return bool(getattr(parsed_arguments(), _FLAG[2:].replace("-", "_"), False))
 
 
-def follow_flag() -> None:
+def hook_even_microbatches() -> None:
     """Let the training data's sampler assign samples evenly, if Megatron's parsed arguments ask for it.
 
     Raises:
@@ -127,7 +125,7 @@ def _evened_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, da
             works = works_of(dataset, samples)
             assigned = assign_evenly(works, width // size, size)
             if consumed == sampler.consumed_samples and dist.is_initialized() and dist.get_rank() == 0:
-                _say(works, assigned)
+                _print_evenness(works, assigned)
             yield from ([samples[item] for item in microbatch] for microbatch in assigned[first // size])
         if len(step[-1]) < width:  # the end of the data, if it is not dropped
             yield step[-1][first : first + size]
@@ -187,7 +185,7 @@ def _assign(works: Sequence[int], bins: int) -> list[list[int]]:
     return assigned
 
 
-def _say(works: Sequence[int], assigned: Assignment) -> None:
+def _print_evenness(works: Sequence[int], assigned: Assignment) -> None:
     """Print how even a step is over data-parallel ranks, and how even it would be in Megatron's order."""
     ranks, size, mean = len(assigned), len(assigned[0][0]), sum(works) / len(assigned)
     fullest = max(sum(works[sample] for sample in chain(*rank)) for rank in assigned)

@@ -28,8 +28,6 @@ from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.strategy import AUTO
 
-__all__ = ["MEGATRONS_OWN", "follow_layout"]
-
 MEGATRONS_OWN = "zigzag"
 # Entries of a batch without one value per token.
 _NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
@@ -37,9 +35,9 @@ _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 _POSITIONS = "_burst_plugin_positions"  # an attribute of the offsets of packed documents
 
 
-def follow_layout(registry: Registry) -> str:
+def hook_layouts(registry: Registry) -> str:
     """Let Megatron cut everything by the layout of `registry`, over any group; return a line that says so."""
-    cuts = _Cuts(registry)
+    cuts = _LayoutHooks(registry)
     for name in functions_that_cut():
         wrap_everywhere(utils, name, cuts.packed_batch if name in WANT_TE else cuts.batch)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", cuts.rotary_embedding)
@@ -58,7 +56,7 @@ def follow_layout(registry: Registry) -> str:
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
 
 
-class _Cuts:
+class _LayoutHooks:
     """Functions in place of Megatron's, which cut over its groups in zigzag: these cut as `registry` says."""
 
     def __init__(self, registry: Registry) -> None:
@@ -136,7 +134,7 @@ class _Cuts:
         if self._registry.tree is not None:
             return self._by_logical_positions(original, embedding, *args, **kwargs)
         found = original(embedding, *args, **kwargs)
-        if not self._follow_documents() or self._registry.identity.moment is None:  # YaRN makes one with the model
+        if not self._follow_documents() or self._registry.identity.microbatch_id is None:  # YaRN, with the model
             return found
         given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
         group = given.get("cp_group") or embedding.cp_group
@@ -186,10 +184,10 @@ class _Cuts:
         if self._registry.layout != AUTO:
             return _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
         version = None if cu_seqlens.is_inference() else cu_seqlens._version
-        moment = (self._registry.identity.calls, version, group.size(), group.rank())
+        key = (self._registry.identity.calls, version, group.size(), group.rank())
         known = getattr(cu_seqlens, _POSITIONS, None)
-        if known is None or known[0] != moment:
-            known = moment, _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
+        if known is None or known[0] != key:
+            known = key, _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
             setattr(cu_seqlens, _POSITIONS, known)
         return known[1]
 

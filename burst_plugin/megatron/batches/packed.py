@@ -22,17 +22,6 @@ from torch import Tensor
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Tokens, check_cu_seqlens, in_chunks, positions
 from burst_plugin.sequence.masks import Documents
 
-__all__ = [
-    "Assign",
-    "assign_by",
-    "by_document",
-    "check_known",
-    "is_packed",
-    "layout_of",
-    "packed_documents",
-    "packed_indices",
-]
-
 Assign = Callable[[tuple[int, ...], int], Tokens]  # (where documents begin, ranks) -> which tokens ranks hold
 
 # Fields of PackedSeqParams: those read here, or with no bearing on attention; and those on how batches are cut.

@@ -19,8 +19,6 @@ from torch import Tensor
 from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.sequence.layout import Tokens, positions
 
-__all__ = ["roll_left"]
-
 
 class _Rows(NamedTuple):
     """This rank's local rows that are exchanged with every rank, in rank order: `counts` of each."""

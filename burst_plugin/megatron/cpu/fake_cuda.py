@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["replace_cuda"]
-
 
 def replace_cuda() -> list[str]:
     """Replace functions and classes of `torch.cuda`, for good. Returns what was done, a line for each kind."""
@@ -29,7 +27,7 @@ def replace_cuda() -> list[str]:
     return lines
 
 
-class _Stream:
+class _CudaStream:
     """A stream on which all work is done already."""
 
     cuda_stream = 0
@@ -50,19 +48,19 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event()
+    def record_event(self, event: _CudaEvent | None = None) -> _CudaEvent:
+        event = event or _CudaEvent()
         event.record()
         return event
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _CudaStream:
         return self
 
     def __exit__(self, *exc: object) -> None:
         pass
 
 
-class _Event:
+class _CudaEvent:
     """An event that happens when it is recorded, at the time of the host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +78,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end_event: _Event) -> float:
+    def elapsed_time(self, end_event: _CudaEvent) -> float:
         """Return the milliseconds from this event to `end_event`, like torch.cuda.Event."""
         return (end_event._recorded_s - self._recorded_s) * 1e3
 
@@ -108,7 +106,7 @@ def _replacements() -> dict[str, dict[str, Any]]:
         name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=os.cpu_count() or 1
     )
     generator = torch.default_generator
-    stream = _Stream()
+    stream = _CudaStream()
     quiet = (
         "synchronize set_device set_stream empty_cache reset_peak_memory_stats init ipc_collect "
         "nvtx.range_push nvtx.range_pop nvtx.mark"
@@ -137,7 +135,7 @@ def _replacements() -> dict[str, dict[str, Any]]:
         "initial_seed": generator.initial_seed,
         "default_generators": (generator,) * max(1, _device_count()),
     }
-    streams: dict[str, Any] = {"Stream": _Stream, "ExternalStream": _Stream, "Event": _Event}
+    streams: dict[str, Any] = {"Stream": _CudaStream, "ExternalStream": _CudaStream, "Event": _CudaEvent}
     streams |= dict.fromkeys(("current_stream", "default_stream", "stream"), _answer(stream))
     contexts = {"device": _range, "nvtx.range": _range}
     return {

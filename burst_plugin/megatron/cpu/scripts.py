@@ -17,8 +17,6 @@ import typing_extensions
 
 from burst_plugin.frameworks.wrapping import wrap
 
-__all__ = ["is_checkout", "prepare_training_scripts"]
-
 _LOCAL_ATTENTION = "megatron.core.transformer.dot_product_attention"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 # Functions that compile or warm up CUDA code, or insist on it, by module; here they do nothing. Not every release has

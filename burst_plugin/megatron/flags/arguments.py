@@ -13,24 +13,6 @@ from burst_plugin.frameworks.options import flag_keywords
 from burst_plugin.strategy import Strategy
 from burst_plugin.strategy.presets import PRESETS, with_preset
 
-__all__ = [
-    "PACKS",
-    "RESETS",
-    "add_arguments",
-    "burst_is_possible",
-    "burst_is_requested",
-    "cuts_documents_as_one",
-    "flag_of",
-    "option_of",
-    "options_that_are_set",
-    "parsed_arguments",
-    "parsed_layout",
-    "parsed_strategy",
-    "resets_attention_mask",
-    "strategy_of",
-    "written",
-]
-
 RESETS, PACKS = "reset_attention_mask", "dataloader_inter_document_masking"  # they keep documents apart
 _PROFILE, _PRESET, _GIVEN = "burst_profile", "burst_preset", "burst_flags_given"
 

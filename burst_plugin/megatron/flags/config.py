@@ -16,22 +16,6 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.releases import newer_and_irrelevant
 
-__all__ = [
-    "HONOURED",
-    "REFUSED",
-    "REFUSED_LATER",
-    "asks_for_burst",
-    "is_hybrid",
-    "is_irrelevant",
-    "misspelt_kind",
-    "problems",
-    "problems_of_changing_groups",
-    "spreads_sequences",
-    "unknown_fields",
-    "weighs_losses",
-]
-
-
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
         "num_attention_heads": "query heads, as the tensors come",

@@ -28,8 +28,6 @@ from burst_plugin.megatron.flags.config import (
 from burst_plugin.megatron.releases import Version, parse_version
 from burst_plugin.strategy import Strategy
 
-__all__ = ["REFUSED_FLAGS", "flag_problems", "refuse_flags", "warn_of_quantizers"]
-
 _PACKS_SINCE = (0, 18, 0)
 _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 

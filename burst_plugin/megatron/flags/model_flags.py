@@ -15,8 +15,6 @@ from burst_plugin.megatron.releases import Version
 from burst_plugin.planning.model_features import ModelFeatures, RotaryScaling, model_features
 from burst_plugin.planning.model_shape import ModelShape
 
-__all__ = ["model_flags"]
-
 _YARN_SINCE = (0, 19, 0)
 # Megatron's fused kernel clamps before it adds a bias.
 _CLAMPED = "--quick-geglu --no-bias-gelu-fusion --glu-linear-offset 1.0 --activation-func-clamp-value"

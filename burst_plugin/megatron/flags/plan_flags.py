@@ -21,8 +21,6 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS
 
-__all__ = ["check_model", "setting_of", "unpriced"]
-
 _SUFFIXES = MappingProxyType({"k": 2**10, "m": 2**20, "g": 2**30})
 
 

@@ -17,8 +17,6 @@ from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 
-__all__ = ["check_inference", "core_attentions", "refuse_dynamic", "refuse_in_layer"]
-
 _STATIC = "use StaticInferenceContext, which StaticInferenceEngine(legacy=True) takes"
 # Arguments of GPTModel.forward that inference needs; any other one has to be None.
 _ARGUMENTS = frozenset(

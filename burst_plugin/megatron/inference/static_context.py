@@ -39,24 +39,22 @@ from burst_plugin.megatron.inference.checks import check_inference, core_attenti
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["cache_of", "follow_inference", "patch_server"]
-
 _CACHE = "_burst_plugin_cache"  # an attribute of a context
 _IN_MICROBATCHES = "forward_pass_with_pipeline_parallel_large_input_batch"  # of a wrapper, until 0.17
 _SERVER = "megatron.core.inference.text_generation_server.text_generation_server"
 
 
 class _Pass(NamedTuple):
-    """A forward pass of a model that is under way. only_last: whether logits are those of the last token."""
+    """A forward pass of a model in progress. only_last: whether logits are those of the last token."""
 
     cache: KVCache
     turn: Turn
     only_last: bool
 
 
-def follow_inference(registry: Registry) -> str:
+def hook_inference(registry: Registry) -> str:
     """Let GPT models with a `StaticInferenceContext` keep keys and values on the ring; return a line that says so."""
-    inference = _Inference(registry)
+    inference = _InferenceHooks(registry)
     wrap(GPTModel, "forward", inference.forward)
     wrap(GPTModel, "_postprocess", inference.postprocess)
     wrap(AbstractModelInferenceWrapper, "_allocate_recv_buffer", inference.receive)
@@ -93,7 +91,7 @@ def patch_server() -> None:
         vars(args).setdefault("inference_max_sequence_length", args.inference_max_seq_length)
 
 
-class _Inference:
+class _InferenceHooks:
     """Functions in place of Megatron's; see the module."""
 
     def __init__(self, registry: Registry) -> None:
@@ -122,11 +120,11 @@ class _Inference:
             inference_params=None,
         )
         only_last = getattr(context, "config", context).materialize_only_last_token_logits
-        with self._under_way(_Pass(cache, turn, only_last), cores):
+        with self._in_flight(_Pass(cache, turn, only_last), cores):
             return original(*given.args, **given.kwargs)
 
     @contextmanager
-    def _under_way(self, now: _Pass, cores: Sequence[BurstCoreAttention]) -> Iterator[None]:
+    def _in_flight(self, now: _Pass, cores: Sequence[BurstCoreAttention]) -> Iterator[None]:
         """Let core attention and rotary embedding follow the turn inside this context."""
         self._pass, self._registry.turn = now, now.turn
         for number, core in enumerate(cores):

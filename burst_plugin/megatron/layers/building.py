@@ -24,10 +24,8 @@ from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, misspe
 from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
-from burst_plugin.megatron.memory.host_memory_budget import expect_on_host
+from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
 from burst_plugin.megatron.registry import Registry
-
-__all__ = ["ChosenCoreAttention", "hook_building"]
 
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute what TransformerConfig says
 _OTHER_MIXER = "{kind} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
@@ -82,7 +80,7 @@ def _choose_core_attention(
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(refuse_in_layer, with_kwargs=True)
         if registry.asked().offload:
-            layer.register_forward_pre_hook(partial(expect_on_host, registry), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(check_host_memory_budget, registry), with_kwargs=True)
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:

@@ -16,10 +16,8 @@ from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Mask
 
-__all__ = ["CallMask", "GivenMask", "MaskReader"]
 
-
-class GivenMask(NamedTuple):
+class MaskArguments(NamedTuple):
     """What Megatron gives a call besides q, k and v. kind: the name of its AttnMaskType."""
 
     kind: str
@@ -46,7 +44,7 @@ class MaskReader:
         self._window = window
         self._registry = registry
 
-    def read(self, given: GivenMask, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
+    def read(self, given: MaskArguments, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
         """Return what a call with q [B, S/CP, ...] and k [B, Sk/CP, ...] may attend to.
 
         Raises ValueError for what does not fit together, naming what was got.
@@ -92,7 +90,7 @@ class MaskReader:
         return masks.windowed(mask, self._window)
 
     def _documents(
-        self, given: GivenMask, cp: ContextParallel, lengths: tuple[int, int]
+        self, given: MaskArguments, cp: ContextParallel, lengths: tuple[int, int]
     ) -> tuple[Mask, tuple[Tokens, Tokens]]:
         """Return the documents of packed sequences, and the tokens of queries and keys."""
         kind, attention_mask = given.kind, given.attention_mask

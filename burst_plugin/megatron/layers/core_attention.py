@@ -23,12 +23,10 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.config import is_hybrid, problems, unknown_fields
 from burst_plugin.megatron.flags.flag_checks import flag_problems, warn_of_quantizers
-from burst_plugin.megatron.layers.call_masks import GivenMask, MaskReader
+from burst_plugin.megatron.layers.call_masks import MaskArguments, MaskReader
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
 from burst_plugin.strategy.presets import presets_without_groups
-
-__all__ = ["BurstCoreAttention"]
 
 # What a core attention is built with. Head dims are read from the tensors; cp_comm_type has been looked at before.
 _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_channels", "v_channels")
@@ -73,7 +71,7 @@ class BurstCoreAttention(MegatronModule):
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
         self.attend: Callable[..., Tensor] | None = None  # KVCache.attend for this layer, in a turn of inference
         if self._pg_collection is not None:  # of the script's own; others' rings are there since groups are
-            registry.context(config, self._pg_collection)  # now, since messages of a pipeline are under way later
+            registry.context(config, self._pg_collection)  # now, since messages of a pipeline are in flight later
 
     @property
     def pg_collection(self) -> Any:
@@ -168,7 +166,7 @@ class BurstCoreAttention(MegatronModule):
         if packed:
             self._check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
-        given = GivenMask(kind, attention_mask, attention_bias, packed_seq_params)
+        given = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
         allowed = self._masks.read(given, cp, q, k)
         out = burst_attention(
             q,

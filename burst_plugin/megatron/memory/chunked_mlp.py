@@ -19,8 +19,6 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.strategy import Strategy
 
-__all__ = ["chunk_mlp"]
-
 _REFUSED = {
     "num_moe_experts": Rule(off, "experts are not cut into chunks"),
     "fp8": Rule(off, "chunks would not be computed again in FP8"),
@@ -50,10 +48,10 @@ def chunk_mlp(layer: Any, strategy: Strategy) -> None:
         reasons.append(f"{gathers} gathers a token of each of {ranks} ranks at least: use {ranks} or more")
     if reasons:
         raise ValueError(f"mlp_chunk={asked} (--burst-mlp-chunk) is not possible here: {'; '.join(reasons)}")
-    layer.mlp.forward = _ChunkedForward(layer.mlp, asked // ranks)
+    layer.mlp.forward = _ChunkedMLP(layer.mlp, asked // ranks)
 
 
-class _ChunkedForward(ReplacedForward):
+class _ChunkedMLP(ReplacedForward):
     """Takes the place of `MLP.forward`, which returns an output, and a bias that is yet to be added to it."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

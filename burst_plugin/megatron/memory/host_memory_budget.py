@@ -12,11 +12,9 @@ from torch import Tensor
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["expect_on_host"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def expect_on_host(registry: Registry, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_host_memory_budget(registry: Registry, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise MemoryError if this host has no room for what is parked until the first backward pass: a hook of layers.
 
     It looks at full recomputation, which keeps inputs of layers and, with `keep_attention`, outputs of attention.

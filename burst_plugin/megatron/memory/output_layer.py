@@ -36,8 +36,6 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["ChunkedLoss", "follow_losses", "output_layer_problems", "with_loss"]
-
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
 _ACCEPTED = "_compute_mtp_acceptance_counts"  # since core 0.19
 _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
@@ -49,7 +47,7 @@ _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part
 }
 
 
-def follow_losses(registry: Registry) -> str:
+def hook_losses(registry: Registry) -> str:
     """Have models compute their losses in chunks where the options say so; return a line that says it."""
     wrap(GPTModel, "__init__", partial(_check_model, registry))
     wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
@@ -118,7 +116,7 @@ def output_layer_problems(model: Any) -> list[str]:
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what computes a model's loss, in chunks if the options say so and there are labels."""
     chunk = registry.asked().loss_chunk
-    if not chunk or isinstance(model.compute_language_model_loss, ChunkedLoss):
+    if not chunk or isinstance(model.compute_language_model_loss, LanguageModelLoss):
         return original(model, *args, **kwargs)
     has_labels = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("labels") is not None
     if model.post_process and not has_labels:
@@ -126,7 +124,7 @@ def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *
     _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
     if not model.post_process:
         return original(model, *args, **kwargs)
-    loss = ChunkedLoss(model.output_layer, chunk)
+    loss = LanguageModelLoss(model.output_layer, chunk)
     with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
         result = original(model, *args, **kwargs)
     if not loss.calls:
@@ -152,7 +150,7 @@ def _count_accepted(
         found: tuple[Tensor, Tensor] = original(logits, labels, mask, layer, *args, **kwargs)
         return found
     with torch.no_grad():
-        hidden, head = ChunkedLoss(layer, registry.asked().loss_chunk).before_logits(logits)
+        hidden, head = LanguageModelLoss(layer, registry.asked().loss_chunk).before_logits(logits)
         hidden = hidden.flatten(0, 1)
         labels, mask = (x.transpose(0, 1).reshape(1, -1) for x in (labels, mask))
         counts = [
@@ -164,7 +162,7 @@ def _count_accepted(
 
 
 @contextmanager
-def with_loss(model: Any, loss: ChunkedLoss, refusal: str) -> Iterator[None]:
+def with_loss(model: Any, loss: LanguageModelLoss, refusal: str) -> Iterator[None]:
     """Have a model's output layer return hidden states, and its loss function be the one that goes with them.
 
     Errors of a model that does more with its logits begin with `refusal`.
@@ -194,7 +192,7 @@ def _hidden_states(
     return DeferredLogits(hidden, refusal, layer.weight if weight is None else weight), None
 
 
-class ChunkedLoss:
+class LanguageModelLoss:
     """`compute_language_model_loss` of hidden states. calls: how often it was called."""
 
     def __init__(self, layer: Any, chunk: int) -> None:

@@ -15,19 +15,6 @@ from torch import Tensor
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.batches.packed import packed_indices
 
-__all__ = [
-    "CUT_BATCH",
-    "WANT_TE",
-    "cut_over_context_parallel_ranks",
-    "cut_packed",
-    "cut_packed_batches",
-    "cut_without_transformer_engine",
-    "functions_that_cut",
-    "roll_padded_documents",
-    "wants_absent_te",
-]
-
-
 _NOT_BY_TOKEN = frozenset({"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"})
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 

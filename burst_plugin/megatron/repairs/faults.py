@@ -35,8 +35,6 @@ from burst_plugin.megatron.repairs.training import (
     send_forward_before_backward,
 )
 
-__all__ = ["REPAIRS", "Repair", "apply_repairs"]
-
 
 @dataclass(frozen=True)
 class Repair:

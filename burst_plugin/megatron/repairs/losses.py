@@ -26,12 +26,10 @@ from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, weighs_losses
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]
-
 _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
 
 
-def weigh_tokens_alike(registry: Registry) -> str:
+def hook_loss_weights(registry: Registry) -> str:
     """Divide losses by the mean number of tokens of all context-parallel ranks; return a line that says so."""
     wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, registry))
     prediction = _PredictionLoss(registry)

@@ -6,7 +6,7 @@ it multiplies balancing losses by the number of ranks and by a rank's own tokens
 ranks, 8. Here it is the ranks' mean, 4.
 
 The balancing loss of sequences (`seq_aux_loss`) is a mean over the samples of a microbatch. Where these are packed
-into one sequence, the layout decides which parts of them a rank holds: see `_Weights.find_samples`.
+into one sequence, the layout decides which parts of them a rank holds: see `_RouterLossHooks.find_samples`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from burst_plugin.megatron.flags.config import weighs_losses
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import positions
 
-__all__ = ["weigh_routers_per_token", "weigh_valid_tokens_alike"]
-
 _UNFLATTENS = "_maybe_unflatten_for_moe"  # from 0.19 on
 
 
-def weigh_valid_tokens_alike(registry: Registry) -> str:
+def hook_router_losses(registry: Registry) -> str:
     """Weigh losses of routers by the valid tokens of all ranks; return a line that says so."""
-    weights = _Weights(registry)
+    weights = _RouterLossHooks(registry)
     wrap(routers.TopKRouter, "routing", weights.route)
     wrap(routers.TopKRouter, "_apply_seq_aux_loss", weights.balance_samples)
     wrap(routers, "z_loss_func", weights.z_loss)
@@ -45,7 +43,7 @@ def weigh_valid_tokens_alike(registry: Registry) -> str:
     return "losses of routers (balance, z) weigh the valid tokens of all context-parallel ranks alike"
 
 
-class _Weights:
+class _RouterLossHooks:
     """Functions around Megatron's, for models with rings.
 
     All ranks count, with a `padding_mask` or without: a script may pass none to a rank without padding.
