@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from burst_plugin.activations.kept_attention import follow_checkpoint_class
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.refusal import exit_if_refused
-from burst_plugin.frameworks.wrapping import announce, wrap
+from burst_plugin.frameworks.wrapping import announce, bind, wrap
 from burst_plugin.megatron.batches.distillation import stamp_logits
 from burst_plugin.megatron.batches.documents import hook_documents
 from burst_plugin.megatron.batches.even_microbatches import add_even_microbatches_flag, hook_even_microbatches
@@ -104,7 +103,7 @@ def _extend_argument_parser() -> str:
 
 
 def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what `initialize_model_parallel` does, then make the ring, if any, on every rank.
+    """Run `initialize_model_parallel`, then make the ring, if any, on every rank.
 
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
@@ -114,11 +113,11 @@ def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: An
     stamp_logits(adapter.registry)
     patch_server()
     result = original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    arguments = bind(original, *args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way
     group = parallel_state.get_context_parallel_group(check_initialized=False)
     if group is not None and group.size() > 1 and burst_is_possible():
-        hierarchical = given.get("hierarchical_context_parallel_sizes")
+        hierarchical = arguments.get("hierarchical_context_parallel_sizes")
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
@@ -127,11 +126,11 @@ def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: An
 
 
 def _forget_rings(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Forget the rings, then do what `destroy_model_parallel` does."""
+    """Forget the rings, then run `destroy_model_parallel`."""
     adapter.registry.clear()
     return original(*args, **kwargs)
 
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what `add_megatron_arguments` does, and add the flags of this package."""
+    """Run `add_megatron_arguments`, and add the flags of this package."""
     return add_even_microbatches_flag(add_arguments(original(*args, **kwargs)))

@@ -36,24 +36,17 @@ def report(tree: str | None) -> Iterator[str]:
 
 
 def _what_install_does() -> list[str]:
-    """Install the adapter, and return what that changes."""
+    """Install the adapter, and return what that changes, and which repairs it leaves out."""
     from megatron.core import __file__ as core
-
-    from burst_plugin.megatron import install
-
-    left_out = list(_repairs_left_out())  # before the others are applied, after which they are not needed
-    return [f"megatron.core in {Path(core).parent}", *install().report, *left_out]
-
-
-def _repairs_left_out() -> Iterator[str]:
     from megatron.core import __version__
 
+    from burst_plugin.megatron import install
     from burst_plugin.megatron.repairs.faults import REPAIRS
 
-    for repair in REPAIRS:
-        status = repair.status(parse_version(__version__))
-        if status != "applied":
-            yield f"repair {repair.name}: {status}"
+    version = parse_version(__version__)
+    statuses = {repair.name: repair.status(version) for repair in REPAIRS}  # before they are applied, if they are
+    left_out = [f"repair {name}: {status}" for name, status in statuses.items() if status != "applied"]
+    return [f"megatron.core in {Path(core).parent}", *install().report, *left_out]
 
 
 def _refused() -> Iterator[str]:

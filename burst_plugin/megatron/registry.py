@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _KNOWN = 64  # packed batches, of all that a pipeline has in flight
+
+
+def group_of(pg_collection: Any) -> dist.ProcessGroup:
+    """Return the context-parallel group of a ProcessGroupCollection, or else Megatron's global one."""
+    group: dist.ProcessGroup = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    return group
 
 
 class Registry:
@@ -129,12 +136,12 @@ class Registry:
         return self._kept((rows, ranks), choose)
 
     def _kept(self, key: tuple[Rows | PrefixTree, int], choose: Callable[[], Tokens]) -> Tokens:
-        """Return what `choose()` returned for `key`; the latest are kept."""
+        """Return the tokens that `choose()` gives for `key`; the latest are kept."""
         if key not in self._chosen:
-            found = choose()
+            tokens = choose()
             if len(self._chosen) >= _KNOWN:
                 self._chosen.pop(next(iter(self._chosen)))
-            self._chosen[key] = found
+            self._chosen[key] = tokens
         return self._chosen[key]
 
     def contexts(self) -> list[ContextParallel]:
@@ -171,7 +178,7 @@ class Registry:
             if group not in self._contexts:
                 self.add(group, None, part=True)
             return self._contexts[group]
-        group, hierarchy = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group(), None
+        group, hierarchy = group_of(pg_collection), None
         if group not in self._contexts:
             if config.hierarchical_context_parallel_sizes:
                 hierarchy = getattr(pg_collection, "hcp", None)
@@ -181,6 +188,10 @@ class Registry:
                 hierarchy = hierarchy or (sizes if prod(sizes) == group.size() else None)
             self.add(group, hierarchy)
         return self._contexts[group]
+
+    def ring_of(self, model: Any) -> ContextParallel:
+        """Return the ring of a model, created on first use, which is then collective."""
+        return self.context(get_model_config(model), getattr(unwrap_model(model), "pg_collection", None))
 
     def add(self, group: dist.ProcessGroup | None, hierarchy: Any, *, part: bool = False) -> None:
         """Make the ring of a group, or of one rank if None; collective.
@@ -235,10 +246,10 @@ class TensorCache:
         self._clock = clock
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
-    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int) -> _T:
-        """Return what `read()` returned for `tensor` when `question` was first asked since the value expired.
+    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int | None = None) -> _T:
+        """Return the value of `read()` for `tensor` and `question`, read again once it has expired.
 
-        layer: the id of the layer that asks now.
+        layer: the id of the layer that asks now; None if it asks several times.
         """
         version = None if tensor.is_inference() else (tensor._version, self._clock())
         place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
@@ -248,5 +259,6 @@ class TensorCache:
         if known is None or version is None or known[0] != version or layer in known[1]:
             answers[key] = (version, set(), read())
         _, layers, value = answers[key]
-        layers.add(layer)
+        if layer is not None:
+            layers.add(layer)
         return value  # type: ignore[no-any-return]

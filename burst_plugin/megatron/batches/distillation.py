@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import json
 from functools import partial
 from typing import Any
 
-from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.even_microbatches import evens_microbatches
 from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
 from burst_plugin.megatron.flags.arguments import PACKS, RESETS, parsed_arguments
@@ -55,10 +54,10 @@ def _hash(registry: Registry, original: Any) -> tuple[str, dict[str, Any]]:
 
 def _verify(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> None:
     """Compare hashes as Megatron does. Raise ValueError before if ranks of the teacher held other tokens."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if given["expected_hash"] is not None:  # None where files are read to look at them
-        saved = json.loads(given["data"]).get("identifiers", {}).get(_STAMP)
-        _compare(saved, _stamp(registry), given["tar_path"])
+    arguments = bind(original, *args, **kwargs).arguments
+    if arguments["expected_hash"] is not None:  # None where files are read to look at them
+        saved = json.loads(arguments["data"]).get("identifiers", {}).get(_STAMP)
+        _compare(saved, _stamp(registry), arguments["tar_path"])
     original(*args, **kwargs)
 
 

@@ -15,7 +15,6 @@ keeps them apart by masks [S, S]. Here samples say where documents begin, and fi
 
 from __future__ import annotations
 
-import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.flags.arguments import resets_attention_mask
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total
@@ -82,18 +81,18 @@ class MicrobatchDocuments:
             self._store.set(_key(microbatch), json.dumps(rows))
 
     def of(self, identity: Identity) -> Rows:
-        """Return those of the layer that is recomputed, if one is, or else of the microbatch in progress."""
+        """Return the documents of the layer that is recomputed, if one is, or else of the microbatch in progress."""
         if self._recomputed is not None:
             return self._recomputed
         microbatch = _microbatch_in_progress(identity)
         if microbatch not in self._known:
-            found = self._store.get(_key(microbatch))
+            published = self._store.get(_key(microbatch))
             self._known = {known: rows for known, rows in self._known.items() if known[0] == microbatch[0]}
-            self._known[microbatch] = tuple(map(tuple, json.loads(found)))
+            self._known[microbatch] = tuple(map(tuple, json.loads(published)))
         return self._known[microbatch]
 
     def run(self, identity: Identity) -> Rows:
-        """Return those of the microbatch in progress, which a model runs now."""
+        """Return the documents of the microbatch in progress, which a model runs now."""
         self._awaiting = None
         return self.of(identity)
 
@@ -168,19 +167,19 @@ def _add_to_samples() -> None:
     def make_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
         if not resets_attention_mask():
             return original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        tokens = given["data"]
-        ends = (tokens == given["eod_token"]).nonzero().flatten() + 1
+        arguments = bind(original, *args, **kwargs).arguments
+        tokens = arguments["data"]
+        ends = (tokens == arguments["eod_token"]).nonzero().flatten() + 1
         latest.bounds = torch.full((len(tokens) + 1,), len(tokens), dtype=torch.int32)
         latest.bounds[0] = 0
         latest.bounds[1 : len(ends) + 1] = ends
         return original(*args, **kwargs)
 
     def sample(original: Any, dataset: Any, idx: int | None) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = original(dataset, idx)
+        tensors: dict[str, Tensor] = original(dataset, idx)
         if dataset.config.reset_attention_mask and resets_attention_mask():
-            found[_KEY] = latest.bounds
-        return found
+            tensors[_KEY] = latest.bounds
+        return tensors
 
     wrap(gpt_dataset, "_get_ltor_masks_and_position_ids", make_masks)
     wrap(gpt_dataset.GPTDataset, "__getitem__", sample)
@@ -209,33 +208,33 @@ class _Reading:
 
 
 def _keep_what_is_read(registry: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do a forward step, and keep the bounds of the batch that it reads."""
+    """Run a forward step, and keep the bounds of the batch that it reads."""
     if not resets_attention_mask():
         return original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs)
-    batches = given.arguments.get("data_iterator")
+    call = bind(original, *args, **kwargs)
+    batches = call.arguments.get("data_iterator")
     if batches is not None:
-        given.arguments["data_iterator"] = _Reading(batches, partial(registry.documents.keep, registry.identity))
-    return original(*given.args, **given.kwargs)
+        call.arguments["data_iterator"] = _Reading(batches, partial(registry.documents.keep, registry.identity))
+    return original(*call.args, **call.kwargs)
 
 
 def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a `GPTModel` with the bounds of this microbatch as its attention mask; a prompt is one document."""
     if not resets_attention_mask() or registry.turn is not None:
         return original(model, *args, **kwargs)
-    given = inspect.signature(original).bind(model, *args, **kwargs)
-    if given.arguments.get("packed_seq_params") is None:
+    call = bind(original, model, *args, **kwargs)
+    if call.arguments.get("packed_seq_params") is None:
         rows = registry.documents.run(registry.identity)
         longest = max(map(len, rows))
         filled = [[*row, *[row[-1]] * (longest - len(row))] for row in rows]
-        given.arguments["attention_mask"] = torch.tensor(filled, dtype=torch.int32, device="cpu")
-    return original(*given.args, **given.kwargs)
+        call.arguments["attention_mask"] = torch.tensor(filled, dtype=torch.int32, device="cpu")
+    return original(*call.args, **call.kwargs)
 
 
 def _follow_recomputation(registry: Any, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run multi-latent attention, which makes its rotary embedding itself, by the documents that it is given."""
     if not resets_attention_mask():
         return original(layer, *args, **kwargs)
-    given = inspect.signature(original).bind(layer, *args, **kwargs).arguments["attention_mask"]
-    with registry.documents.recomputing(rows_of(given) if are_bounds(given) else None):
+    attention_mask = bind(original, layer, *args, **kwargs).arguments["attention_mask"]
+    with registry.documents.recomputing(rows_of(attention_mask) if are_bounds(attention_mask) else None):
         return original(layer, *args, **kwargs)

@@ -16,7 +16,6 @@ import argparse
 import copy
 import heapq
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -25,9 +24,9 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 
-from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.flags.arguments import PACKS, RESETS, flag_of, parsed_arguments
+from burst_plugin.frameworks.rules import Rule, off, one_of
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
+from burst_plugin.megatron.flags.arguments import PACKS, RESETS, flag_of, parsed_arguments, unsupported
 
 _FLAG = "--burst-even-microbatches"
 _MARK = "_burst_plugin_evens"  # on the function that makes loaders; on a sampler: its dataset
@@ -65,8 +64,7 @@ def hook_even_microbatches() -> None:
     if not evens_microbatches():
         return
     args = parsed_arguments()
-    broken = broken_rules(_RULES, vars(args))
-    reasons = [f"{flag_of(name, value)} is not supported: {instead}" for name, value, instead in broken]
+    reasons = unsupported(_RULES, args)
     if not any(getattr(args, name, False) for name in (RESETS, PACKS)):
         reasons.append(f"it needs {' or '.join(map(flag_of, (RESETS, PACKS)))}; else all samples have the same work")
     if reasons:
@@ -80,9 +78,9 @@ def hook_even_microbatches() -> None:
 
 
 def _build_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what `build_pretraining_data_loader` does, and tell the sampler of training data its dataset."""
+    """Run `build_pretraining_data_loader`, and give the sampler of training data its dataset."""
     loader = original(*args, **kwargs)
-    dataset = inspect.signature(original).bind(*args, **kwargs).arguments["dataset"]
+    dataset = bind(original, *args, **kwargs).arguments["dataset"]
     split = getattr(dataset, "split", getattr(dataset, "index_split", None))
     if loader is not None and getattr(split, "name", None) not in ("valid", "test"):
         _refuse_unknown_lengths(dataset)
@@ -102,7 +100,7 @@ def _refuse_unknown_lengths(dataset: Any) -> None:
 
 
 def _iterate(original: Callable[..., Iterator[list[int]]], sampler: Any) -> Iterator[list[int]]:
-    """Do what `MegatronPretrainingSampler.__iter__` does, with training data assigned evenly."""
+    """Run `MegatronPretrainingSampler.__iter__`, with training data assigned evenly."""
     dataset = getattr(sampler, _MARK, None)
     return original(sampler) if dataset is None else _evened_steps(original, sampler, dataset)
 

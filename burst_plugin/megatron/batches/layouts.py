@@ -6,7 +6,7 @@ rank 1 what belongs to 1 3 5 7. In zigzag Megatron's own code runs.
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.batches.rolled import roll_left
 from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
@@ -32,26 +32,25 @@ MEGATRONS_OWN = "zigzag"
 # Entries of a batch without one value per token.
 _NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
 _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
-_POSITIONS = "_burst_plugin_positions"  # an attribute of the offsets of packed documents
 
 
 def hook_layouts(registry: Registry) -> str:
     """Let Megatron cut everything by the layout of `registry`, over any group; return a line that says so."""
-    cuts = _LayoutHooks(registry)
+    hooks = _LayoutHooks(registry)
     for name in functions_that_cut():
-        wrap_everywhere(utils, name, cuts.packed_batch if name in WANT_TE else cuts.batch)
-    wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", cuts.rotary_embedding)
-    wrap_everywhere(rope_utils, "apply_rotary_pos_emb", cuts.rotate)
+        wrap_everywhere(utils, name, hooks.packed_batch if name in WANT_TE else hooks.batch)
+    wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", hooks.rotary_embedding)
+    wrap_everywhere(rope_utils, "apply_rotary_pos_emb", hooks.rotate)
     for kind in (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding):
         kept = kind.forward
-        replaced = wrap(kind, "forward", cuts.kept_rotary_embedding)
+        replaced = wrap(kind, "forward", hooks.kept_rotary_embedding)
         if hasattr(kept, "cache_clear"):
             vars(replaced)["cache_clear"] = kept.cache_clear
-    wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
-    wrap(GPTModel, "_preprocess", cuts.look_at_batch)
-    wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
+    wrap(YarnRotaryEmbedding, "get_cached_cos_sin", hooks.fused_tables)
+    wrap(GPTModel, "_preprocess", hooks.look_at_batch)
+    wrap_everywhere(multi_token_prediction, "roll_tensor", hooks.roll)
     if hasattr(multi_token_prediction, _ROLLS_LOCALLY):
-        wrap(multi_token_prediction, _ROLLS_LOCALLY, cuts.local_documents)
+        wrap(multi_token_prediction, _ROLLS_LOCALLY, hooks.local_documents)
     assign_by(registry.packed_tokens)
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
 
@@ -70,7 +69,7 @@ class _LayoutHooks:
         """Return whether packed documents are cut in another way than Megatron's kernels rotate them."""
         return self._apply_to(group) or (group is not None and group.size() > 1 and cuts_documents_as_one())
 
-    def _follow_documents(self) -> bool:
+    def _documents_decide(self) -> bool:
         """Return whether ranks hold other tokens of every microbatch, by the documents of its sequences."""
         return self._registry.layout == AUTO and resets_attention_mask()
 
@@ -85,8 +84,8 @@ class _LayoutHooks:
         Raises ValueError for a length of which ranks cannot hold equally many tokens, as pipelines and rotary
         embedding have it.
         """
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        batch, group = given["batch"], _group(given)
+        arguments = bind(original, *args, **kwargs).arguments
+        batch, group = arguments["batch"], _group(arguments)
         if not self._apply_to(group):
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         packed = batch.get("cu_seqlens")
@@ -114,7 +113,7 @@ class _LayoutHooks:
         """Cut the rotary embedding of a whole sequence along `seq_dim`."""
         if not self._apply_to(cp_group):
             return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
-        if self._follow_documents():  # Megatron keeps what this returns, for all microbatches
+        if self._documents_decide():  # Megatron keeps what this returns, for all microbatches
             return pos_emb
         tokens = self._registry.tokens_of_batch(pos_emb.shape[seq_dim], cp_group.size())
         return _cut(pos_emb, seq_dim, tokens, cp_group)
@@ -122,39 +121,28 @@ class _LayoutHooks:
     def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents.
 
-        At inference it is that of the new tokens, of which rows of a batch have the same.
+        At inference it is that of the new tokens, of which rows of a batch have the same; of a prefix tree, that of
+        the logical positions of this rank's tokens.
         """
-        turn = self._registry.turn
+        registry, turn = self._registry, self._registry.turn
+        arguments = bind(original, embedding, *args, **kwargs).arguments
+        group = arguments.get("cp_group") or getattr(embedding, "cp_group", None)
         if turn is not None:
             start, stop = turn.starts[0], turn.stops[0]
-            found = original(embedding, stop - start, start, True)  # as for packed documents: not cut
-            table, *rest = found if isinstance(found, tuple) else (found,)
-            table = table[turn.index[0].to(table.device)]
-            return (table, *rest) if rest else table
-        if self._registry.tree is not None:
-            return self._by_logical_positions(original, embedding, *args, **kwargs)
-        found = original(embedding, *args, **kwargs)
-        if not self._follow_documents() or self._registry.identity.microbatch_id is None:  # YaRN, with the model
-            return found
-        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
-        group = given.get("cp_group") or embedding.cp_group
-        if given.get("packed_seq") or not self._apply_to(group):
-            return found
-        table, *rest = found if isinstance(found, tuple) else (found,)
-        table = _cut(table, 0, self._registry.tokens_of_batch(len(table), group.size()), group)
-        return (table, *rest) if rest else table
-
-    def _by_logical_positions(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rotary embedding of this rank's tokens of a prefix tree, [S/CP, ...]."""
-        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
-        tree, group = self._registry.tree, given.get("cp_group") or embedding.cp_group
-        assert tree is not None
-        cp = next(cp for cp in self._registry.contexts() if cp.group is group)
-        rows = tree.logical(cp.positions(self._registry.tokens_of_tree(tree, cp)))
-        found = original(embedding, int(rows.max()) + 1, 0, True)
-        table, *rest = found if isinstance(found, tuple) else (found,)
-        table = table[rows.to(table.device)]
-        return (table, *rest) if rest else table
+            tables = original(embedding, stop - start, start, True)  # as for packed documents: not cut
+            return _on_table(tables, lambda table: table[turn.index[0].to(table.device)])
+        if registry.tree is not None:
+            cp = next(cp for cp in registry.contexts() if cp.group is group)
+            rows = registry.tree.logical(cp.positions(registry.tokens_of_tree(registry.tree, cp)))
+            tables = original(embedding, int(rows.max()) + 1, 0, True)
+            return _on_table(tables, lambda table: table[rows.to(table.device)])
+        tables = original(embedding, *args, **kwargs)
+        is_of_batch = self._documents_decide() and registry.identity.microbatch_id is not None  # YaRN's first is not
+        if not is_of_batch or arguments.get("packed_seq") or not self._apply_to(group):
+            return tables
+        return _on_table(
+            tables, lambda table: _cut(table, 0, registry.tokens_of_batch(len(table), group.size()), group)
+        )
 
     def rotate(
         self,
@@ -181,15 +169,13 @@ class _LayoutHooks:
 
         They are looked up for every layer, and computed once where that reads a tensor.
         """
-        if self._registry.layout != AUTO:
+
+        def compute() -> Tensor:
             return _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
-        version = None if cu_seqlens.is_inference() else cu_seqlens._version
-        key = (self._registry.identity.calls, version, group.size(), group.rank())
-        known = getattr(cu_seqlens, _POSITIONS, None)
-        if known is None or known[0] != key:
-            known = key, _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
-            setattr(cu_seqlens, _POSITIONS, known)
-        return known[1]
+
+        if self._registry.layout != AUTO:
+            return compute()
+        return self._registry.tensor_cache.get(cu_seqlens, ("positions", group.size(), group.rank()), compute)
 
     def _documents(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tokens:
         """Return which tokens of a packed sequence ranks hold; core attention tells offsets that do not fit it."""
@@ -200,18 +186,18 @@ class _LayoutHooks:
         return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else plain
 
     def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `GPTModel._preprocess` does, and count the call.
+        """Run `GPTModel._preprocess`, and count the call.
 
         Raises ValueError if the first batch was cut in zigzag elsewhere.
         """
-        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        held, group = given.get("position_ids"), _group(given)
+        arguments = bind(original, model, *args, **kwargs).arguments
+        held, group = arguments.get("position_ids"), _group(arguments)
         self._registry.identity.model_calls += 1
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
         if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
             self._has_looked = True
-            if self._are_of_zigzag(held[0], given.get("packed_seq_params"), group):
+            if self._are_of_zigzag(held[0], arguments.get("packed_seq_params"), group):
                 raise ValueError(
                     f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
                     "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
@@ -233,8 +219,8 @@ class _LayoutHooks:
 
         def fit(tokens: Tokens) -> bool:
             """Return whether positions are those of `tokens`, in the whole or in their documents."""
-            whole = torch.tensor([0, length])
-            return any(held.tolist() == _in_documents(tokens, each, group).tolist() for each in (whole, starts))
+            sequence = torch.tensor([0, length])
+            return any(held.tolist() == _in_documents(tokens, ends, group).tolist() for ends in (sequence, starts))
 
         return fit(by_document(offsets, group.size())) and not fit(ours)
 
@@ -243,9 +229,9 @@ class _LayoutHooks:
 
         Raises ValueError for packed documents, of which its kernels take the positions to be in zigzag.
         """
-        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
-        group = _group(given) or embedding.cp_group
-        if self._apply_to_packed(group) if given.get("packed_seq") else self._follow_documents():
+        arguments = bind(original, embedding, *args, **kwargs).arguments
+        group = _group(arguments) or embedding.cp_group
+        if self._apply_to_packed(group) if arguments.get("packed_seq") else self._documents_decide():
             raise ValueError(
                 f"apply_rope_fusion=True of multi-latent attention is not supported with packed documents in "
                 f"layout={self._registry.layout!r}: its kernels rotate them in zigzag; use --no-rope-fusion"
@@ -257,10 +243,10 @@ class _LayoutHooks:
 
         Collective, with gradient, which Megatron's own does not send to the rank that a row came from.
         """
-        given = inspect.signature(original).bind(*args, **kwargs)
-        given.apply_defaults()
-        local, shifts, dim, group = (given.arguments[name] for name in ("tensor", "shifts", "dims", "cp_group"))
-        packed = given.arguments["packed_seq_params"]
+        call = bind(original, *args, **kwargs)
+        call.apply_defaults()
+        local, shifts, dim, group = (call.arguments[name] for name in ("tensor", "shifts", "dims", "cp_group"))
+        packed = call.arguments["packed_seq_params"]
         if local is None or group is None or group.size() == 1:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         cuts_otherwise = self._apply_to(group) if packed is None else self._apply_to_packed(group)
@@ -279,7 +265,7 @@ class _LayoutHooks:
             else:
                 tokens = by_document(tuple(starts.tolist()), group.size())
         rolled = roll_left(local, dim, tokens, group, ends)
-        return rolled, rolled.sum() if given.arguments.get("return_sum", True) else None
+        return rolled, rolled.sum() if call.arguments.get("return_sum", True) else None
 
     def local_documents(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Return where documents begin in a rank's own tokens, inside which Megatron rolls mixed hidden states.
@@ -287,7 +273,7 @@ class _LayoutHooks:
         It does so with sequence parallelism, and for padded documents. Raises ValueError if documents are not cut in
         zigzag, each on its own, as Megatron takes them to be.
         """
-        group = inspect.signature(original).bind(*args, **kwargs).arguments["cp_group"]
+        group = bind(original, *args, **kwargs).arguments["cp_group"]
         if self._apply_to_packed(group):
             cut = f"layout={self._registry.layout!r}" if self._apply_to(group) else flag_of(PACKS)
             raise ValueError(
@@ -298,9 +284,17 @@ class _LayoutHooks:
         return original(*args, **kwargs)
 
 
-def _group(given: Any) -> Any:
+def _on_table(tables: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a rotary embedding, which Megatron may return together with a scale."""
+    if not isinstance(tables, tuple):
+        return function(tables)
+    table, *others = tables
+    return (function(table), *others)
+
+
+def _group(arguments: Any) -> Any:
     """Return the group among arguments of Megatron's, or else the one that it takes then."""
-    return given.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
+    return arguments.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
 
 
 def _starts(packed: Any) -> Tensor:

@@ -191,8 +191,8 @@ def _check_longest(params: Any, longest: int, read: Callable[[Tensor], Sequence[
     """
     most: dict[str, int] = {}
     for name in ("max_seqlen_q", "max_seqlen_kv"):
-        if (given := getattr(params, name, None)) is not None:
-            most[name] = max(read(given)) if isinstance(given, Tensor) else int(given)
+        if (length := getattr(params, name, None)) is not None:
+            most[name] = max(read(length)) if isinstance(length, Tensor) else int(length)
     if most and longest > max(most.values()):
         said = ", ".join(f"{name}={value}" for name, value in most.items())
         raise ValueError(

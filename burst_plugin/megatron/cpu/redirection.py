@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import sys
 import threading
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.cpu.fake_cuda import replace_cuda
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it reports
@@ -78,7 +77,7 @@ def prepare(directory: Path) -> list[str]:
     from burst_plugin.megatron.cpu import scripts
 
     for checkout in (directory, directory.parent):  # scripts are in its root, or in tools/
-        if scripts.is_checkout(checkout):
+        if (checkout / "megatron" / "training").is_dir():
             return [*enable(), *scripts.prepare_training_scripts(checkout)]
     return enable()
 
@@ -182,11 +181,11 @@ def _send_as_from_a_gpu() -> str:
         return original(group, [tensor.detach() for tensor in tensors], *args, **kwargs)
 
     def all_to_all(original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
+        call = bind(original, *args, **kwargs)
         for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(given.arguments.get(name), torch.Tensor):
-                given.arguments[name] = given.arguments[name].tolist()
-        return original(*given.args, **given.kwargs)
+            if isinstance(call.arguments.get(name), torch.Tensor):
+                call.arguments[name] = call.arguments[name].tolist()
+        return original(*call.args, **call.kwargs)
 
     wrap(dist.ProcessGroup, "send", send)
     wrap(dist, "all_to_all_single", all_to_all)

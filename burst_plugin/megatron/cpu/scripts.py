@@ -28,13 +28,8 @@ _UNNEEDED = {
 }
 
 
-def is_checkout(directory: Path) -> bool:
-    """Return whether a directory is the root of a Megatron-LM checkout."""
-    return (directory / "megatron" / "training").is_dir()
-
-
 def prepare_training_scripts(checkout: Path) -> list[str]:
-    """Do what `pretrain_*.py` of a Megatron-LM checkout need besides `cpu.enable()`, and return a line on it.
+    """Prepare for `pretrain_*.py` of a Megatron-LM checkout, besides `cpu.enable()`, and return lines on it.
 
     All of megatron comes from the checkout, except the compiled dataset helpers of an installed megatron-core if the
     checkout's are not built. Tested with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and main of August

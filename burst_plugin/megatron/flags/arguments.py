@@ -1,4 +1,4 @@
-"""The `--burst-*` flags of Megatron's argument parser, and what it has found."""
+"""The `--burst-*` flags of Megatron's argument parser, and the arguments that it has read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.frameworks.options import flag_keywords
+from burst_plugin.frameworks.rules import Rule, broken_rules
 from burst_plugin.strategy import Strategy
 from burst_plugin.strategy.presets import PRESETS, with_preset
 
@@ -129,6 +130,14 @@ def option_of(name: str, value: Any = None) -> str:
     return name if value is None else f"{name}={value!r}"
 
 
+def unsupported(rules: Mapping[str, Rule], options: Any) -> list[str]:
+    """Return what `options`, a configuration or arguments, have that breaks `rules`, with what to write instead."""
+    return [
+        f"{option_of(name, value)} is not supported: {instead}"
+        for name, value, instead in broken_rules(rules, options)
+    ]
+
+
 def _dest(option: str) -> str:
     """Return the name of an option of `Strategy` among the parsed arguments."""
     return f"burst_{option}"
@@ -141,14 +150,14 @@ def options_that_are_set(args: Any) -> list[str]:
 
 
 def parsed_arguments() -> Any:
-    """Return what Megatron's parser found; None if it did not run."""
+    """Return the arguments that Megatron's parser has read; None if it did not run."""
     global_vars: Any = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
 
 def parsed_layout() -> str:
     """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
-    return str(with_preset(_given(parsed_arguments())).get("layout", Strategy.layout))
+    return str(with_preset(_options_of(parsed_arguments())).get("layout", Strategy.layout))
 
 
 def parsed_strategy() -> Strategy | None:
@@ -159,21 +168,24 @@ def parsed_strategy() -> Strategy | None:
     profile = getattr(args, _PROFILE, None)
     if profile is None:
         return strategy_of(args)
-    return Strategy.from_profile(profile, model=_attention_sizes(args), **_given(args))
+    return Strategy.from_profile(profile, model=_attention_sizes(args), **_options_of(args))
 
 
 def strategy_of(args: Any) -> Strategy:
     """Return the strategy that parsed --burst-* flags ask for, without a profile."""
-    return Strategy.of(None, **_given(args))
+    return Strategy.of(None, **_options_of(args))
 
 
-def _given(args: Any) -> dict[str, Any]:
+def _options_of(args: Any) -> dict[str, Any]:
     """Return the options of `Strategy`, and the preset, whose flags were given, or have other values than usual."""
     noted = getattr(args, _GIVEN, ())
-    values = {each: _without_list(getattr(args, _dest(each.name), each.default)) for each in _OPTIONS}
-    given = {each.name: x for each, x in values.items() if _dest(each.name) in noted or x != each.default}
+    options = {}
+    for option in _OPTIONS:
+        value = _without_list(getattr(args, _dest(option.name), option.default))
+        if _dest(option.name) in noted or value != option.default:
+            options[option.name] = value
     preset = getattr(args, _PRESET, None)
-    return given if preset is None else {**given, "preset": preset}
+    return options if preset is None else {**options, "preset": preset}
 
 
 def _attention_sizes(args: Any) -> dict[str, int]:

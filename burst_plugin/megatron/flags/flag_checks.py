@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.rules import Rule, broken_rules, off
+from burst_plugin.frameworks.rules import Rule, off
 from burst_plugin.megatron.flags.arguments import (
     PACKS,
     RESETS,
@@ -17,25 +17,27 @@ from burst_plugin.megatron.flags.arguments import (
     options_that_are_set,
     parsed_arguments,
     parsed_layout,
+    unsupported,
 )
 from burst_plugin.megatron.flags.config import (
     REFUSED,
     REFUSED_LATER,
+    brings_groups,
     is_hybrid,
     misspelt_kind,
     problems_of_changing_groups,
+    spreads_sequences,
 )
-from burst_plugin.megatron.releases import Version, parse_version
+from burst_plugin.megatron.releases import parse_version
 from burst_plugin.strategy import Strategy
 
-_PACKS_SINCE = (0, 18, 0)
 _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 
 # Flags that are not in TransformerConfig and ask for attention that is not supported.
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     {
         "sft": Rule(
-            lambda given: not given or _version_at_hand() >= _PACKS_SINCE,
+            lambda value: not value or parse_version(sys.modules["megatron.core"].__version__) >= (0, 18, 0),
             "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
             f"{_PACK}",
         ),
@@ -57,7 +59,7 @@ _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 def flag_problems() -> list[str]:
     """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
-    return _problems(parsed_arguments(), REFUSED_FLAGS)
+    return unsupported(REFUSED_FLAGS, parsed_arguments())
 
 
 def refuse_flags() -> None:
@@ -73,16 +75,16 @@ def refuse_flags() -> None:
     if misspelt := misspelt_kind(getattr(args, "cp_comm_type", None)):
         reasons = [f"--cp-comm-type {misspelt} is not known: write --cp-comm-type burst"]
     elif not burst_is_possible():
-        given = map(flag_of, options_that_are_set(args))
-        reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in given]
+        flags = map(flag_of, options_that_are_set(args))
+        reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in flags]
         if args.context_parallel_size > 1:
             _warn(
                 f"--context-parallel-size {args.context_parallel_size} with {flag_of('cp_comm_type', _kinds(args))}: "
                 "Megatron's own context parallelism runs, which needs Transformer Engine, and not burst attention; "
                 "write --cp-comm-type burst for that"
             )
-    elif args.context_parallel_size > 1 or _brings_groups(args):
-        reasons = _problems(args, {**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS})
+    elif spreads_sequences(args):
+        reasons = unsupported({**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS}, args)
         if is_hybrid(args):
             reasons += problems_of_changing_groups(args)
         if getattr(args, "sft", False) and is_hybrid(args):
@@ -116,7 +118,7 @@ def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
             f"{flag_of(flags[0])} needs --cp-comm-type burst in all layers, got {' '.join(kinds)}: Megatron's own "
             "context parallelism would let documents attend to each other"
         )
-    if _brings_groups(args):
+    if brings_groups(args):
         reasons.append(
             f"{flag_of(flags[0])} is not supported with --hybrid-context-parallel: use --context-parallel-size alone"
         )
@@ -156,11 +158,6 @@ def _kinds(args: Any) -> list[str]:
     return sorted(set(args.cp_comm_type or ["p2p"]))
 
 
-def _brings_groups(args: Any) -> bool:
-    """Return whether microbatches are spread over groups of their own."""
-    return any(getattr(args, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel"))
-
-
 def _warn_of_square_masks(args: Any) -> None:
     """Warn of the loader's masks [S, S], which only repeat "causal": while made, each exists twice in float32."""
     tokens = getattr(args, "seq_length", None) or 0
@@ -169,15 +166,3 @@ def _warn_of_square_masks(args: Any) -> None:
             f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
             "loader process while it does; add --no-create-attention-mask-in-dataloader"
         )
-
-
-def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
-    values = {name: getattr(args, name) for name in rules if hasattr(args, name)}
-    return [
-        f"{flag_of(name, value)} is not supported: {instead}" for name, value, instead in broken_rules(rules, values)
-    ]
-
-
-def _version_at_hand() -> Version:
-    """Return the version of the Megatron-core that has read the arguments."""
-    return parse_version(sys.modules["megatron.core"].__version__)

@@ -8,7 +8,7 @@ what its parser accepts and its model ignores, such as --rope-scaling-factor, co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from burst_plugin.megatron.releases import Version
@@ -119,7 +119,7 @@ def _experts(model: ModelShape, features: ModelFeatures, tensor: int) -> list[st
     return lines
 
 
-# What fields of `ModelFeatures` mean that `model_flags` cannot write at all.
+# Fields of `ModelFeatures` that `model_flags` cannot write at all, and what they mean; and those that it always can.
 _NOWHERE: Mapping[str, str] = MappingProxyType(
     {
         "local_rotary_base": "another rotary base in layers with a window",
@@ -132,25 +132,6 @@ _NOWHERE: Mapping[str, str] = MappingProxyType(
         "towers": "images or audio beside text",
     }
 )
-
-
-def _of_norms(model: ModelShape, features: ModelFeatures) -> str:
-    return "" if features.norms == "before" else "norms after attention and MLP"
-
-
-def _of_qk_norm(model: ModelShape, features: ModelFeatures) -> str:
-    return "" if features.qk_norm in ("", "heads") else "norms of queries and keys over all heads together"
-
-
-def _of_activation(model: ModelShape, features: ModelFeatures) -> str:
-    return "" if features.activation in ("silu", "swish") else f"a gated MLP with {features.activation}"
-
-
-def _of_biases(model: ModelShape, features: ModelFeatures) -> str:
-    biases = {features.output_bias, features.mlp_bias, features.expert_bias if model.experts else features.mlp_bias}
-    if len(biases) == 1 and features.qkv_bias >= features.output_bias:
-        return ""
-    return "biases in only some of the output projection, MLP and router"
 
 
 def _of_scaling(scaling: RotaryScaling, version: Version) -> str:
@@ -167,46 +148,37 @@ def _of_scaling(scaling: RotaryScaling, version: Version) -> str:
     return "" if version >= _YARN_SINCE else f"YaRN, which came with {since}"
 
 
-# Fields of which some values can be written: why one cannot.
-_SOMETIMES: Mapping[str, Callable[[ModelShape, ModelFeatures], str]] = MappingProxyType(
-    {
-        "norms": _of_norms,
-        "qk_norm": _of_qk_norm,
-        "activation": _of_activation,
-        "output_bias": _of_biases,
-        "mlp_bias": _of_biases,
-        "expert_bias": _of_biases,
-    }
-)
 _ALWAYS = frozenset(
-    {
-        "clamped_swiglu",
-        "windows",
-        "qkv_bias",
-        "sinks",
-        "renormalized",
-        "gated_shared_expert",
-        "attention_dropout",
-        "weight_std",
-    }
+    """
+    clamped_swiglu windows qkv_bias sinks renormalized gated_shared_expert attention_dropout weight_std
+    """.split()  # noqa: SIM905
 )
+
+
+def _unwritable(model: ModelShape, features: ModelFeatures, version: Version) -> Mapping[str, str]:
+    """Return for every field of `ModelFeatures` why its value cannot be written; "" if it can."""
+    biases = {features.output_bias, features.mlp_bias, features.expert_bias if model.experts else features.mlp_bias}
+    has_all_or_none = len(biases) == 1 and features.qkv_bias >= features.output_bias
+    of_biases = "" if has_all_or_none else "biases in only some of the output projection, MLP and router"
+    scaling, has_silu = features.rotary_scaling, features.activation in ("silu", "swish")
+    return {
+        **dict.fromkeys(_ALWAYS, ""),
+        **_NOWHERE,
+        **dict.fromkeys(("output_bias", "mlp_bias", "expert_bias"), of_biases),
+        "norms": "" if features.norms == "before" else "norms after attention and MLP",
+        "qk_norm": "" if features.qk_norm in ("", "heads") else "norms of queries and keys over all heads together",
+        "activation": "" if has_silu else f"a gated MLP with {features.activation}",
+        "rotary_scaling": "" if scaling is None else _of_scaling(scaling, version),
+    }
 
 
 def _missing(model: ModelShape, features: ModelFeatures, version: Version) -> list[str]:
     """Return what a release of Megatron has no flags for, each with what says that the model has it."""
+    unwritable = _unwritable(model, features, version)
     reasons: dict[str, str] = {}  # by reason, what says so
     for name in features.unusual():
-        if name in _ALWAYS:
-            continue
-        if name == "rotary_scaling":
-            assert features.rotary_scaling is not None
-            reason = _of_scaling(features.rotary_scaling, version)
-        elif name in _SOMETIMES:
-            reason = _SOMETIMES[name](model, features)
-        else:
-            reason = _NOWHERE[name]
-        if reason:
-            reasons.setdefault(reason, features.sources[name])
+        if unwritable[name]:
+            reasons.setdefault(unwritable[name], features.sources[name])
     if model.experts and model.active == 1 and features.renormalized:
         reasons["one expert per token whose weight is 1"] = "num_experts_per_tok=1"
     if features.rotary_base != int(features.rotary_base):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +11,9 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_config
 
-from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.megatron.flags.arguments import option_of
+from burst_plugin.frameworks.rules import Rule, off, one_of
+from burst_plugin.frameworks.wrapping import bind
+from burst_plugin.megatron.flags.arguments import option_of, unsupported
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 
@@ -50,25 +50,25 @@ def refuse_in_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def core_attentions(model: Any) -> list[BurstCoreAttention]:
     """Return the core attention of every layer. Raise ValueError for a layer that is not on the ring, or for none."""
-    found = []
+    cores = []
     for layer in model.decoder.layers:
         core = getattr(layer.self_attention, "core_attention", None)
         if isinstance(core, BurstCoreAttention):
-            found.append(core)
+            cores.append(core)
         elif not isinstance(layer.self_attention, IdentityOp):
             raise ValueError(
                 f"layer {layer.layer_number} is not on the ring, as inference with context_parallel_size="
                 f"{model.config.context_parallel_size} needs it: use cp_comm_type='burst' in all layers"
             )
-    if not found:
+    if not cores:
         raise ValueError("a pipeline stage without attention has nothing to keep on a ring: give it a layer")
-    return found
+    return cores
 
 
 def refuse_dynamic(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a `DynamicInferenceContext`; raise ValueError for a model on the ring, so that engines go on without."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    config, model = given.get("model_config"), given.get("model")
+    arguments = bind(original, *args, **kwargs).arguments
+    config, model = arguments.get("model_config"), arguments.get("model")
     config = get_model_config(model) if config is None and model is not None else config
     if config is not None and asks_for_burst(config):
         raise ValueError(
@@ -78,7 +78,7 @@ def refuse_dynamic(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return original(*args, **kwargs)
 
 
-def check_inference(model: Any, context: Any, given: Mapping[str, Any]) -> None:
+def check_inference(model: Any, context: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError naming all that inference on a ring cannot honour, each with what to write instead."""
     config = model.config
     reasons = []
@@ -86,9 +86,7 @@ def check_inference(model: Any, context: Any, given: Mapping[str, Any]) -> None:
         reasons.append(f"{type(context).__name__} is not supported: {_STATIC}")
     if model.training:
         reasons.append("the model is in training mode: call model.eval()")
-    values = {name: getattr(config, name) for name in _REFUSED if hasattr(config, name)}
-    broken = broken_rules(_REFUSED, values)
-    reasons += [f"{option_of(name, value)} is not supported: {instead}" for name, value, instead in broken]
+    reasons += unsupported(_REFUSED, config)
     if is_hybrid(config):
         hybrid, size = option_of("hybrid_context_parallel"), option_of("context_parallel_size")
         reasons.append(f"{hybrid} is not supported: use {size}")
@@ -99,11 +97,11 @@ def check_inference(model: Any, context: Any, given: Mapping[str, Any]) -> None:
         reasons.append(f"{kind} is not supported: use {option_of('context_parallel_size', 1)}")
     reasons += [
         f"{name} is not supported: leave it out"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if name not in _ARGUMENTS and value is not None
     ]
     if not reasons:
-        reasons = _tokens_that_do_not_fit(context, given)
+        reasons = _tokens_that_do_not_fit(context, arguments)
     if reasons:
         raise ValueError(
             f"inference with context_parallel_size={config.context_parallel_size} and cp_comm_type='burst' cannot go "
@@ -111,9 +109,9 @@ def check_inference(model: Any, context: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def _tokens_that_do_not_fit(context: Any, given: Mapping[str, Any]) -> list[str]:
-    """Return what does not fit of new tokens: more than the context has room for, or a mask that is not causal."""
-    rows, length = given["input_ids"].shape
+def _tokens_that_do_not_fit(context: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """Return why new tokens do not fit: the context has no room for them, or their mask is not causal."""
+    rows, length = arguments["input_ids"].shape
     start, reasons = context.sequence_len_offset, []
     if start + length > context.max_sequence_length:
         reasons.append(
@@ -129,7 +127,7 @@ def _tokens_that_do_not_fit(context: Any, given: Mapping[str, Any]) -> list[str]
         reasons.append(
             f"batch_size_offset={context.batch_size_offset} is not supported: give the model all rows at once"
         )
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is not None:
         keys = torch.arange(mask.shape[-1], device=mask.device)
         causal = keys > torch.arange(start, start + mask.shape[-2], device=mask.device).unsqueeze(1)

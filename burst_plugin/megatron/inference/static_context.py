@@ -13,7 +13,6 @@ positions, and their core attention asks the cache.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.inference import KVCache, Turn, are_few
 from burst_plugin.megatron.flags.arguments import parsed_arguments
 from burst_plugin.megatron.flags.config import asks_for_burst
@@ -67,7 +66,7 @@ def hook_inference(registry: Registry) -> str:
 
 
 def cache_of(context: Any) -> KVCache | None:
-    """Return what a `StaticInferenceContext` keeps on the ring: its batch of sequences, None before the first."""
+    """Return the batch of sequences that a `StaticInferenceContext` keeps on the ring; None before the first."""
     return getattr(context, _CACHE, None)
 
 
@@ -82,9 +81,9 @@ def patch_server() -> None:
     if module is None or hasattr(module.MegatronServer.run, "__wrapped__"):
         return
 
-    def run(original: Callable[..., None], *given: Any, **more: Any) -> None:
+    def run(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 0:
-            original(*given, **more)
+            original(*args, **kwargs)
 
     wrap(module.MegatronServer, "run", run)
     if hasattr(args, "inference_max_seq_length"):
@@ -100,19 +99,19 @@ class _InferenceHooks:
 
     def forward(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `GPTModel.forward` of all new tokens [B, T] on this rank's share of them."""
-        given = inspect.signature(original).bind(model, *args, **kwargs)
-        context = given.arguments.get("inference_context")
-        context = given.arguments.get("inference_params") if context is None else context
+        call = bind(original, model, *args, **kwargs)
+        context = call.arguments.get("inference_context")
+        context = call.arguments.get("inference_params") if context is None else context
         if context is None or not asks_for_burst(model.config):
             return original(model, *args, **kwargs)
-        check_inference(model, context, given.arguments)
-        tokens, positions = given.arguments["input_ids"], given.arguments["position_ids"]
+        check_inference(model, context, call.arguments)
+        tokens, positions = call.arguments["input_ids"], call.arguments["position_ids"]
         cores = core_attentions(model)
-        cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
+        cp = self._registry.ring_of(model)
         cache = _cache_at(context, cp, len(cores), len(tokens))
         length = tokens.shape[1]
         turn = cache.begin([length] * len(tokens), ids=tokens)
-        given.arguments.update(
+        call.arguments.update(
             input_ids=turn.take(tokens),
             position_ids=None if positions is None else turn.take(positions.expand(len(tokens), -1)),
             attention_mask=None,
@@ -121,7 +120,7 @@ class _InferenceHooks:
         )
         only_last = getattr(context, "config", context).materialize_only_last_token_logits
         with self._in_flight(_Pass(cache, turn, only_last), cores):
-            return original(*given.args, **given.kwargs)
+            return original(*call.args, **call.kwargs)
 
     @contextmanager
     def _in_flight(self, now: _Pass, cores: Sequence[BurstCoreAttention]) -> Iterator[None]:
@@ -137,20 +136,20 @@ class _InferenceHooks:
                 core.attend = None
 
     def postprocess(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `GPTModel._postprocess` does, on hidden states [T or 1, B, H] of all ranks."""
+        """Run `GPTModel._postprocess` on hidden states [T or 1, B, H] of all ranks."""
         now = self._pass
         if now is None or not model.post_process:
             return original(model, *args, **kwargs)
-        given = inspect.signature(original).bind(model, *args, **kwargs)
-        hidden = now.cache.gather(given.arguments["hidden_states"].transpose(0, 1), last=now.only_last)
-        given.arguments["hidden_states"] = hidden.unsqueeze(0) if now.only_last else hidden.transpose(0, 1)
-        return original(*given.args, **given.kwargs)
+        call = bind(original, model, *args, **kwargs)
+        hidden = now.cache.gather(call.arguments["hidden_states"].transpose(0, 1), last=now.only_last)
+        call.arguments["hidden_states"] = hidden.unsqueeze(0) if now.only_last else hidden.transpose(0, 1)
+        return original(*call.args, **call.kwargs)
 
     def receive(self, original: Callable[..., Tensor], wrapper: Any, batch_size: int, seq_len: int) -> Tensor:
         """Make room for hidden states of the stage before, which sends those of this rank's tokens."""
         model = unwrap_model(wrapper.model)
         if asks_for_burst(model.config):
-            cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
+            cp = self._registry.ring_of(model)
             start = wrapper.inference_context.sequence_len_offset
             turn = Turn(0, (start,), (start + seq_len,), cp.rank, cp.ranks, are_few(seq_len, cp.ranks))
             seq_len = turn.size
@@ -183,7 +182,7 @@ def _in_one_batch(original: Callable[..., Any], wrapper: Any, *args: Any, **kwar
 
 
 def _swap(original: Callable[..., None], context: Any, batch_idx: Any) -> None:
-    """Do what `StaticInferenceContext.swap_key_value_dict` does: row n becomes a copy of row `batch_idx[n]`."""
+    """Make row n a copy of row `batch_idx[n]`, as `StaticInferenceContext.swap_key_value_dict` does."""
     cache = cache_of(context)
     if cache is None:
         original(context, batch_idx)

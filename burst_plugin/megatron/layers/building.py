@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +16,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
 from burst_plugin.megatron.flags.arguments import burst_is_possible, burst_is_requested, option_of
-from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, misspelt_kind, spreads_sequences
+from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, kinds_of, misspelt_kind, spreads_sequences
 from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
@@ -28,7 +27,6 @@ from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_bu
 from burst_plugin.megatron.registry import Registry
 
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute what TransformerConfig says
-_OTHER_MIXER = "{kind} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
 
 
 def hook_building(registry: Registry) -> str:
@@ -55,12 +53,13 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
-    misspelt = misspelt_kind(config.cp_comm_type)
-    if spreads_sequences(config) and misspelt is not None:
-        asked, right = option_of("cp_comm_type", misspelt), option_of("cp_comm_type", "burst")
-        raise ValueError(f"{asked} is not known: write {right}")
-    if spreads_sequences(config) and not asks_for_burst(config) and burst_is_possible():
-        _warn_of_another_kind(config.cp_comm_type)
+    if spreads_sequences(config):
+        misspelt = misspelt_kind(config.cp_comm_type)
+        if misspelt is not None:
+            asked, right = option_of("cp_comm_type", misspelt), option_of("cp_comm_type", "burst")
+            raise ValueError(f"{asked} is not known: write {right}")
+        if not asks_for_burst(config) and burst_is_possible():
+            _warn_of_another_kind(config.cp_comm_type)
     _refuse_other_attention(config, registry.layout)
     if asks_for_burst(config):
         submodules = copy.copy(submodules)
@@ -145,22 +144,19 @@ def _warn_of_another_kind(cp_comm_type: Any) -> None:
     """Warn of layers without the ring although it was asked for, by the flag or by installing it without flags."""
     if burst_is_requested() and cp_comm_type is not None:  # a script's own model has chosen another kind
         return
-    asked = (
-        "--cp-comm-type burst did not reach"
-        if burst_is_requested()
-        else "burst_plugin is installed, but not asked for by"
-    )
+    reason = "burst_plugin is installed, but not asked for by"
+    if burst_is_requested():
+        reason = "--cp-comm-type burst did not reach"
     warnings.warn(
-        f"{asked} a model's TransformerConfig, which has cp_comm_type={cp_comm_type!r}, so that Megatron's own "
+        f"{reason} a model's TransformerConfig, which has cp_comm_type={cp_comm_type!r}, so that Megatron's own "
         "context parallelism runs in its layers; set cp_comm_type='burst' there",
         stacklevel=2,
     )
 
 
 def _refuse_other_attention(config: Any, layout: str) -> None:
-    """Raise ValueError for models with layers that Megatron's own context parallelism computes, always in zigzag."""
-    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    if spreads_sequences(config) and layout != MEGATRONS_OWN and set(kinds) != {"burst"}:
+    """Raise ValueError for layers on Megatron's own context parallelism, which is always in zigzag."""
+    if spreads_sequences(config) and layout != MEGATRONS_OWN and set(kinds_of(config.cp_comm_type)) != {"burst"}:
         raise ValueError(
             f"layout={layout!r} needs cp_comm_type='burst' in all layers, got {config.cp_comm_type!r}: Megatron's "
             "own context parallelism takes batches to be cut in zigzag; use --burst-layout zigzag"
@@ -212,7 +208,9 @@ def _refuse_mixer(kind: object, config: Any, layout: str) -> None:
         option, tokens, instead = f"layout={layout!r}", "those of zigzag", "--burst-layout zigzag"
     else:
         return
-    raise ValueError(_OTHER_MIXER.format(kind=kind, option=option, tokens=tokens, instead=instead))
+    raise ValueError(
+        f"{kind} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
+    )
 
 
 def _models_that_count_positions() -> tuple[type, ...]:
@@ -225,23 +223,22 @@ def _models_that_count_positions() -> tuple[type, ...]:
 
 def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Build a `BertModel` or `T5Model`, or raise ValueError where it would count positions from 0 on every shard."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    kind = given["position_embedding_type"]
-    if asks_for_burst(given["config"]):
+    call = bind(original, *args, **kwargs)
+    call.apply_defaults()
+    config, kind = call.arguments["config"], call.arguments["position_embedding_type"]
+    if asks_for_burst(config):
         if kind in ("learned_absolute", "relative"):
             raise ValueError(
                 f"{option_of('position_embedding_type', kind)} is not supported here with cp_comm_type='burst': this "
                 "model counts positions of every rank's shard from 0; use rope"
             )
-        if is_hybrid(given["config"]):
+        if is_hybrid(config):
             raise ValueError(
                 "hybrid_context_parallel is not supported here with cp_comm_type='burst': this model does not hand "
                 "on packed_seq_params, and its ranks would attend to their own tokens only; use context_parallel_size"
             )
         for name in ("add_binary_head", "return_embeddings"):
-            if given.get(name):
+            if call.arguments.get(name):
                 raise ValueError(
                     f"{name}=True is not supported with cp_comm_type='burst': it would read every rank's shard as if "
                     "it were the sequence; use False"
@@ -250,8 +247,8 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
 
 
 def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what `GPTModel._preprocess` does; refuse packed sequences that Megatron would rotate as one sequence."""
-    packed = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("packed_seq_params")
+    """Run `GPTModel._preprocess`, or raise ValueError for packed sequences that Megatron would rotate as one."""
+    packed = bind(original, model, *args, **kwargs).arguments.get("packed_seq_params")
     rotary = type(getattr(model, "rotary_pos_emb", None))
     is_packed = packed is not None and packed.qkv_format == "thd"
     if is_packed and rotary is MultimodalRotaryEmbedding and asks_for_burst(model.config):

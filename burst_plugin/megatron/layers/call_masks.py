@@ -44,16 +44,16 @@ class MaskReader:
         self._window = window
         self._registry = registry
 
-    def read(self, given: MaskArguments, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
-        """Return what a call with q [B, S/CP, ...] and k [B, Sk/CP, ...] may attend to.
+    def read(self, arguments: MaskArguments, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
+        """Return the mask, bias and tokens of a call with q [B, S/CP, ...] and k [B, Sk/CP, ...].
 
         Raises ValueError for what does not fit together, naming what was got.
         """
-        kind, attention_mask, attention_bias, packed_seq_params = given
+        kind, attention_mask, attention_bias, packed_seq_params = arguments
         lengths = (q.shape[1], k.shape[1])
         mask = self.of_type(kind, lengths)
         if is_packed(packed_seq_params):
-            documents, tokens = self._documents(given, cp, lengths)
+            documents, tokens = self._documents(arguments, cp, lengths)
             return CallMask(documents & mask, attention_bias, tokens)
         if are_bounds(attention_mask):
             return self._with_bounds(kind, cp, mask, attention_mask, lengths)
@@ -74,7 +74,7 @@ class MaskReader:
         return CallMask(mask, attention_bias, None)
 
     def of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
-        """Return what mask type and window allow, of as many queries and keys. Raises ValueError as `read`."""
+        """Return what mask type and window allow so many queries and keys. Raises ValueError as `read`."""
         if kind not in masks.BY_TYPE:
             raise ValueError(
                 f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"
@@ -90,10 +90,10 @@ class MaskReader:
         return masks.windowed(mask, self._window)
 
     def _documents(
-        self, given: MaskArguments, cp: ContextParallel, lengths: tuple[int, int]
+        self, arguments: MaskArguments, cp: ContextParallel, lengths: tuple[int, int]
     ) -> tuple[Mask, tuple[Tokens, Tokens]]:
         """Return the documents of packed sequences, and the tokens of queries and keys."""
-        kind, attention_mask = given.kind, given.attention_mask
+        kind, attention_mask = arguments.kind, arguments.attention_mask
         if attention_mask is not None or kind in ("arbitrary", "causal_bottom_right"):
             got = f"attn_mask_type={kind}" if attention_mask is None else "an attention_mask"
             raise ValueError(
@@ -109,7 +109,7 @@ class MaskReader:
             return in_this_call[key]
 
         assign = self._registry.packed_tokens
-        tokens, documents = packed_documents(given.packed_seq_params, cp.ranks, lengths, read, assign)
+        tokens, documents = packed_documents(arguments.packed_seq_params, cp.ranks, lengths, read, assign)
         return documents, tokens
 
     def _with_bounds(
@@ -124,11 +124,11 @@ class MaskReader:
             tokens = registry.tokens_of_batch(length, cp.ranks)
         return CallMask(mask & mask_of_rows(rows), None, (tokens, tokens))
 
-    def _with_tree(self, kind: str, cp: ContextParallel, mask: Mask, given: Tensor) -> CallMask:
+    def _with_tree(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Tensor) -> CallMask:
         """Return `mask` on the paths of a prefix tree, [1, 2, nodes]."""
         if kind != "causal":
             raise ValueError(f"prefix trees are for causal self-attention, got attn_mask_type={kind}")
-        tree = self._registry.tensor_cache.get(given, "tree", lambda: tree_of(given), id(self))
+        tree = self._registry.tensor_cache.get(attention_mask, "tree", lambda: tree_of(attention_mask), id(self))
         tokens = self._registry.tokens_of_tree(tree, cp)
         return CallMask(mask & tree, None, (tokens, tokens))
 

@@ -24,7 +24,7 @@ from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.config import is_hybrid, problems, unknown_fields
 from burst_plugin.megatron.flags.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.layers.call_masks import MaskArguments, MaskReader
-from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.registry import Registry, group_of
 from burst_plugin.scores import Scores
 from burst_plugin.strategy.presets import presets_without_groups
 
@@ -79,9 +79,9 @@ class BurstCoreAttention(MegatronModule):
         return self._pg_collection
 
     @pg_collection.setter
-    def pg_collection(self, given: Any) -> None:
+    def pg_collection(self, collection: Any) -> None:
         usual = parallel_state.get_context_parallel_group(check_initialized=False)
-        self._pg_collection = given if getattr(given, "cp", None) is not usual else None
+        self._pg_collection = collection if getattr(collection, "cp", None) is not usual else None
 
     def _check(self, config: Any, windowed: bool, attention_type: str) -> None:
         reasons = problems(config, windowed, attention_type) + flag_problems()
@@ -166,8 +166,8 @@ class BurstCoreAttention(MegatronModule):
         if packed:
             self._check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
-        given = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
-        allowed = self._masks.read(given, cp, q, k)
+        arguments = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
+        allowed = self._masks.read(arguments, cp, q, k)
         out = burst_attention(
             q,
             k,
@@ -206,7 +206,7 @@ class BurstCoreAttention(MegatronModule):
 
     def _check_packed_group(self, cp: ContextParallel) -> None:
         """Raise ValueError for packed sequences on other ranks than the layer's, by which Megatron rotates them."""
-        usual = getattr(self._pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        usual = group_of(self._pg_collection)
         if (usual.size(), usual.rank()) != (cp.ranks, cp.rank):
             raise ValueError(
                 f"packed_seq_params has a cp_group of {cp.ranks} ranks for packed sequences (thd), which Megatron "

@@ -38,8 +38,7 @@ def chunk_mlp(layer: Any, strategy: Strategy) -> None:
     if not asked or isinstance(layer.mlp, IdentityOp):
         return
     config = layer.config
-    values = {name: getattr(config, name) for name in _REFUSED if hasattr(config, name)}
-    reasons = [f"{option_of(name, value)}: {why}" for name, value, why in broken_rules(_REFUSED, values)]
+    reasons = [f"{option_of(name, value)}: {why}" for name, value, why in broken_rules(_REFUSED, config)]
     if not isinstance(layer.mlp, MLP) or type(layer.mlp).forward is not MLP.forward:
         reasons.append(f"a layer has {type(layer.mlp).__name__} as its MLP: only Megatron's own MLP can be cut")
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -56,7 +55,7 @@ class _ChunkedMLP(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor, per_token_scale: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Do what `MLP.forward` did, in chunks. Other arguments, such as a padding mask, are not used by it."""
+        """Run `MLP.forward` in chunks. It does not use other arguments, such as a padding mask."""
         if per_token_scale is not None:
             raise ValueError("mlp_chunk is not for MLPs with per_token_scale, such as experts; use 0")
         bias: Any = None

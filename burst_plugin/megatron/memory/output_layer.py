@@ -9,7 +9,6 @@ vocabulary take two collectives of some numbers per token.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +32,7 @@ from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.frameworks.hooks import hooks_of_others
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.registry import Registry
 
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
@@ -86,8 +85,7 @@ def _check_chunks(model: Any, chunk: int) -> None:
 
 def output_layer_problems(model: Any) -> list[str]:
     """Return what keeps the loss of a model from being computed in chunks, each with what to write instead."""
-    values = {name: getattr(model.config, name) for name in _REFUSED if hasattr(model.config, name)}
-    reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, values)]
+    reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, model.config)]
     loss = model.compute_language_model_loss
     function = getattr(loss, "__func__", loss)
     home = str(getattr(function, "__globals__", {}).get("__name__"))
@@ -114,11 +112,11 @@ def output_layer_problems(model: Any) -> list[str]:
 
 
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what computes a model's loss, in chunks if the options say so and there are labels."""
+    """Run `GPTModel._postprocess`, with the loss in chunks if the options say so and there are labels."""
     chunk = registry.asked().loss_chunk
     if not chunk or isinstance(model.compute_language_model_loss, LanguageModelLoss):
         return original(model, *args, **kwargs)
-    has_labels = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("labels") is not None
+    has_labels = bind(original, model, *args, **kwargs).arguments.get("labels") is not None
     if model.post_process and not has_labels:
         return original(model, *args, **kwargs)
     _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
@@ -145,10 +143,9 @@ def _count_accepted(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what counts for the log how many predicted tokens are right, with logits of a chunk at a time."""
+    """Count for the log how many predicted tokens are right, with logits of a chunk at a time."""
     if not isinstance(logits, DeferredLogits):
-        found: tuple[Tensor, Tensor] = original(logits, labels, mask, layer, *args, **kwargs)
-        return found
+        return original(logits, labels, mask, layer, *args, **kwargs)  # type: ignore[no-any-return]
     with torch.no_grad():
         hidden, head = LanguageModelLoss(layer, registry.asked().loss_chunk).before_logits(logits)
         hidden = hidden.flatten(0, 1)
@@ -185,7 +182,7 @@ def _hidden_states(
     runtime_gather_output: bool | None = None,
     **more: Any,
 ) -> tuple[DeferredLogits, None]:
-    """Return what an output layer is given, with the weight that is used, in place of logits and no bias."""
+    """Return the input of an output layer, and the weight that is used, in place of logits and no bias."""
     asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
     if asked:
         raise ValueError(f"{refusal} asks its output layer for {', '.join(asked)}; drop it")
@@ -217,18 +214,16 @@ class LanguageModelLoss:
             group=layer.tp_group if layer.tp_group.size() > 1 else None,
             parameters=[each for each in (weight, bias) if each is not None],
         )
-        return self._whole(logits.hidden), head
+        return self._of_all_tokens(logits.hidden), head
 
-    def _whole(self, hidden: Tensor) -> Tensor:
+    def _of_all_tokens(self, hidden: Tensor) -> Tensor:
         """Return hidden states of all tokens; their gradient is summed up over the shares of the vocabulary."""
         layer = self.layer
         if layer.tp_group.size() == 1:
             return hidden
         if layer.sequence_parallel:
-            whole: Tensor = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
-        else:
-            whole = copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
-        return whole
+            return gather_from_sequence_parallel_region(hidden, group=layer.tp_group)  # type: ignore[no-any-return]
+        return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)  # type: ignore[no-any-return]
 
 
 def _logits(rows: Tensor, *, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:

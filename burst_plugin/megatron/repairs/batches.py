@@ -1,9 +1,8 @@
-"""Repairs of how Megatron cuts batches and rolls labels; see `repairs`."""
+"""Repairs of how Megatron cuts batches and rolls labels; see `faults`."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.batches.packed import packed_indices
 
 _NOT_BY_TOKEN = frozenset({"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"})
@@ -120,11 +119,11 @@ def roll_padded_documents() -> None:
     """Roll documents where they begin; multi-token prediction rolls them where they would begin without padding."""
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        packed = given.arguments["packed_seq_params"]
+        call = bind(original, *args, **kwargs)
+        packed = call.arguments["packed_seq_params"]
         if packed.cu_seqlens_q_padded is not None:
-            given.arguments["packed_seq_params"] = packed = copy.copy(packed)
+            call.arguments["packed_seq_params"] = packed = copy.copy(packed)
             packed.cu_seqlens_q = packed.cu_seqlens_q_padded
-        return original(*given.args, **given.kwargs)
+        return original(*call.args, **call.kwargs)
 
     wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)

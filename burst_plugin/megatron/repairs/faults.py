@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from megatron.core.transformer import multi_latent_attention, multi_token_predic
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import Version
 from burst_plugin.megatron.repairs.batches import (
@@ -113,9 +112,9 @@ def _cut_tables_for_every_length() -> None:
     """
 
     def cached(original: Any, embedding: Any, seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(embedding, seq_len, *args, **kwargs).arguments
-        group = given.get("cp_group") or embedding.cp_group
-        is_cut = group is not None and group.size() > 1 and not given.get("packed_seq", False)
+        arguments = bind(original, embedding, seq_len, *args, **kwargs).arguments
+        group = arguments.get("cp_group") or embedding.cp_group
+        is_cut = group is not None and group.size() > 1 and not arguments.get("packed_seq", False)
         if is_cut and seq_len != embedding.max_seq_len_cached:
             embedding.max_seq_len_cached = -1  # so that they are made anew
         return original(embedding, seq_len, *args, **kwargs)

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, weighs_losses
-from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.registry import Registry, group_of
 
 _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
 
@@ -43,10 +42,7 @@ def hook_loss_weights(registry: Registry) -> str:
 
 
 def _group_of(model: Any) -> dist.ProcessGroup:
-    """Return the context-parallel group of a model."""
-    groups = getattr(unwrap_model(model), "pg_collection", None)
-    group: dist.ProcessGroup = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
-    return group
+    return group_of(getattr(unwrap_model(model), "pg_collection", None))
 
 
 def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,14 +50,14 @@ def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> 
 
     Raises ValueError for two values of which Megatron would make wrong gradients.
     """
-    given = inspect.signature(original).bind(*args, **kwargs)
-    config, loss_func = given.arguments["config"], given.arguments["loss_func"]
+    call = bind(original, *args, **kwargs)
+    config, loss_func = call.arguments["config"], call.arguments["loss_func"]
     if loss_func is not None and registry.identity.computes_edges:
-        given.arguments["loss_func"] = partial(_of_all_edges, loss_func)
-        return original(*given.args, **given.kwargs)
+        call.arguments["loss_func"] = partial(_of_all_edges, loss_func)
+        return original(*call.args, **call.kwargs)
     if loss_func is None or not asks_for_burst(config):
         return original(*args, **kwargs)
-    model = given.arguments["model"]
+    model = call.arguments["model"]
 
     def scaled(output: Tensor, **options: Any) -> Any:
         values = loss_func(output, **options)
@@ -77,8 +73,8 @@ def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> 
         total = _over_ranks(registry, "the loss", count.to(loss.device), group).clamp(min=1)
         return loss * (count.clamp(min=1) * group.size() / total), count, reported
 
-    given.arguments["loss_func"] = scaled
-    return original(*given.args, **given.kwargs)
+    call.arguments["loss_func"] = scaled
+    return original(*call.args, **call.kwargs)
 
 
 _THREE_VALUES = "return three, (the sum of this rank's losses, its number of tokens, reported)"
@@ -118,15 +114,15 @@ def _check_mean(registry: Registry, loss: Tensor, config: Any, model: Any) -> No
 
 
 def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any) -> Any:
-    """Return what a loss function makes of edges. Raise ValueError if Megatron would divide it by ranks for that."""
-    found = loss_func(output, **options)
-    if not options and len(found) == 3:
+    """Return a loss function's values of edges. Raise ValueError for three, which Megatron would divide by ranks."""
+    values = loss_func(output, **options)
+    if not options and len(values) == 3:
         raise ValueError(
             "the loss function of rollouts in a prefix tree returned three values, for which Megatron divides "
             "gradients by the context-parallel ranks, though each has the loss of all edges; return two, "
             "(loss, reported)"
         )
-    return found
+    return values
 
 
 class _PredictionLoss:
@@ -138,36 +134,36 @@ class _PredictionLoss:
         self._own: Tensor | None = None  # this rank's tokens in the main loss, if Megatron multiplies by them
 
     def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `process_mtp_loss` does."""
-        given = inspect.signature(original).bind(*args, **kwargs)
-        return self._compute(original, given, given.arguments["config"], multiplies=True)
+        """Run `process_mtp_loss`."""
+        call = bind(original, *args, **kwargs)
+        return self._compute(original, call, call.arguments["config"], multiplies=True)
 
     def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `GPTModel.forward` does, of which that loss is a part until 0.16."""
-        given = inspect.signature(original).bind(model, *args, **kwargs)
-        return self._compute(original, given, model.config, multiplies=False)
+        """Run `GPTModel.forward`, of which that loss is a part until 0.16."""
+        call = bind(original, model, *args, **kwargs)
+        return self._compute(original, call, model.config, multiplies=False)
 
-    def _compute(self, original: Any, given: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
+    def _compute(self, original: Any, call: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
         """Call `original` with a mask of floats. `multiplies`: by its sum, with `--calculate-per-token-loss`."""
         self._weighs = weighs_losses(config)
         if self._weighs and config.mtp_num_layers:
-            mask = _mask_of_floats(given.arguments)
-            given.arguments["loss_mask"] = mask
+            mask = _mask_of_floats(call.arguments)
+            call.arguments["loss_mask"] = mask
             if multiplies and config.calculate_per_token_loss and mask is not None:
                 self._own = mask.sum()
         try:
-            return original(*given.args, **given.kwargs)
+            return original(*call.args, **call.kwargs)
         finally:
             self._weighs, self._own = False, None
 
     def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Do what `roll_tensor` does; return the count by which that division comes out right.
+        """Run `roll_tensor`, and return the count by which that division comes out right.
 
         With `--calculate-per-token-loss` Megatron multiplies by this rank's tokens in the main loss. What counts is
         the number of all ranks, since main loss and prediction are divided by it in the end.
         """
         rolled, count = original(*args, **kwargs)
-        group = inspect.signature(original).bind(*args, **kwargs).arguments.get("cp_group")
+        group = bind(original, *args, **kwargs).arguments.get("cp_group")
         if not self._weighs or not rolled.is_floating_point() or group is None or group.size() == 1:
             return rolled, count
         over_ranks = partial(_over_ranks, self._registry, "the loss of token prediction")
@@ -178,13 +174,13 @@ class _PredictionLoss:
         return rolled, total * self._own / over_ranks(self._own, group).clamp(min=1)
 
 
-def _mask_of_floats(given: dict[str, Any]) -> Tensor | None:
+def _mask_of_floats(arguments: dict[str, Any]) -> Tensor | None:
     """Return the loss mask that a model is given, or ones, in floats, by which `roll` tells it from the labels.
 
     Scripts also give integers or bools; Megatron's own ones are integers.
     """
-    mask: Tensor | None = given.get("loss_mask")
-    labels: Tensor | None = given.get("labels")
+    mask: Tensor | None = arguments.get("loss_mask")
+    labels: Tensor | None = arguments.get("labels")
     if mask is None:
         return None if labels is None else torch.ones_like(labels, dtype=torch.float32)
     return mask if mask.is_floating_point() else mask.float()

@@ -11,7 +11,6 @@ into one sequence, the layout decides which parts of them a rank holds: see `_Ro
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.megatron.flags.config import weighs_losses
 from burst_plugin.megatron.registry import Registry
@@ -58,14 +57,14 @@ class _RouterLossHooks:
         """Route tokens with a mask that may be that of `find_samples`; Megatron has transposed it on its way."""
         if not weighs_losses(router.config):
             return original(router, *args, **kwargs)
-        given = inspect.signature(original).bind(router, *args, **kwargs)
-        logits, mask = given.arguments["logits"], given.arguments.get("padding_mask")
+        call = bind(original, router, *args, **kwargs)
+        logits, mask = call.arguments["logits"], call.arguments.get("padding_mask")
         if mask is not None and mask.shape[1] != logits.shape[1]:
             self._is_of = ~mask.flatten(1)
-            given.arguments["padding_mask"] = None if mask.dim() == 3 else mask.all(1, keepdim=True)
+            call.arguments["padding_mask"] = None if mask.dim() == 3 else mask.all(1, keepdim=True)
         self._router = router
         try:
-            return original(*given.args, **given.kwargs)
+            return original(*call.args, **call.kwargs)
         finally:
             self._router = self._is_of = None
 
@@ -144,11 +143,11 @@ class _RouterLossHooks:
         """Compute the balancing loss of sequences: of samples in one sequence by the sums of their tokens."""
         if self._is_of is None:
             return original(router, *args, **kwargs)  # type: ignore[no-any-return]
-        given = inspect.signature(original).bind(router, *args, **kwargs)
+        call = bind(original, router, *args, **kwargs)
         for name in ("scores_for_aux_loss", "routing_map"):
-            given.arguments[name] = _sums(given.arguments[name], self._is_of)
-        given.arguments.update(seq_length=1, bsz=self._is_of.shape[1], with_padding_mask=True)
-        return original(*given.args, **given.kwargs)  # type: ignore[no-any-return]
+            call.arguments[name] = _sums(call.arguments[name], self._is_of)
+        call.arguments.update(seq_length=1, bsz=self._is_of.shape[1], with_padding_mask=True)
+        return original(*call.args, **call.kwargs)  # type: ignore[no-any-return]
 
 
 def _sums(x: Tensor, is_of: Tensor) -> Tensor:
@@ -167,11 +166,11 @@ def weigh_routers_per_token() -> None:
     """
 
     def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
+        result = original(*args, **kwargs)
+        config = bind(original, *args, **kwargs).arguments["config"]
         if config.calculate_per_token_loss and config.num_moe_experts is not None and weighs_losses(config):
             ranks = config.tensor_model_parallel_size * config.context_parallel_size
             MoEAuxLossAutoScaler.set_loss_scale(MoEAuxLossAutoScaler.main_loss_backward_scale * ranks)
-        return found
+        return result
 
     wrap_everywhere(schedules, "forward_step_calc_loss", set_scale)
