@@ -67,26 +67,27 @@ def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
                 f"already installed with {installed.registry.strategy}, got {strategy}; call install() once"
             )
         return installed
-    adapter = MegatronAdapter(strategy)
-    version = parse_version(megatron_version)
-    adapter.report.append(about(version))
-    adapter.report.append(hook_layouts(adapter.registry))  # before repairs, which wrap what it wraps
+    adapter, version = MegatronAdapter(strategy), parse_version(megatron_version)
+    registry = adapter.registry
+    adapter.report += [about(version), hook_layouts(registry)]  # before repairs, which wrap what this wraps
     adapter.report += apply_repairs(REPAIRS, version)
     if is_enabled():
         adapter.report += apply_repairs(CPU_REPAIRS, version)
-    adapter.report.append(hook_building(adapter.registry))
+    adapter.report.append(hook_building(registry))
     setattr(TransformerLayer.__init__, _MARK, adapter)
     follow_checkpoint_class(CheckpointFunction)
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
-    adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
-    adapter.report.append(hook_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
-    adapter.report.append(hook_documents(adapter.registry))
-    adapter.report.append(hook_loss_weights(adapter.registry))
-    adapter.report.append(hook_router_losses(adapter.registry))
-    adapter.report.append(hook_losses(adapter.registry))
-    adapter.report.append(hook_inference(adapter.registry))  # after what wraps a model's forward, too
-    adapter.report.append(_extend_argument_parser())
+    adapter.report += [
+        "rings are made with Megatron's groups, and forgotten with them",
+        hook_schedules(registry),
+        hook_documents(registry),
+        hook_loss_weights(registry),
+        hook_router_losses(registry),
+        hook_losses(registry),
+        hook_inference(registry),  # after what wraps a model's forward, too
+        _extend_argument_parser(),
+    ]
     return adapter
 
 
