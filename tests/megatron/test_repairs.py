@@ -26,7 +26,7 @@ from burst_plugin.megatron.cpu import repairs as cpu_repairs
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
-from burst_plugin.megatron.repairs import batches, faults, training
+from burst_plugin.megatron.repairs import batches, faults
 from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
 from tests.megatron.test_interplay import EXPERTS
@@ -486,7 +486,7 @@ def test_a_gpus_random_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = types.SimpleNamespace(_warmup_jit_function=lambda: (torch.rand(3), torch.rand(3, generator=gpu)))
     monkeypatch.setitem(sys.modules, "megatron.training.initialize", scripts)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    training.keep_random_states()
+    faults._keep_random_states()
     for _ in range(2):  # groups may be made again
         assert parallel_state.initialize_model_parallel() == "groups"
         before = torch.get_rng_state(), gpu.get_state()
@@ -499,5 +499,5 @@ def test_without_scripts_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert status("weights_at_start", VERSION) == "not needed here"
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    training.keep_random_states()
+    faults._keep_random_states()
     assert parallel_state.initialize_model_parallel() == "groups"

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -28,11 +32,6 @@ from burst_plugin.megatron.repairs.batches import (
 )
 from burst_plugin.megatron.repairs.losses import count_no_labels_as_one
 from burst_plugin.megatron.repairs.router_losses import weigh_routers_per_token
-from burst_plugin.megatron.repairs.training import (
-    has_scripts,
-    keep_random_states,
-    send_forward_before_backward,
-)
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,62 @@ def _leave_values_as_they_are() -> None:
 _FILLS_UP = "_prepare_mla_core_attention_value"
 
 
+# ----------------------------------------------------------------------------------------------- weights at the start
+
+
+def _keep_random_states() -> None:
+    """Restore random states after a script has warmed up functions with random tensors of S/CP rows.
+
+    Scripts are looked up when they make groups. They cannot be imported before, since they hold references to some of
+    the functions of megatron.core that `install()` replaces.
+    """
+
+    def warm_up(original: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        original(*args, **kwargs)
+        torch.set_rng_state(state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
+
+    def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+        scripts = sys.modules.get("megatron.training.initialize")
+        if hasattr(scripts, _WARMS_UP):
+            wrap(scripts, _WARMS_UP, warm_up)
+        return original(*args, **kwargs)
+
+    wrap(parallel_state, "initialize_model_parallel", initialize)
+
+
+_WARMS_UP = "_warmup_jit_function"
+
+
+# ----------------------------------------------------------------------------------------------- pipeline parallelism
+
+
+def _send_forward_before_backward() -> None:
+    """Exchange activations before gradients, one after the other, between two pipeline stages.
+
+    With two stages the next one is also the previous one, and messages between two ranks are matched by their order.
+    Megatron batches them with the gradient sent first, and the activation received first.
+    """
+
+    def exchange(
+        original: Any,
+        stage: P2PCommunicator,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        if stage.pp_group.size() > 2 or not stage.config.batch_p2p_comm:
+            return original(stage, output_tensor, input_tensor_grad, **options)
+        recv_prev, recv_next = options.pop("recv_prev"), options.pop("recv_next")
+        activation = stage.send_forward_recv_forward(output_tensor, recv_prev=recv_prev, **options)
+        return activation, stage.send_backward_recv_backward(input_tensor_grad, recv_next=recv_next, **options)
+
+    wrap(P2PCommunicator, "send_forward_backward_recv_forward_backward", exchange)
+
+
 REPAIRS = (
     Repair(
         name="layer_cp_comm_type",
@@ -206,14 +261,14 @@ REPAIRS = (
         name="weights_at_start",
         fault="scripts draw random numbers by context-parallel size before they make routers and learned positions",
         fixed_in=None,
-        apply=keep_random_states,
-        needed=has_scripts,
+        apply=_keep_random_states,
+        needed=lambda: importlib.util.find_spec("megatron.training") is not None,
     ),
     Repair(
         name="two_interleaved_stages",
         fault="two interleaved pipeline stages take gradients for activations, unless p2p communication overlaps",
         fixed_in=None,
-        apply=send_forward_before_backward,
+        apply=_send_forward_before_backward,
     ),
     Repair(
         name="router_losses_per_token",
