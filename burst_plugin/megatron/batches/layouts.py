@@ -126,7 +126,7 @@ class _LayoutHooks:
         """
         registry, turn = self._registry, self._registry.turn
         arguments = bind(original, embedding, *args, **kwargs).arguments
-        group = arguments.get("cp_group") or getattr(embedding, "cp_group", None)
+        group: Any = arguments.get("cp_group") or getattr(embedding, "cp_group", None)
         if turn is not None:
             start, stop = turn.starts[0], turn.stops[0]
             tables = original(embedding, stop - start, start, True)  # as for packed documents: not cut

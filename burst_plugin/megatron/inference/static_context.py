@@ -53,10 +53,10 @@ class _Pass(NamedTuple):
 
 def hook_inference(registry: Registry) -> str:
     """Let GPT models with a `StaticInferenceContext` keep keys and values on the ring; return a line that says so."""
-    inference = _InferenceHooks(registry)
-    wrap(GPTModel, "forward", inference.forward)
-    wrap(GPTModel, "_postprocess", inference.postprocess)
-    wrap(AbstractModelInferenceWrapper, "_allocate_recv_buffer", inference.receive)
+    hooks = _InferenceHooks(registry)
+    wrap(GPTModel, "forward", hooks.forward)
+    wrap(GPTModel, "_postprocess", hooks.postprocess)
+    wrap(AbstractModelInferenceWrapper, "_allocate_recv_buffer", hooks.receive)
     if hasattr(AbstractModelInferenceWrapper, _IN_MICROBATCHES):
         wrap(AbstractModelInferenceWrapper, _IN_MICROBATCHES, _in_one_batch)
     wrap(StaticInferenceContext, "swap_key_value_dict", _swap)
@@ -75,7 +75,7 @@ def patch_server() -> None:
 
     The script starts a server on every rank with the first tensor-parallel shard of the first pipeline stage: with
     context parallelism on several, which would never hear of rank 0's requests. Here rank 0 alone has one. And from
-    0.18 on it looks up --inference-max-seq-length by a name that no flag has.
+    0.17 on it looks up --inference-max-seq-length by a name that no flag has.
     """
     module, args = sys.modules.get(_SERVER), parsed_arguments()
     if module is None or hasattr(module.MegatronServer.run, "__wrapped__"):
