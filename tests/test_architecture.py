@@ -136,6 +136,12 @@ def test_few_files_lie_beside_the_rooms() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 14
 
 
+def test_no_folder_of_megatrons_adapter_has_more_than_ten_files() -> None:
+    root = PACKAGE / "megatron"
+    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    assert {folder.name: count for folder in folders if (count := len(list(folder.glob("*.py")))) > 10} == {}
+
+
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
     """The lines of a file and of each of its functions, docstrings aside, and the parameters of each function."""
     source = path.read_text()
@@ -282,5 +288,5 @@ def test_every_file_is_on_the_page_about_the_house() -> None:
     for path in MODULES.values():
         if path.name not in ("__init__.py", "__main__.py"):
             assert re.search(rf"[`/]{re.escape(path.name)}`", page), path.relative_to(PACKAGE)
-    for named in re.findall(r"`((?:\w+/)?\w+\.py)`", page):
+    for named in re.findall(r"`((?:\w+/)*\w+\.py)`", page):
         assert named.startswith("tests/") or any(str(path).endswith(f"/{named}") for path in MODULES.values()), named

@@ -18,9 +18,8 @@ __all__ = ["Framework"]
 class Framework:
     """A framework with an adapter: how its scripts are recognised, what it reports, and how it is installed.
 
-    Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`,
-    `report.lines(subject)`, and for plans `planning.space(fused_norms)`, `.files(model, setting)` and
-    `.usage(folder, setting)`.
+    Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`, and for plans
+    `planning.space(fused_norms)`, `.files(model, setting)` and `.usage(folder, setting)`.
 
     name: the Python package of the framework, and of its adapter in burst_plugin; also its option of `burst doctor`.
     title: its name in texts.
@@ -29,6 +28,8 @@ class Framework:
     subject: what `burst doctor --<name>` takes, as a metavar, and the option's help text.
     switch: how burst attention is switched on, for the launcher's help.
     words: each of these in a script or on its command line says that the script uses the framework.
+    report: yields what `burst doctor` says about the framework, line by line, given what the option `--<name>` was
+        given; raises ValueError if that cannot be read, or asks for something that is refused.
     launcher_variables: environment variables that are all set only by the framework's own launcher.
     launcher_options: options that this launcher puts before a script and that are meant for the script.
     checkout: the repository in whose checkouts a directory `name` lies beside scripts; empty if there is none.
@@ -43,6 +44,7 @@ class Framework:
     subject: tuple[str, str]
     switch: str
     words: tuple[str, ...]
+    report: Callable[[str | None], Iterator[str]]
     launcher_variables: tuple[str, ...] = ()
     launcher_options: tuple[str, ...] = ()
     checkout: str = ""
@@ -71,18 +73,6 @@ class Framework:
     def prepare_cpu(self, directory: Path) -> None:
         """Get the framework ready to run a script in `directory` on CPUs; before `install`."""
         self._module("cpu").prepare(directory)
-
-    def report(self, subject: str | None) -> Iterator[str]:
-        """Yield what `burst doctor` says about the framework, line by line.
-
-        Args:
-            subject: what the option `--<name>` was given.
-
-        Raises:
-            ValueError: `subject` cannot be read, or asks for something that is refused.
-        """
-        lines: Iterator[str] = self._module("report").lines(subject)
-        return lines
 
     def planning(self) -> Any:
         """Return the module that says what the framework can do, for `burst plan`, and writes plans for it."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["Rule", "broken_rules", "off", "one_of"]
 
+_ABSENT = object()
+
 
 class Rule(NamedTuple):
     """A rule about an option. allowed: returns whether a value can be honoured. instead: what to write if not."""
@@ -25,8 +27,12 @@ def one_of(*names: str | None) -> Callable[[Any], bool]:
     return lambda value: getattr(value, "name", value) in names
 
 
-def broken_rules(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield options with values that cannot be honoured: name, value, and what to write instead."""
+def broken_rules(rules: Mapping[str, Rule], options: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield options with values that cannot be honoured: name, value, and what to write instead.
+
+    options: values by name, or an object that has them as attributes; not all rules need have one.
+    """
     for name, rule in rules.items():
-        if name in values and not rule.allowed(values[name]):
-            yield name, values[name], rule.instead
+        value = options.get(name, _ABSENT) if isinstance(options, Mapping) else getattr(options, name, _ABSENT)
+        if value is not _ABSENT and not rule.allowed(value):
+            yield name, value, rule.instead

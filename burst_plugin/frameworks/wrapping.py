@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
 
-__all__ = ["announce", "by_name", "wrap", "wrap_everywhere"]
+__all__ = ["announce", "bind", "by_name", "wrap", "wrap_everywhere"]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +35,11 @@ def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
         names = getattr(module, "__dict__", {})  # looking up an attribute may import things
         if names.get(name) is original:
             names[name] = wrapper
+
+
+def bind(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """Return the arguments of a call of `function` by their names, in the order of its parameters."""
+    return inspect.signature(function).bind(*args, **kwargs)
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from burst_plugin.megatron.packed import packed_indices
+from burst_plugin.megatron.batches.packed import packed_indices
 from burst_plugin.strategy import Strategy
 
 if TYPE_CHECKING:
-    from burst_plugin.megatron.adapter import Adapter
+    from burst_plugin.megatron.adapter import MegatronAdapter
 
 __all__ = ["install", "packed_indices"]
 
 
-def install(strategy: Strategy | None = None) -> Adapter:
+def install(strategy: Strategy | None = None) -> MegatronAdapter:
     """Make `cp_comm_type="burst"` known to Megatron-core, once per process; repeated calls change nothing.
 
     Args:

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.megatron.adapter import install_adapter
-from burst_plugin.megatron.arguments import resets_attention_mask
-from burst_plugin.megatron.config import is_hybrid
-
-__all__ = ["token_log_probs"]
+from burst_plugin.megatron.flags.config import problems_of_own_batches
 
 
 def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
@@ -39,36 +36,33 @@ def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
             --reset-attention-mask, or tokens that do not fit; on every rank, if ranks have other tokens.
     """
     config = get_model_config(model)
-    problem = _problem(model, config, tokens)
-    if problem:
-        raise ValueError(f"token_log_probs cannot score these tokens: {problem}")
+    reasons = _problems(model, config, tokens)
+    if reasons:
+        raise ValueError(f"token_log_probs cannot score these tokens: {'; '.join(reasons)}")
     registry = install_adapter(None).registry
-    cp = registry.context(config, getattr(unwrap_model(model), "pg_collection", None))
+    cp = registry.ring_of(model)
     cp.agree({"tokens": TensorValues(tokens.flatten())}, of="texts that are scored")
     count = tokens.shape[1] - 1
     divisor = 2 * cp.ranks * config.tensor_model_parallel_size
     padded = torch.nn.functional.pad(tokens, (0, -count % divisor))
     positions = torch.arange(padded.shape[1] - 1, device=tokens.device).expand(len(tokens), -1)
     layout = registry.tokens_of_batch(padded.shape[1] - 1, cp.ranks)
-    mine, labels, at = (cp.shard(x, 1, layout).contiguous() for x in (padded[:, :-1], padded[:, 1:], positions))
+    ids, labels, positions = (cp.shard(x, 1, layout).contiguous() for x in (padded[:, :-1], padded[:, 1:], positions))
     with torch.no_grad():
-        losses = model(mine, at, None, labels=labels)
+        losses = model(ids, positions, None, labels=labels)
         return -cp.unshard(losses, 1, layout)[:, :count]
 
 
-def _problem(model: Any, config: Any, tokens: Tensor) -> str:
-    """Return why a model cannot score these tokens, or nothing."""
+def _problems(model: Any, config: Any, tokens: Tensor) -> list[str]:
+    """Return why a model cannot score these tokens, each with what to do instead."""
+    reasons = []
     if tokens.dim() != 2 or tokens.shape[1] < 2:
-        return f"they are {list(tokens.shape)}; give [batch, at least 2]"
+        reasons.append(f"they are {list(tokens.shape)}; give [batch, at least 2]")
     if unwrap_model(model).training:
-        return "the model is in training mode; call model.eval()"
+        reasons.append("the model is in training mode; call model.eval()")
     if config.pipeline_model_parallel_size > 1:
-        return (
+        reasons.append(
             f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} is not supported; use Megatron's "
             "schedules with forward_only=True"
         )
-    if is_hybrid(config):
-        return "hybrid_context_parallel is not supported; use context_parallel_size"
-    if resets_attention_mask():
-        return "--reset-attention-mask is for batches of Megatron's loader; drop it"
-    return ""
+    return reasons + problems_of_own_batches(config)

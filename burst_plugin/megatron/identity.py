@@ -7,7 +7,6 @@ of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +19,8 @@ from torch import Tensor
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import parsed_arguments
-from burst_plugin.megatron.batch_repairs import functions_that_cut
-
-__all__ = ["Identity", "follow_schedules"]
+from burst_plugin.megatron.flags.arguments import parsed_arguments
+from burst_plugin.megatron.repairs.batches import functions_that_cut
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -50,7 +47,7 @@ class Identity:
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
 
     @property
-    def moment(self) -> tuple[int, int] | None:
+    def microbatch_id(self) -> tuple[int, int] | None:
         """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
@@ -129,36 +126,36 @@ class _Checksum:
         return f"batch {int(self._sum) % 2**32:08x}"
 
 
-def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Callable[[], Identity]) -> str:
-    """Let Megatron's schedules, and what cuts its batches, tell `identity` where this rank is; return a line on it.
+def hook_schedules(registry: Any) -> str:
+    """Let Megatron's schedules, and what cuts its batches, note where this rank is; return a line that says so.
 
-    The ranks of each of `rings` also compare where they are at the end of a forward-backward pass, from which a rank
-    that left out a backward pass would go on to other collectives.
+    registry: the `Registry` of the rings. The ranks of each ring also compare where they are at the end of a
+    forward-backward pass, from which a rank that left out a backward pass would go on to other collectives.
     """
 
     def begin(original: Any, model: Any, microbatch_id: int, *args: Any, **kwargs: Any) -> Any:
-        identity().begin_forward_step(microbatch_id)
+        registry.identity.begin_forward_step(microbatch_id)
         return original(model, microbatch_id, *args, **kwargs)
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before = {cp: cp.rank_state.calls_made for cp in rings()}
-        identity().microbatches = kwargs.get("num_microbatches", 1)
-        identity().passes += 1
+        before = {cp: cp.rank_state.calls_made for cp in registry.rings()}
+        registry.identity.microbatches = kwargs.get("num_microbatches", 1)
+        registry.identity.passes += 1
         try:
             result = original(*args, **kwargs)
-            for cp in rings():
+            for cp in registry.rings():
                 if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
                     cp.meet("the end of a forward-backward pass")
             return result
         finally:
-            identity().end_pass()
+            registry.identity.end_pass()
 
     def cut(original: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if rings():
+        if registry.rings():
             group = kwargs.get("cp_group", next(iter(args), None))
             if not isinstance(group, dist.ProcessGroup):
                 group = parallel_state.get_context_parallel_group(check_initialized=False)
-            identity().batches[group] = _Checksum(batch)
+            registry.identity.batches[group] = _Checksum(batch)
         return original(batch, *args, **kwargs)
 
     wrap(schedules, "set_current_microbatch", begin)

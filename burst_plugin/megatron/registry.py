@@ -1,4 +1,4 @@
-"""The rings of Megatron's context-parallel groups."""
+"""The rings of Megatron's context-parallel groups, and what was read of the tensors of their batches."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import (
+from burst_plugin.megatron.batches.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
+from burst_plugin.megatron.batches.packed import by_document
+from burst_plugin.megatron.flags.arguments import (
     cuts_documents_as_one,
     parsed_layout,
     parsed_strategy,
     resets_attention_mask,
 )
-from burst_plugin.megatron.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
 from burst_plugin.megatron.identity import Identity
-from burst_plugin.megatron.masks import check_same
-from burst_plugin.megatron.packed import by_document
-from burst_plugin.megatron.tensor_cache import TensorCache
+from burst_plugin.megatron.layers.masks import check_same
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -33,9 +34,14 @@ from burst_plugin.strategy import AUTO, Strategy
 if TYPE_CHECKING:
     from burst_plugin.inference import Turn
 
-__all__ = ["Registry"]
+_T = TypeVar("_T")
+_KNOWN = 64  # packed batches, of all that a pipeline has in flight
 
-_KNOWN = 64  # packed batches, of all that a pipeline has under way
+
+def group_of(pg_collection: Any) -> dist.ProcessGroup:
+    """Return the context-parallel group of a ProcessGroupCollection, or else Megatron's global one."""
+    group: dist.ProcessGroup = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    return group
 
 
 class Registry:
@@ -130,12 +136,12 @@ class Registry:
         return self._kept((rows, ranks), choose)
 
     def _kept(self, key: tuple[Rows | PrefixTree, int], choose: Callable[[], Tokens]) -> Tokens:
-        """Return what `choose()` returned for `key`; the latest are kept."""
+        """Return the tokens that `choose()` gives for `key`; the latest are kept."""
         if key not in self._chosen:
-            found = choose()
+            tokens = choose()
             if len(self._chosen) >= _KNOWN:
                 self._chosen.pop(next(iter(self._chosen)))
-            self._chosen[key] = found
+            self._chosen[key] = tokens
         return self._chosen[key]
 
     def contexts(self) -> list[ContextParallel]:
@@ -172,7 +178,7 @@ class Registry:
             if group not in self._contexts:
                 self.add(group, None, part=True)
             return self._contexts[group]
-        group, hierarchy = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group(), None
+        group, hierarchy = group_of(pg_collection), None
         if group not in self._contexts:
             if config.hierarchical_context_parallel_sizes:
                 hierarchy = getattr(pg_collection, "hcp", None)
@@ -182,6 +188,10 @@ class Registry:
                 hierarchy = hierarchy or (sizes if prod(sizes) == group.size() else None)
             self.add(group, hierarchy)
         return self._contexts[group]
+
+    def ring_of(self, model: Any) -> ContextParallel:
+        """Return the ring of a model, created on first use, which is then collective."""
+        return self.context(get_model_config(model), getattr(unwrap_model(model), "pg_collection", None))
 
     def add(self, group: dist.ProcessGroup | None, hierarchy: Any, *, part: bool = False) -> None:
         """Make the ring of a group, or of one rank if None; collective.
@@ -219,3 +229,36 @@ class Registry:
         """Count a comparison of the ranks of a ring, and return whether they make it. `cheap`: it stalls nothing."""
         self._compared[cp, of] += 1
         return cp.strategy.check_is_due(self._compared[cp, of], cheap)
+
+
+class TensorCache:
+    """Values read from tensors, kept until the memory is freed or written to, or the microbatch ends.
+
+    Reading a tensor of a GPU stalls the host, so each is read once for all layers.
+
+    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. PyTorch's
+    version counter misses writes by collectives and NumPy. So a value also expires when a model is called, which
+    `clock` tells, or when a layer asks that has asked before: programs with one buffer for all microbatches may then
+    have written the next microbatch into it.
+    """
+
+    def __init__(self, clock: Callable[[], Hashable] = lambda: None) -> None:
+        self._clock = clock
+        self._known: Any = WeakIdKeyDictionary()  # by storage
+
+    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int | None = None) -> _T:
+        """Return the value of `read()` for `tensor` and `question`, read again once it has expired.
+
+        layer: the id of the layer that asks now; None if it asks several times.
+        """
+        version = None if tensor.is_inference() else (tensor._version, self._clock())
+        place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})
+        key = (question, place)
+        known = answers.get(key)
+        if known is None or version is None or known[0] != version or layer in known[1]:
+            answers[key] = (version, set(), read())
+        _, layers, value = answers[key]
+        if layer is not None:
+            layers.add(layer)
+        return value  # type: ignore[no-any-return]

@@ -25,18 +25,15 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.adapter import install_adapter
-from burst_plugin.megatron.arguments import resets_attention_mask
-from burst_plugin.megatron.chunked_loss import ChunkedLoss, output_layer_problems, with_loss
-from burst_plugin.megatron.config import is_hybrid
-from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.tree_masks import as_attention_mask
+from burst_plugin.megatron.flags.config import problems_of_own_batches
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.layers.masks import as_attention_mask
+from burst_plugin.megatron.memory.output_layer import LanguageModelLoss, output_layer_problems, with_loss
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.trajectories import Edges, Folded
 from burst_plugin.trajectories import edge_log_probs as edge_log_probs_of_hidden
-
-__all__ = ["edge_log_probs"]
 
 _OF = "rollouts of a prefix tree"
 _POSITIONS = ("rope", "learned_absolute", "none")
@@ -73,9 +70,11 @@ def edge_log_probs(
             return loss, {"loss": loss.detach()}
     """
     config, bare = get_model_config(model), unwrap_model(model)
-    _check_model(bare, config)
+    reasons = _problems(bare, config)
+    if reasons:
+        raise ValueError(f"{type(bare).__name__} cannot run on a prefix tree: {'; '.join(reasons)}")
     registry = install_adapter(None).registry
-    cp = registry.context(config, getattr(bare, "pg_collection", None))
+    cp = registry.ring_of(bare)
 
     def agree(read: tuple[Tensor, PrefixTree] | None, problem: str) -> int:
         compared = {} if read is None else {"tokens": TensorValues(read[0].flatten()), "tree": hash(read[1])}
@@ -84,11 +83,11 @@ def edge_log_probs(
     divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
     (ids, tree), _ = prepared_together(partial(_read, folded, cp.ranks, divisor, length, pad_token_id), agree)
     tokens = registry.tokens_of_tree(tree, cp)
-    at = tree.logical(torch.arange(tree.length))[None].to(ids.device)
-    mine, position_ids = (cp.shard(x, 1, tokens).contiguous() for x in (ids, at))
+    positions = tree.logical(torch.arange(tree.length))[None].to(ids.device)
+    own_ids, own_positions = (cp.shard(x, 1, tokens).contiguous() for x in (ids, positions))
     with registry.computing(tree), _edges_as_loss(bare, chunk, folded.edges, cp, tokens):
-        found: Tensor = model(mine, position_ids, as_attention_mask(tree), labels=mine)
-    return found
+        output: Tensor = model(own_ids, own_positions, as_attention_mask(tree), labels=own_ids)
+    return output
 
 
 @contextmanager
@@ -97,13 +96,13 @@ def _edges_as_loss(model: Any, chunk: int, edges: Edges, cp: ContextParallel, to
     if not model.post_process:
         yield
         return
-    loss = _OfEdges(model.output_layer, whole_number("chunk={}", chunk, "use a number of tokens", least=1))
+    loss = _EdgeLosses(model.output_layer, whole_number("chunk={}", chunk, "use a number of tokens", least=1))
     loss.edges, loss.cp, loss.tokens = edges, cp, tokens
     with with_loss(model, loss, f"a prefix tree is not supported with {type(model).__name__}: it"):
         yield
 
 
-class _OfEdges(ChunkedLoss):
+class _EdgeLosses(LanguageModelLoss):
     """`compute_language_model_loss` that returns log-probabilities and entropies of edges, [2, E]."""
 
     edges: Edges
@@ -112,8 +111,9 @@ class _OfEdges(ChunkedLoss):
 
     def __call__(self, labels: Tensor, logits: Any) -> Tensor:
         hidden, head = self.before_logits(logits)
-        found = edge_log_probs_of_hidden(hidden.transpose(0, 1), head, self.edges, self.cp, tokens=self.tokens)
-        return torch.stack(found)
+        return torch.stack(
+            edge_log_probs_of_hidden(hidden.transpose(0, 1), head, self.edges, self.cp, tokens=self.tokens)
+        )
 
 
 def _read(
@@ -135,13 +135,6 @@ def _read(
         )
     padded = torch.nn.functional.pad(ids, (0, length - tree.length), value=pad_token_id)
     return padded, tree.padded(length)
-
-
-def _check_model(model: Any, config: Any) -> None:
-    """Raise ValueError with all that keeps a model from running on a prefix tree."""
-    reasons = _problems(model, config)
-    if reasons:
-        raise ValueError(f"{type(model).__name__} cannot run on a prefix tree: {'; '.join(reasons)}")
 
 
 def _problems(model: Any, config: Any) -> list[str]:
@@ -168,8 +161,4 @@ def _problems(model: Any, config: Any) -> list[str]:
             "calculate_per_token_loss=True divides by the tokens of all ranks, each of which has the loss of all "
             "edges: set it to False, and have loss functions return two values"
         )
-    if is_hybrid(config):
-        reasons.append("hybrid_context_parallel is not supported; use context_parallel_size")
-    if resets_attention_mask():
-        reasons.append("--reset-attention-mask is for batches of Megatron's loader; drop it")
-    return reasons
+    return reasons + problems_of_own_batches(config)

@@ -84,7 +84,7 @@ def test_nothing_installed_is_told(script: Path, monkeypatch: pytest.MonkeyPatch
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more framework, known by its name in the registry and by what its package says."""
 
-    def lines(subject: str | None) -> Iterator[str]:
+    def report(subject: str | None) -> Iterator[str]:
         yield f"looked at {subject}"
 
     described = Framework(
@@ -95,12 +95,12 @@ def other(monkeypatch: pytest.MonkeyPatch) -> None:
         subject=("PLACE", "where to look"),
         switch="--other",
         words=("import other",),
+        report=report,
         launcher_options=("--other-rank",),
     )
     for name, module in {
         "other": SimpleNamespace(install=lambda: "the other is installed"),
         "other.framework": SimpleNamespace(FRAMEWORK=described),
-        "other.report": SimpleNamespace(lines=lines),
         "other.cpu": SimpleNamespace(prepare=lambda directory: print(f"prepared for {directory.name}")),
     }.items():
         monkeypatch.setitem(sys.modules, f"burst_plugin.{name}", module)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 from burst_plugin import Strategy
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.frameworks import options
-from burst_plugin.megatron.arguments import add_arguments, written
+from burst_plugin.megatron.flags.arguments import add_arguments, written
 from tools import tables
 
 OTHER_VALUES: dict[str, Any] = {  # other than the default; numbers and switches have them by type

@@ -117,7 +117,7 @@ def _build_with(rank: int, config: dict[str, Any]) -> None:
 
 
 def test_each_layer_has_its_own_cp_comm_type() -> None:
-    from burst_plugin.megatron.choice import ChosenCoreAttention
+    from burst_plugin.megatron.layers.building import ChosenCoreAttention
 
     listed = types.SimpleNamespace(context_parallel_size=2, cp_comm_type=["p2p", "burst"])
     options = {"config": listed, "layer_number": 1, "original": LikeTransformerEngines, "registry": None}
@@ -280,7 +280,7 @@ def test_a_core_attention_of_ones_own_is_not_replaced_without_a_word() -> None:
 def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 
-    from burst_plugin.megatron.adapter import _refuse_packed_mrope
+    from burst_plugin.megatron.layers.building import _refuse_packed_mrope
 
     def preprocess(model: Any, input_ids: Any, packed_seq_params: Any = None) -> str:
         return "went on"
@@ -298,7 +298,7 @@ def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> N
 def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-    from burst_plugin.megatron.choice import _check_replaceable
+    from burst_plugin.megatron.layers.building import _check_replaceable
 
     _check_replaceable(
         ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
@@ -321,7 +321,7 @@ def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
 
 def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> None:
     """As the full attention of Megatron-Bridge's WAN: it computes what its spec says."""
-    from burst_plugin.megatron.adapter import _choose_core_attention
+    from burst_plugin.megatron.layers.building import _choose_core_attention
     from burst_plugin.megatron.registry import Registry
 
     def spec(core: Any = "core") -> Any:
@@ -333,14 +333,14 @@ def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> N
         built.append(submodules)
 
     config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
-    adapter = types.SimpleNamespace(registry=Registry(None))
+    registry = Registry(None)
     layer, usual = torch.nn.Module(), {"self_attention": spec(), "cross_attention": None, "mlp": object()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _choose_core_attention(adapter, init, layer, config, types.SimpleNamespace(**usual))
+        _choose_core_attention(registry, init, layer, config, types.SimpleNamespace(**usual))
     submodules = types.SimpleNamespace(**usual, full_self_attention=spec("its own"))
     with pytest.warns(UserWarning, match="full_self_attention of a layer is not on the ring"):
-        _choose_core_attention(adapter, init, layer, config, submodules)
+        _choose_core_attention(registry, init, layer, config, submodules)
     assert built[1].self_attention.submodules.core_attention.params["original"] == "core"
     assert built[1].full_self_attention.submodules.core_attention == "its own"
 
@@ -366,7 +366,7 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
     """Megatron hands on no cp_comm_type then."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.choice import ChosenCoreAttention
+    from burst_plugin.megatron.layers.building import ChosenCoreAttention
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     own = ModuleSpec(module=("functools", "lru_cache"))
@@ -378,7 +378,8 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() ->
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.adapter import Adapter, _refuse_mamba, _refuse_other_mixers
+    from burst_plugin.megatron.layers.building import _refuse_mamba, _refuse_other_mixers
+    from burst_plugin.megatron.registry import Registry
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     plain = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
@@ -388,15 +389,15 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() ->
     _refuse_other_mixers(config, "zigzag", types.SimpleNamespace(self_attention=IdentityOp))
     _refuse_other_mixers(plain, "zigzag", delta_net)
     with pytest.raises(ValueError, match="MambaLayer layers are not supported with hybrid_context_parallel"):
-        _refuse_mamba(Adapter(None), lambda layer, config: None, None, config)
-    _refuse_mamba(Adapter(None), lambda layer, config: None, None, plain)
+        _refuse_mamba(Registry(None), lambda layer, config: None, None, config)
+    _refuse_mamba(Registry(None), lambda layer, config: None, None, plain)
     with pytest.raises(ValueError, match="MambaLayer layers are not supported with layout='auto'"):
-        _refuse_mamba(Adapter(Strategy(layout="auto")), lambda layer, config: None, None, plain)
+        _refuse_mamba(Registry(Strategy(layout="auto")), lambda layer, config: None, None, plain)
 
 
 def test_packed_sequences_on_other_ranks_than_the_layers_are_refused() -> None:
     """Megatron rotates them by the layer's own group, to wrong positions."""
-    from burst_plugin.megatron.core_attention import BurstCoreAttention
+    from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 
     def group(size: int) -> Any:
         return types.SimpleNamespace(size=lambda: size, rank=lambda: 0)

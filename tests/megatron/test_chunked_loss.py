@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_plugin import Strategy
 from burst_plugin.activations.deferred_logits import DeferredLogits
-from burst_plugin.megatron.chunked_loss import ChunkedLoss
+from burst_plugin.megatron.memory.output_layer import LanguageModelLoss
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
 from tests.support.megatron_gpt import (
@@ -135,7 +135,7 @@ def test_logits_of_a_type_of_their_own_are_not_rounded_to_that_of_hidden_states(
     layer = SimpleNamespace(
         output_dtype=torch.float32, skip_bias_add=False, bias=None, sequence_parallel=False, tp_group=_OneRank()
     )
-    losses = ChunkedLoss(layer, CHUNK)(labels, DeferredLogits(hidden, "", weight))
+    losses = LanguageModelLoss(layer, CHUNK)(labels, DeferredLogits(hidden, "", weight))
     losses.sum().backward()
 
     logits = product(hidden.detach(), weight.detach(), None, torch.float32).requires_grad_()

@@ -13,9 +13,16 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from burst_plugin import Strategy
-from burst_plugin.megatron import core_attention
-from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, spreads_sequences, unknown_fields
-from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.flags.config import (
+    HONOURED,
+    REFUSED,
+    is_irrelevant,
+    problems,
+    spreads_sequences,
+    unknown_fields,
+)
+from burst_plugin.megatron.layers import core_attention
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 
 pytestmark = pytest.mark.megatron

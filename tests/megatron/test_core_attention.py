@@ -18,8 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from burst_plugin import Causal, ContextParallel, key_padding
-from burst_plugin.megatron import masks, packed, packed_indices
-from burst_plugin.megatron.packed import check_known
+from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron.batches import packed
+from burst_plugin.megatron.batches.packed import check_known
+from burst_plugin.megatron.layers import masks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens
 from burst_plugin.sequence.mask import allowed
 from tests.support.core_attentions import allowed_pairs

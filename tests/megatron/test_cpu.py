@@ -23,7 +23,8 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from burst_plugin.megatron import cpu, cpu_scripts
+from burst_plugin.megatron import cpu
+from burst_plugin.megatron.cpu import scripts
 from tests.support.megatron_gpt import (
     GptRun,
     StepResult,
@@ -198,7 +199,7 @@ def test_megatrons_own_attention_takes_values_of_another_head_dim() -> None:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.enums import AttnMaskType
 
-        wrap(DotProductAttention, "__init__", cpu_scripts._with_head_dims)
+        wrap(DotProductAttention, "__init__", scripts._with_head_dims)
         config = transformer_config(GptRun(layers=1, groups=8))
         options = {"k_channels": 8, "v_channels": 6, "softmax_scale": 0.3}
         core = DotProductAttention(config, 1, AttnMaskType.causal, "self", **options)  # type: ignore[arg-type]
@@ -223,7 +224,7 @@ def test_mocks_in_place_of_classes_become_classes(monkeypatch: pytest.MonkeyPatc
     for module in modules:
         vars(module).update(TELinear=mock, TENorm=other, te=mock)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    cpu_scripts._have_classes_for_mocks()
+    scripts._have_classes_for_mocks()
     one, two = (vars(module) for module in modules)
     assert isinstance(one["TELinear"], type)
     assert one["TELinear"] is two["TELinear"]

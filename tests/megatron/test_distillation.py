@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from burst_plugin import Strategy, Topology
-from burst_plugin.megatron.arguments import add_arguments
-from burst_plugin.megatron.distillation import stamp_logits
+from burst_plugin.megatron.batches.distillation import stamp_logits
+from burst_plugin.megatron.flags.arguments import add_arguments
 from burst_plugin.megatron.registry import Registry
 
 pytestmark = pytest.mark.megatron

@@ -16,7 +16,7 @@ import torch
 
 from burst_plugin import Causal, Documents, PerRow, Strategy, Topology
 from burst_plugin.assignment import balance
-from burst_plugin.megatron.packed import layout_of
+from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
 from tests.megatron.test_model_parity import DEEPSEEK, MTP, TWO_LAYERS, check_equal
@@ -253,7 +253,7 @@ def test_ten_drawn_batches_equal_float64(ranks: int, layout: str, packed: bool) 
 
 def _refused(rank: int) -> list[str]:
     """Return what each call says that cannot be right."""
-    from burst_plugin.megatron.documents import _Reading
+    from burst_plugin.megatron.batches.documents import _Reading
 
     parse()
     model = build(replace(TWO_LAYERS, cp=2, cp_comm_type="burst", strategy=Strategy(layout="auto")))
@@ -353,7 +353,7 @@ def _read_twice(rank: int) -> tuple[Any, torch.Tensor]:
     from megatron.core.datasets.utils import Split
 
     from burst_plugin.megatron import install
-    from burst_plugin.megatron.documents import _Reading, rows_of
+    from burst_plugin.megatron.batches.documents import _Reading, rows_of
 
     parse()
     install(Strategy(layout="auto"))

@@ -20,9 +20,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from burst_plugin.megatron import even_microbatches
 from burst_plugin.megatron.adapter import _add_flags, _make_ring
-from burst_plugin.megatron.even_microbatches import assign_evenly, follow_flag, works_of
+from burst_plugin.megatron.batches import even_microbatches
+from burst_plugin.megatron.batches.even_microbatches import assign_evenly, hook_even_microbatches, works_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -139,7 +139,7 @@ def _steps(
     scripts: Any, dataset: Any, ranks: int, size: int, consumed: int = 0, rampup: Any = None
 ) -> list[list[list[list[int]]]]:
     """By step, rank and microbatch: the numbers of samples."""
-    follow_flag()
+    hook_even_microbatches()
     calculator = _calculator(rampup, size, ranks)
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
     iterators = []
@@ -221,7 +221,7 @@ def test_validation_and_runs_without_the_flag_are_left_alone(
         assert list(scripts.build_pretraining_data_loader(dataset, 0).batch_sampler)[:2] == [[0, 1], [4, 5]]
     vars(scripts)["build_pretraining_data_loader"] = scripts.original
     _parse(monkeypatch, burst_even_microbatches=False)
-    follow_flag()
+    hook_even_microbatches()
     assert scripts.build_pretraining_data_loader is scripts.original
 
 
@@ -285,7 +285,7 @@ def test_the_example() -> None:
 def test_how_even_a_step_is_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
     for size, own in ((1, "1.25"), (2, "1.12")):
-        even_microbatches._say(works, assign_evenly(works, 2, size))
+        even_microbatches._print_evenness(works, assign_evenly(works, 2, size))
         said = f"the fullest of 2 data-parallel ranks has 1.00 times the mean attention, {own} times in Megatron's"
         assert said in capsys.readouterr().out
 
@@ -321,7 +321,7 @@ def test_what_cannot_work_is_refused_before_groups_are_made(
 
 def test_inter_document_masking_will_do(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _parse(monkeypatch, reset_attention_mask=False, dataloader_inter_document_masking=True)
-    follow_flag()
+    hook_even_microbatches()
     assert scripts.build_pretraining_data_loader is not scripts.original
 
 
@@ -330,7 +330,7 @@ def test_data_of_unknown_lengths_are_refused(scripts: Any) -> None:
         split = types.SimpleNamespace(name="train")
 
     scripts.at = types.SimpleNamespace(size=1, rank=0, ranks=1)
-    follow_flag()
+    hook_even_microbatches()
     with pytest.raises(ValueError, match="is not supported with Conversations, which does not say how long"):
         scripts.build_pretraining_data_loader(Conversations([1, 2, 3]), 0)
 

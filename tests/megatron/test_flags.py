@@ -16,11 +16,11 @@ import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from burst_plugin import Strategy
-from burst_plugin.megatron import report
-from burst_plugin.megatron.adapter import _choose_core_attention, _refuse_whole_sequences
-from burst_plugin.megatron.arguments import add_arguments, mend_help, parsed_arguments, parsed_strategy
-from burst_plugin.megatron.config import REFUSED, REFUSED_LATER
-from burst_plugin.megatron.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
+from burst_plugin.megatron import framework
+from burst_plugin.megatron.flags.arguments import add_arguments, parsed_arguments, parsed_strategy
+from burst_plugin.megatron.flags.config import REFUSED, REFUSED_LATER
+from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
+from burst_plugin.megatron.layers.building import _choose_core_attention, _refuse_whole_sequences
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
@@ -165,10 +165,10 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
     with pytest.raises(ValueError, match="--sft is not supported"):
         refuse_flags()
-    assert any("  sft: before 0.18" in line for line in report._refused())
+    assert any("  sft: before 0.18" in line for line in framework._refused())
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
-    assert not any("sft" in line for line in report._refused()), "`burst doctor` lists what is refused here"
+    assert not any("sft" in line for line in framework._refused()), "`burst doctor` lists what is refused here"
     _parse(sft=True, hybrid_context_parallel=True)
     with pytest.raises(ValueError, match="--sft with --hybrid-context-parallel is not supported"):
         refuse_flags()
@@ -302,19 +302,7 @@ def test_the_version_of_a_tree(tmp_path: Path) -> None:
         tree_version(tmp_path)
 
 
-def test_help_works_where_megatrons_own_is_broken() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rate", default=3, help="%(default)s by default")
-    parser.add_argument("--share", default=0)
-    parser._actions[-1].help = "half (50%) of it"  # newer versions of Python refuse it when it is added
-    with pytest.raises((TypeError, ValueError)):
-        parser.format_help()
-    shown = mend_help(parser).format_help()
-    assert "3 by default" in shown
-    assert "half (50%) of it" in shown
-
-
-ADAPTER: Any = argparse.Namespace(registry=Registry(None))
+REGISTRY = Registry(None)
 
 
 def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
@@ -326,7 +314,7 @@ def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
         _parse(cp_comm_type=cp_comm_type)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            _choose_core_attention(ADAPTER, lambda *args: None, layer, config, None)
+            _choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
         return said
 
     (said,) = build(["burst"])
@@ -340,13 +328,13 @@ def test_a_model_that_did_not_ask_is_told_where_no_flags_were_read(kind: str | N
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type=kind, hybrid_context_parallel=False)
     layer = argparse.Namespace(modules=list)
     with pytest.warns(UserWarning, match=f"not asked for by a model's TransformerConfig.*cp_comm_type={kind!r}"):
-        _choose_core_attention(ADAPTER, lambda *args: None, layer, config, None)
+        _choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
 
 
 def test_a_misspelt_kind_is_refused_when_a_layer_is_built() -> None:
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type="brust", hybrid_context_parallel=False)
     with pytest.raises(ValueError, match="cp_comm_type='brust' is not known: write cp_comm_type='burst'"):
-        _choose_core_attention(ADAPTER, lambda *args: None, argparse.Namespace(), config, None)
+        _choose_core_attention(REGISTRY, lambda *args: None, argparse.Namespace(), config, None)
 
 
 def test_attention_of_megatron_that_has_no_context_parallelism_says_what_to_write() -> None:

@@ -329,18 +329,18 @@ def test_ranks_that_go_apart_end_with_an_error(how: str, text: str) -> None:
 
 
 def test_the_server_runs_on_rank_0_and_finds_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    from burst_plugin.megatron import inference
+    from burst_plugin.megatron.inference import static_context
 
     served: list[int] = []
     server = type("MegatronServer", (), {"run": lambda self, url, port: served.append(port)})
     args = SimpleNamespace(inference_max_seq_length=7)
-    monkeypatch.setattr(inference, "parsed_arguments", lambda: args)
-    inference.mend_server()  # of a script without a server
+    monkeypatch.setattr(static_context, "parsed_arguments", lambda: args)
+    static_context.patch_server()  # of a script without a server
     assert not hasattr(args, "inference_max_sequence_length")
-    monkeypatch.setitem(sys.modules, inference._SERVER, SimpleNamespace(MegatronServer=server))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, static_context._SERVER, SimpleNamespace(MegatronServer=server))  # type: ignore[misc]
     for rank in range(2):
-        monkeypatch.setattr(inference.dist, "get_rank", lambda rank=rank: rank)
-        inference.mend_server()
+        monkeypatch.setattr(static_context.dist, "get_rank", lambda rank=rank: rank)
+        static_context.patch_server()
         server().run("0.0.0.0", port=rank)
     assert served == [0]
     assert args.inference_max_sequence_length == 7

@@ -16,7 +16,8 @@ import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
 from burst_plugin.assignment import balance
-from burst_plugin.megatron import cpu, install, layouts, packed_indices
+from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.megatron.batches import layouts
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
@@ -107,9 +108,9 @@ def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
 
 
 def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
-    from burst_plugin.megatron.layouts import _Cuts
+    from burst_plugin.megatron.batches.layouts import _LayoutHooks
 
-    _Cuts.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
+    _LayoutHooks.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
     return _step(rank, run)
 
 
@@ -346,7 +347,7 @@ def test_hidden_states_are_rolled_with_the_gradient_of_one_rank(layout: str) -> 
 
 def _rolled_without_sum(rank: int) -> list[Any]:
     join(over(TWO_LAYERS, "striped", cp=2))
-    cuts, seen = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
+    cuts, seen = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
 
     def roll_tensor(
         tensor: Any,
@@ -374,11 +375,11 @@ def test_sums_of_what_is_rolled_are_left_out_on_request() -> None:
 
 def _mixed_hidden_states(rank: int) -> list[str]:
     """Return what is said of hidden states that Megatron rolls inside ranks that hold other tokens than in zigzag."""
-    from burst_plugin.megatron.adapter import _refuse_local_rolls
+    from burst_plugin.megatron.layers.building import _refuse_local_rolls
 
     join(over(TWO_LAYERS, "striped", cp=2))
     config = types.SimpleNamespace(mtp_hsm=True, sequence_parallel=True)
-    cuts, group = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
+    cuts, group = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
 
     def in_own_tokens(packed_seq_params: Any, local_seq_length: int, cp_group: Any, tp_group: Any) -> None:
         """Stand in for Megatron's function of main."""
@@ -405,7 +406,7 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.adapter import _refuse_other_attention, _refuse_other_mixers
+    from burst_plugin.megatron.layers.building import _refuse_other_attention, _refuse_other_mixers
 
     run = over(TWO_LAYERS, "striped", cp=2)
     build(run)

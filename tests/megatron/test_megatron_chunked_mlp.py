@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_plugin import Strategy
-from burst_plugin.megatron.arguments import add_arguments
+from burst_plugin.megatron.flags.arguments import add_arguments
 from burst_plugin.megatron.registry import Registry
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, leave, one_step, random_tokens
 from tests.support.ranks import last_lines, run_ranks
@@ -204,7 +204,7 @@ def _layer(mlp: Any = None, **config: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "delay_wgrad_compute", "tp_comm_overlap"])
 def test_options_that_do_not_go_together_are_refused_by_name(name: str) -> None:
-    from burst_plugin.megatron.chunked_mlp import chunk_mlp
+    from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 
     with pytest.raises(ValueError, match=rf"{name}=True: .*a layer has NoneType as its MLP"):
         chunk_mlp(_layer(**{name: True}), Strategy(mlp_chunk=4))
@@ -215,7 +215,7 @@ def test_the_flag_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Megatron's parser ran, and `install()` was given no strategy."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from burst_plugin.megatron.chunked_mlp import chunk_mlp
+    from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 
     flags = add_arguments(argparse.ArgumentParser()).parse_args(["--burst-mlp-chunk", "7"])
     module: Any = argparse.Namespace(_GLOBAL_ARGS=flags)

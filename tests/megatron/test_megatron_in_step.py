@@ -71,7 +71,7 @@ def _noted(outs: dict[str, Tensor], original: Callable[..., Any]) -> Callable[..
 
 def _out_of_step(rank: int) -> list[tuple[str, float, bool]]:
     """Of every fault in every step: what is said, after how many seconds, and whether all outputs were right."""
-    from burst_plugin.megatron import core_attention
+    from burst_plugin.megatron.layers import core_attention
 
     truth: dict[str, Tensor] = {}
     found = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from burst_plugin.megatron import cpu, install
-from burst_plugin.megatron.model_flags import model_flags
+from burst_plugin.megatron.flags.model_flags import model_flags
 from burst_plugin.megatron.planning import files, space
 from burst_plugin.megatron.releases import target_version
 from burst_plugin.planning.setting import Setting

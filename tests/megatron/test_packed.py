@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import packed_indices
-from burst_plugin.megatron.packed import packed_documents
-from burst_plugin.megatron.tensor_cache import TensorCache
+from burst_plugin.megatron.batches.packed import packed_documents
+from burst_plugin.megatron.registry import TensorCache
 from burst_plugin.sequence.layout import Tokens
 from tests.support.megatron_gpt import GptRun, _gpt_model, build, random_tokens, set_weights, transformer_config
 from tests.support.ranks import run_ranks

@@ -21,10 +21,13 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from burst_plugin.megatron import batch_repairs, packed_indices, repairs, training_repairs
-from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron import cpu, packed_indices
+from burst_plugin.megatron.cpu import repairs as cpu_repairs
+from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
+from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
-from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
+from burst_plugin.megatron.repairs import batches, faults
+from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
 from tests.megatron.test_interplay import EXPERTS
 from tests.megatron.test_parity import _step
@@ -44,11 +47,12 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.megatron
 
 VERSION = parse_version(__version__)
-NAMES = [repair.name for repair in REPAIRS]
+EVERY = (*REPAIRS, *CPU_REPAIRS)
+NAMES = [repair.name for repair in EVERY]
 
 
 def status(name: str, version: tuple[int, int, int]) -> str:
-    (repair,) = [repair for repair in REPAIRS if repair.name == name]
+    (repair,) = [repair for repair in EVERY if repair.name == name]
     return repair.status(version)
 
 
@@ -69,21 +73,20 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     monkeypatch.setattr(utils, "tex", object())
     monkeypatch.setitem(sys.modules, "megatron.training", None)
-    for name in batch_repairs.CUT_BATCH:
+    for name in batches.CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
-    monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP, raising=False)
-    fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
-    monkeypatch.setattr(repairs, "REPAIRS", fakes)
-    lines = apply_repairs((0, 17, 1))
+    monkeypatch.delattr(multi_latent_attention, faults._FILLS_UP, raising=False)
+    fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in EVERY)
+    lines = apply_repairs(fakes, (0, 17, 1))
     assert done == [
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
         "yarn_tables",
-        "resume_without_te",
-        "resume_in_float32",
         "two_interleaved_stages",
         "router_losses_per_token",
+        "resume_without_te",
+        "resume_in_float32",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
@@ -97,7 +100,7 @@ def _unrepaired(rank: int) -> str:
     """How the fault shows: build a layer of the unchanged class, as `TransformerBlock` does."""
     from burst_plugin.megatron import adapter
 
-    adapter.apply_repairs = lambda version: []  # type: ignore[assignment]
+    adapter.apply_repairs = lambda repairs, version: []  # type: ignore[assignment]
     try:
         build(LISTED)
     except IndexError as error:
@@ -125,7 +128,7 @@ def test_each_layer_reads_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError
 
     monkeypatch.setattr(TransformerLayer, "__init__", init)
-    repairs._count_layers_from_one()
+    faults._count_layers_from_one()
     listed = ["p2p", "burst", "a2a"]
     config = types.SimpleNamespace(cp_comm_type=listed)
     for number in (1, 2):
@@ -179,7 +182,7 @@ def packed_batch() -> dict[str, Any]:
 @pytest.mark.parametrize("padded", [None, torch.tensor([OFFSETS], dtype=torch.int32)], ids=["plain", "padded"])
 def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padded: Any) -> None:
     monkeypatch.setattr(utils, "get_thd_batch_on_this_cp_rank", None, raising=False)
-    batch_repairs.cut_packed_batches()
+    batches.cut_packed_batches()
     lengths = torch.tensor([OFFSETS if padded is None else [0, 7, 20, 20, 36]], dtype=torch.int32)
     for rank in (0, 1):
         batch, params = utils.get_thd_batch_on_this_cp_rank(
@@ -202,15 +205,15 @@ def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padd
     assert whole["tokens"].tolist() == [list(range(40))]
 
 
-@pytest.mark.parametrize("name", batch_repairs.WANT_TE)
+@pytest.mark.parametrize("name", batches.WANT_TE)
 def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(utils, "tex", None, raising=False)
-    for each in batch_repairs.WANT_TE:
+    for each in batches.WANT_TE:
         monkeypatch.delattr(utils, each, raising=False)
     assert status("packed_batch_without_te", VERSION) == "not needed here"
     monkeypatch.setattr(utils, name, None, raising=False)
     assert status("packed_batch_without_te", VERSION) == "applied"
-    batch_repairs.cut_without_transformer_engine()
+    batches.cut_without_transformer_engine()
     for rank in (0, 1):
         group = types.SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         batch = {**packed_batch(), "cu_seqlens": torch.tensor([OFFSETS]), "cu_seqlens_padded": None}
@@ -221,7 +224,7 @@ def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.M
     assert status("packed_batch_without_te", VERSION) == "not needed here"
 
 
-@pytest.mark.parametrize("name", batch_repairs.CUT_BATCH)
+@pytest.mark.parametrize("name", batches.CUT_BATCH)
 def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -232,20 +235,35 @@ def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
         seen.append(cp_group)
         return batch
 
-    for each in batch_repairs.CUT_BATCH:
+    for each in batches.CUT_BATCH:
         monkeypatch.delattr(utils, each, raising=False)
     assert status("batch_without_group", VERSION) == "not needed here"
     monkeypatch.setattr(utils, name, cut, raising=False)
     assert status("batch_without_group", VERSION) == "applied"
     groups = iter(["the context-parallel one", None])  # the latter where Megatron has made none
     monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda check_initialized: next(groups))
-    batch_repairs.cut_over_context_parallel_ranks()
+    batches.cut_over_context_parallel_ranks()
     for given in ({}, {"cp_group": None}, {"cp_group": "another"}):
         getattr(utils, name)({}, **given)
     assert seen == ["the context-parallel one", None, "another"]
 
 
-# -------------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------ checkpoints, on CPUs only
+
+
+def _repaired(rank: int, on_cpus: bool) -> set[str]:
+    """Return the names of what `install()` repairs."""
+    from burst_plugin.megatron import install
+
+    if on_cpus:
+        cpu.enable(force=True)
+    names = {line.split()[1].rstrip(":") for line in install().report if line.startswith("repaired ")}
+    return names & {repair.name for repair in CPU_REPAIRS}
+
+
+def test_repairs_that_only_cpus_need_are_applied_there_alone() -> None:
+    assert run_ranks(_repaired, 1, False) == [set()]
+    assert {"resume_without_te", "resume_in_float32"} <= run_ranks(_repaired, 1, True)[0]
 
 
 def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own_after(
@@ -266,7 +284,7 @@ def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own
 
     monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
-    training_repairs.count_steps_of_pytorchs_adam()
+    cpu_repairs._count_steps_of_pytorchs_adam()
     inner = types.SimpleNamespace(state={})
     optimizer = types.SimpleNamespace(optimizer=inner)
     DistributedOptimizer.state_dict(optimizer)
@@ -289,12 +307,12 @@ def test_float32_parameters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
     with pytest.raises(RuntimeError, match="in-place"):
         DistributedOptimizer.load_state_dict(None, {})
-    training_repairs.load_without_gradients()
+    cpu_repairs._load_without_gradients()
     DistributedOptimizer.load_state_dict(None, {})
     assert weight.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------------------------ experts
+# ---------------------------------------------------------------------------------------------- experts, on CPUs only
 
 
 def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +323,7 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     with pytest.raises(NameError):
         moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     monkeypatch.setattr(moe_utils, "te_general_gemm", "to be set", raising=False)
-    repairs._say_that_there_is_no_gemm()
+    cpu_repairs._route_without_gemm()
     logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     torch.testing.assert_close(logits, inputs @ weight.T)
     assert status("router_without_te", (0, 16, 1)) == "not needed here"
@@ -402,17 +420,17 @@ def test_values_are_filled_up_for_other_core_attention_only(monkeypatch: pytest.
         missing = query.shape[-1] - value.shape[-1]
         return torch.nn.functional.pad(value, [0, missing]), True, value.shape[-1], query.shape[-1]
 
-    monkeypatch.setattr(multi_latent_attention, repairs._FILLS_UP, filled_up, raising=False)
+    monkeypatch.setattr(multi_latent_attention, faults._FILLS_UP, filled_up, raising=False)
     assert status("packed_mla_values", (0, 18, 2)) == "applied"
-    repairs._leave_values_as_they_are()
-    prepare = getattr(multi_latent_attention, repairs._FILLS_UP)
+    faults._leave_values_as_they_are()
+    prepare = getattr(multi_latent_attention, faults._FILLS_UP)
     query, value = torch.zeros(4, 2, 24), torch.zeros(4, 2, 16)
     ours = types.SimpleNamespace(core_attention=object.__new__(BurstCoreAttention))
     assert prepare(ours, query, value, "packed") == (value, False, 16, 16)
     assert prepare(ours, query, None, "packed") == (None, False, None, None)
     other, *rest = prepare(types.SimpleNamespace(core_attention=object()), query, value, "packed")
     assert (other.shape[-1], rest) == (24, [True, 16, 24])
-    monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP)
+    monkeypatch.delattr(multi_latent_attention, faults._FILLS_UP)
     assert status("packed_mla_values", (0, 16, 1)) == "not needed here"
 
 
@@ -468,7 +486,7 @@ def test_a_gpus_random_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = types.SimpleNamespace(_warmup_jit_function=lambda: (torch.rand(3), torch.rand(3, generator=gpu)))
     monkeypatch.setitem(sys.modules, "megatron.training.initialize", scripts)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    training_repairs.keep_random_states()
+    faults._keep_random_states()
     for _ in range(2):  # groups may be made again
         assert parallel_state.initialize_model_parallel() == "groups"
         before = torch.get_rng_state(), gpu.get_state()
@@ -481,5 +499,5 @@ def test_without_scripts_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert status("weights_at_start", VERSION) == "not needed here"
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    training_repairs.keep_random_states()
+    faults._keep_random_states()
     assert parallel_state.initialize_model_parallel() == "groups"

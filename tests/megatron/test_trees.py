@@ -153,7 +153,7 @@ def _positions_of_the_folded_sequence() -> None:
 
 
 def _no_tree() -> None:
-    from burst_plugin.megatron import call_masks
+    from burst_plugin.megatron.layers import call_masks
 
     mock.patch.object(call_masks, "tree_of", lambda given: PrefixTree((-1,), (int(given[0, 1].sum()),))).start()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burst_plugin.megatron.config import HONOURED, REFUSED, REFUSED_LATER, is_irrelevant
+from burst_plugin.megatron.flags.config import HONOURED, REFUSED, REFUSED_LATER, is_irrelevant
 from tests.support.megatron_lm import TAGS, checkout
 
 pytestmark = pytest.mark.megatron

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from burst_plugin.megatron.config import HONOURED, REFUSED, REFUSED_LATER
-from burst_plugin.megatron.flag_checks import REFUSED_FLAGS
-from burst_plugin.megatron.inference_checks import _REFUSED as REFUSED_IN_INFERENCE
+from burst_plugin.megatron.flags.config import HONOURED, REFUSED, REFUSED_LATER
+from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS
+from burst_plugin.megatron.inference.checks import _REFUSED as REFUSED_IN_INFERENCE
 from tests.support.megatron_lm import ROOT, TAGS, checkout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]

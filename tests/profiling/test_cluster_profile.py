@@ -16,7 +16,7 @@ from burst_plugin import Strategy, Topology
 from burst_plugin.cli import main
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
-from burst_plugin.megatron import arguments
+from burst_plugin.megatron.flags import arguments
 from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.measured import measured_links, measured_work_seconds
 from burst_plugin.planning.price import work_seconds

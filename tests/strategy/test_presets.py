@@ -26,7 +26,7 @@ from burst_plugin import (
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
-from burst_plugin.megatron import arguments
+from burst_plugin.megatron.flags import arguments
 from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.measured import planned
 from burst_plugin.planning.price import has_price, pass_price

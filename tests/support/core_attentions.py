@@ -13,7 +13,7 @@ __all__ = ["OneRankBurst", "WrittenOut", "allowed_pairs"]
 
 def OneRankBurst(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Burst attention on a single rank, where Megatron would use its own."""
-    from burst_plugin.megatron.core_attention import BurstCoreAttention
+    from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
     from burst_plugin.megatron.registry import Registry
 
     return BurstCoreAttention(*args, registry=Registry(None), **kwargs)

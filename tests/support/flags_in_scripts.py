@@ -75,7 +75,7 @@ def _parsed(words: list[str]) -> Any:
 
 def _told_apart(model: Any, config: Any) -> list[str]:
     """Return the fields that `tests.support.megatron_arguments` sets to something else."""
-    from burst_plugin.megatron.model_flags import model_flags
+    from burst_plugin.megatron.flags.model_flags import model_flags
     from burst_plugin.megatron.releases import target_version
     from tests.support.megatron_arguments import parse
 

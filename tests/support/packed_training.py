@@ -100,7 +100,7 @@ class PackedTraining:
 
 def _core_alone(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
     """Return a core attention of one rank that takes packed documents without Transformer Engine."""
-    from burst_plugin.megatron.core_attention import BurstCoreAttention
+    from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
     from burst_plugin.megatron.registry import Registry
 
     return BurstCoreAttention(*args, registry=Registry(strategy), **kwargs)

@@ -1,0 +1,315 @@
+"""What Megatron itself cuts in zigzag, cut by the ring's layout: batches, rotary embedding, and what it rolls.
+
+With 8 tokens over 2 ranks, and `layout="striped"`, rank 0 gets of everything what belongs to tokens 0 2 4 6, and
+rank 1 what belongs to 1 3 5 7. In zigzag Megatron's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
+from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
+from burst_plugin.megatron.batches.rolled import roll_left
+from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions_that_cut
+from burst_plugin.sequence.layout import Tokens, positions
+from burst_plugin.strategy import AUTO
+
+MEGATRONS_OWN = "zigzag"
+# Entries of a batch without one value per token.
+_NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
+_ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
+
+
+def hook_layouts(registry: Registry) -> str:
+    """Let Megatron cut everything by the layout of `registry`, over any group; return a line that says so."""
+    hooks = _LayoutHooks(registry)
+    for name in functions_that_cut():
+        wrap_everywhere(utils, name, hooks.packed_batch if name in WANT_TE else hooks.batch)
+    wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", hooks.rotary_embedding)
+    wrap_everywhere(rope_utils, "apply_rotary_pos_emb", hooks.rotate)
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding):
+        kept = kind.forward
+        replaced = wrap(kind, "forward", hooks.kept_rotary_embedding)
+        if hasattr(kept, "cache_clear"):
+            vars(replaced)["cache_clear"] = kept.cache_clear
+    wrap(YarnRotaryEmbedding, "get_cached_cos_sin", hooks.fused_tables)
+    wrap(GPTModel, "_preprocess", hooks.look_at_batch)
+    wrap_everywhere(multi_token_prediction, "roll_tensor", hooks.roll)
+    if hasattr(multi_token_prediction, _ROLLS_LOCALLY):
+        wrap(multi_token_prediction, _ROLLS_LOCALLY, hooks.local_documents)
+    assign_by(registry.packed_tokens)
+    return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
+
+
+class _LayoutHooks:
+    """Functions in place of Megatron's, which cut over its groups in zigzag: these cut as `registry` says."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._has_looked = False
+
+    def _apply_to(self, group: Any) -> bool:
+        return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
+
+    def _apply_to_packed(self, group: Any) -> bool:
+        """Return whether packed documents are cut in another way than Megatron's kernels rotate them."""
+        return self._apply_to(group) or (group is not None and group.size() > 1 and cuts_documents_as_one())
+
+    def _documents_decide(self) -> bool:
+        """Return whether ranks hold other tokens of every microbatch, by the documents of its sequences."""
+        return self._registry.layout == AUTO and resets_attention_mask()
+
+    def _tokens_of_batch(self, offsets: tuple[int, ...] | None, length: int, group: dist.ProcessGroup) -> Tokens:
+        if offsets is None:
+            return self._registry.tokens_of_batch(length, group.size())
+        return self._registry.packed_tokens(offsets, group.size())
+
+    def batch(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Cut entries [B, S, ...] of a batch of whole sequences, and its attention_mask [B, 1, S, S] by the queries.
+
+        Raises ValueError for a length of which ranks cannot hold equally many tokens, as pipelines and rotary
+        embedding have it.
+        """
+        arguments = bind(original, *args, **kwargs).arguments
+        batch, group = arguments["batch"], _group(arguments)
+        if not self._apply_to(group):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        packed = batch.get("cu_seqlens")
+        offsets = None if packed is None else tuple(packed.flatten().tolist())
+        for name, x in batch.items():
+            dim = 2 if name == "attention_mask" else 1
+            if not isinstance(x, Tensor) or x.dim() <= dim or name in _NOT_BY_TOKEN:
+                continue
+            tokens = self._tokens_of_batch(offsets, x.shape[dim], group)
+            divisor = layout_of(tokens).chunks_per_rank * group.size()
+            if tokens.length % divisor:
+                raise ValueError(
+                    f"{name} {list(x.shape)} has {tokens.length} tokens, expected a multiple of {divisor} with "
+                    f"context_parallel_size={group.size()} and layout={tokens.layout!r}; pad the sequence"
+                )
+            batch[name] = _cut(x, dim, tokens, group)
+        return batch  # type: ignore[no-any-return]
+
+    def packed_batch(self, original: Any, batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+        """Cut a batch of packed documents, as Megatron does by Transformer Engine from 0.18 on."""
+        cp_group = _group({"cp_group": cp_group})
+        return (cut_packed if self._apply_to(cp_group) else original)(batch, cp_group)
+
+    def rotary_embedding(self, original: Any, pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
+        """Cut the rotary embedding of a whole sequence along `seq_dim`."""
+        if not self._apply_to(cp_group):
+            return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
+        if self._documents_decide():  # Megatron keeps what this returns, for all microbatches
+            return pos_emb
+        tokens = self._registry.tokens_of_batch(pos_emb.shape[seq_dim], cp_group.size())
+        return _cut(pos_emb, seq_dim, tokens, cp_group)
+
+    def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents.
+
+        At inference it is that of the new tokens, of which rows of a batch have the same; of a prefix tree, that of
+        the logical positions of this rank's tokens.
+        """
+        registry, turn = self._registry, self._registry.turn
+        arguments = bind(original, embedding, *args, **kwargs).arguments
+        group: Any = arguments.get("cp_group") or getattr(embedding, "cp_group", None)
+        if turn is not None:
+            start, stop = turn.starts[0], turn.stops[0]
+            tables = original(embedding, stop - start, start, True)  # as for packed documents: not cut
+            return _on_table(tables, lambda table: table[turn.index[0].to(table.device)])
+        if registry.tree is not None:
+            cp = next(cp for cp in registry.contexts() if cp.group is group)
+            rows = registry.tree.logical(cp.positions(registry.tokens_of_tree(registry.tree, cp)))
+            tables = original(embedding, int(rows.max()) + 1, 0, True)
+            return _on_table(tables, lambda table: table[rows.to(table.device)])
+        tables = original(embedding, *args, **kwargs)
+        is_of_batch = self._documents_decide() and registry.identity.microbatch_id is not None  # YaRN's first is not
+        if not is_of_batch or arguments.get("packed_seq") or not self._apply_to(group):
+            return tables
+        return _on_table(
+            tables, lambda table: _cut(table, 0, registry.tokens_of_batch(len(table), group.size()), group)
+        )
+
+    def rotate(
+        self,
+        original: Any,
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Rotate queries or keys; those of packed documents, [T/CP, H, D], by their positions in these."""
+        group = _group({"cp_group": cp_group})
+        if cu_seqlens is None or not self._apply_to_packed(group):
+            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **options)  # type: ignore[no-any-return]
+        rows = self._positions(cu_seqlens, t.shape[0] * group.size(), group)
+        freqs = freqs[rows.clamp(max=freqs.shape[0] - 1)]  # padding may be longer than any document
+        rotated: Tensor = original(t.unsqueeze(1), freqs, config, None, mscale, cp_group, **options)
+        return rotated.squeeze(1)
+
+    def _positions(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+        """Return the positions of this rank's tokens in the documents of a packed sequence of `length`.
+
+        They are looked up for every layer, and computed once where that reads a tensor.
+        """
+
+        def compute() -> Tensor:
+            return _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
+
+        if self._registry.layout != AUTO:
+            return compute()
+        return self._registry.tensor_cache.get(cu_seqlens, ("positions", group.size(), group.rank()), compute)
+
+    def _documents(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tokens:
+        """Return which tokens of a packed sequence ranks hold; core attention tells offsets that do not fit it."""
+        plain = Tokens(length, layout=self._registry.layout_of_sequences)
+        if self._registry.layout != AUTO:
+            return plain
+        offsets = tuple(cu_seqlens.flatten().tolist())
+        return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else plain
+
+    def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `GPTModel._preprocess`, and count the call.
+
+        Raises ValueError if the first batch was cut in zigzag elsewhere.
+        """
+        arguments = bind(original, model, *args, **kwargs).arguments
+        held, group = arguments.get("position_ids"), _group(arguments)
+        self._registry.identity.model_calls += 1
+        if self._registry.turn is not None or self._registry.tree is not None:
+            return original(model, *args, **kwargs)
+        if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
+            self._has_looked = True
+            if self._are_of_zigzag(held[0], arguments.get("packed_seq_params"), group):
+                raise ValueError(
+                    f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
+                    "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
+                    "packed_indices, which follow the layout; or use --burst-layout zigzag"
+                )
+        return original(model, *args, **kwargs)
+
+    def _are_of_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> bool:
+        """Return whether positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
+        length, is_packed = len(held) * group.size(), packed is not None and packed.qkv_format == "thd"
+        starts = _starts(packed) if is_packed else torch.tensor([0, length])
+        offsets = tuple(starts.flatten().tolist())
+        if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
+            return False
+        if is_packed:
+            ours = self._documents(starts, length, group)
+        else:
+            ours = self._registry.tokens_of_batch(length, group.size())
+
+        def fit(tokens: Tokens) -> bool:
+            """Return whether positions are those of `tokens`, in the whole or in their documents."""
+            sequence = torch.tensor([0, length])
+            return any(held.tolist() == _in_documents(tokens, ends, group).tolist() for ends in (sequence, starts))
+
+        return fit(by_document(offsets, group.size())) and not fit(ours)
+
+    def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the tables of multi-latent attention's fused rotary embedding.
+
+        Raises ValueError for packed documents, of which its kernels take the positions to be in zigzag.
+        """
+        arguments = bind(original, embedding, *args, **kwargs).arguments
+        group = _group(arguments) or embedding.cp_group
+        if self._apply_to_packed(group) if arguments.get("packed_seq") else self._documents_decide():
+            raise ValueError(
+                f"apply_rope_fusion=True of multi-latent attention is not supported with packed documents in "
+                f"layout={self._registry.layout!r}: its kernels rotate them in zigzag; use --no-rope-fusion"
+            )
+        return original(embedding, *args, **kwargs)
+
+    def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Roll what is cut over a group as one rank rolls the whole; return this rank's part of it, and its sum.
+
+        Collective, with gradient, which Megatron's own does not send to the rank that a row came from.
+        """
+        call = bind(original, *args, **kwargs)
+        call.apply_defaults()
+        local, shifts, dim, group = (call.arguments[name] for name in ("tensor", "shifts", "dims", "cp_group"))
+        packed = call.arguments["packed_seq_params"]
+        if local is None or group is None or group.size() == 1:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        cuts_otherwise = self._apply_to(group) if packed is None else self._apply_to_packed(group)
+        if not cuts_otherwise and not (local.requires_grad and torch.is_grad_enabled()):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        if shifts != -1:
+            raise ValueError(f"shifts={shifts} is not supported over context-parallel ranks; roll by -1")
+        length, ends = local.shape[dim] * group.size(), None
+        if packed is None:
+            tokens = self._registry.tokens_of_batch(length, group.size())
+        else:
+            starts = _starts(packed).flatten()
+            ends = starts[1:]
+            if cuts_otherwise:
+                tokens = self._documents(starts, length, group)
+            else:
+                tokens = by_document(tuple(starts.tolist()), group.size())
+        rolled = roll_left(local, dim, tokens, group, ends)
+        return rolled, rolled.sum() if call.arguments.get("return_sum", True) else None
+
+    def local_documents(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return where documents begin in a rank's own tokens, inside which Megatron rolls mixed hidden states.
+
+        It does so with sequence parallelism, and for padded documents. Raises ValueError if documents are not cut in
+        zigzag, each on its own, as Megatron takes them to be.
+        """
+        group = bind(original, *args, **kwargs).arguments["cp_group"]
+        if self._apply_to_packed(group):
+            cut = f"layout={self._registry.layout!r}" if self._apply_to(group) else flag_of(PACKS)
+            raise ValueError(
+                f"mtp_hsm=True on packed documents is not supported with {cut} where sequence_parallel=True, or "
+                "where documents are padded: Megatron takes each to be cut in zigzag on its own; drop --mtp-hsm, or "
+                "--sequence-parallel and the padding"
+            )
+        return original(*args, **kwargs)
+
+
+def _on_table(tables: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a rotary embedding, which Megatron may return together with a scale."""
+    if not isinstance(tables, tuple):
+        return function(tables)
+    table, *others = tables
+    return (function(table), *others)
+
+
+def _group(arguments: Any) -> Any:
+    """Return the group among arguments of Megatron's, or else the one that it takes then."""
+    return arguments.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
+
+
+def _starts(packed: Any) -> Tensor:
+    """Return where packed documents begin, and the last one ends."""
+    padded: Tensor | None = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
+
+
+def _cut(x: Tensor, dim: int, tokens: Tokens, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of a whole sequence `x`, along `dim`."""
+    return layout_of(tokens).shard(x, dim, (group.rank(), group.size()), tokens)
+
+
+def _in_documents(tokens: Tokens, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the positions of this rank's tokens in their documents, without reading `cu_seqlens`."""
+    held = positions(layout_of(tokens).runs(group.rank(), group.size(), tokens), cu_seqlens.device)
+    starts = cu_seqlens.flatten().long()
+    return held - starts[torch.searchsorted(starts, held, right=True) - 1]

@@ -1,0 +1,213 @@
+"""The `--burst-*` flags of Megatron's argument parser, and the arguments that it has read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from burst_plugin.frameworks.options import flag_keywords
+from burst_plugin.frameworks.rules import Rule, broken_rules
+from burst_plugin.strategy import Strategy
+from burst_plugin.strategy.presets import PRESETS, with_preset
+
+RESETS, PACKS = "reset_attention_mask", "dataloader_inter_document_masking"  # they keep documents apart
+_PROFILE, _PRESET, _GIVEN = "burst_profile", "burst_preset", "burst_flags_given"
+
+# Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
+_WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
+    {
+        "head_chunk": "–",  # its fused projection writes gradients to buffers that a part of its rows does not have
+        "forward": "–",  # keys and values move, which is nearly always best
+        "deterministic": "PyTorch's switch, set by `--deterministic-mode`",
+        "late_after": "–",
+    }
+)
+_OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
+# Arguments whose flags have another name than they have.
+_UNLIKE: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu_offloading": "--cpu-offloading-num-layers",
+        "fp4": "--fp4-format {}",
+        "fp8": "--fp8-format {}",
+        "use_inference_optimized_layers": "--transformer-impl inference_optimized",
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank {}",
+    }
+)
+_OPTIONS = tuple(option for option in fields(Strategy) if option.name not in _WITHOUT_FLAG)
+
+
+def written(option: str) -> str:
+    """Return how Megatron's users write an option of `Strategy`, in Markdown."""
+    if option in _WITHOUT_FLAG:
+        return _WITHOUT_FLAG[option]
+    flag = f"`{flag_of(_dest(option))}`"
+    return f"`{_OVERRIDDEN_BY[option]}`, else {flag}" if option in _OVERRIDDEN_BY else flag
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add one group of flags. Raise argparse.ArgumentError if they have been added already."""
+    group = parser.add_argument_group(
+        "burst attention",
+        "used by layers whose --cp-comm-type is burst (burst_plugin); `burst plan` estimates what suits a cluster",
+    )
+    for option in _OPTIONS:
+        keywords = flag_keywords(option)
+        keywords["action"] = _Switch if "action" in keywords else _Value
+        if option.name in _OVERRIDDEN_BY:
+            keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
+        group.add_argument(flag_of(_dest(option.name)), **keywords)
+    text = "a published system by its name, as options, over which other flags go (docs/systems.md)"
+    group.add_argument(flag_of(_PRESET), choices=list(PRESETS), help=text)
+    text = (
+        "what `burst check` wrote here: the ring is planned by it for the shapes of the model, around options whose "
+        "flags are given"
+    )
+    group.add_argument(flag_of(_PROFILE), metavar="FILE", help=text)
+    return parser
+
+
+class _Noted(argparse.Action):
+    """Notes among the arguments that a flag was given, which its value does not say if that is the usual one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, _GIVEN, (*getattr(namespace, _GIVEN, ()), self.dest))
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _Value(_Noted, argparse._StoreAction):
+    """A flag with a value."""
+
+
+class _Switch(_Noted, argparse.BooleanOptionalAction):
+    """A flag without."""
+
+
+def resets_attention_mask() -> bool:
+    """Return whether rings keep documents apart by end-of-document tokens (`--reset-attention-mask`)."""
+    args = parsed_arguments()
+    return bool(getattr(args, RESETS, False)) and args.context_parallel_size > 1 and burst_is_possible()
+
+
+def cuts_documents_as_one() -> bool:
+    """Return whether Megatron cuts packed documents over ranks as if they were one sequence.
+
+    It does with `--dataloader-inter-document-masking`, but not with `--sft` at the same time.
+    """
+    args = parsed_arguments()
+    return bool(getattr(args, PACKS, False)) and not getattr(args, "sft", False)
+
+
+def burst_is_possible() -> bool:
+    """Return whether any layer may be on a ring. True if Megatron's parser did not run: it is not known then."""
+    args = parsed_arguments()
+    return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
+
+
+def burst_is_requested() -> bool:
+    """Return whether Megatron's parsed arguments ask for burst attention."""
+    return parsed_arguments() is not None and burst_is_possible()
+
+
+def flag_of(name: str, value: Any = True) -> str:
+    """Return a flag as it is written on the command line, by its name among the parsed arguments."""
+    if name in _UNLIKE:
+        return _UNLIKE[name].format(value)
+    shown = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
+    return "--" + name.replace("_", "-") + ("" if value is True else f" {shown}")
+
+
+def option_of(name: str, value: Any = None) -> str:
+    """Return a field of TransformerConfig as its user writes it: as a flag where Megatron's parser ran.
+
+    value: shown beside the name, unless None.
+    """
+    if hasattr(parsed_arguments(), name):
+        return flag_of(name, True if value is None else value)
+    return name if value is None else f"{name}={value!r}"
+
+
+def unsupported(rules: Mapping[str, Rule], options: Any) -> list[str]:
+    """Return what `options`, a configuration or arguments, have that breaks `rules`, with what to write instead."""
+    return [
+        f"{option_of(name, value)} is not supported: {instead}"
+        for name, value, instead in broken_rules(rules, options)
+    ]
+
+
+def _dest(option: str) -> str:
+    """Return the name of an option of `Strategy` among the parsed arguments."""
+    return f"burst_{option}"
+
+
+def options_that_are_set(args: Any) -> list[str]:
+    """Return the names of --burst-* flags that were given other values than their defaults."""
+    defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    return [name for name, default in defaults.items() if getattr(args, name, default) != default]
+
+
+def parsed_arguments() -> Any:
+    """Return the arguments that Megatron's parser has read; None if it did not run."""
+    global_vars: Any = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def parsed_layout() -> str:
+    """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
+    return str(with_preset(_options_of(parsed_arguments())).get("layout", Strategy.layout))
+
+
+def parsed_strategy() -> Strategy | None:
+    """Return the strategy that Megatron's parsed arguments ask for; None if its parser did not run."""
+    args = parsed_arguments()
+    if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
+        return None
+    profile = getattr(args, _PROFILE, None)
+    if profile is None:
+        return strategy_of(args)
+    return Strategy.from_profile(profile, model=_attention_sizes(args), **_options_of(args))
+
+
+def strategy_of(args: Any) -> Strategy:
+    """Return the strategy that parsed --burst-* flags ask for, without a profile."""
+    return Strategy.of(None, **_options_of(args))
+
+
+def _options_of(args: Any) -> dict[str, Any]:
+    """Return the options of `Strategy`, and the preset, whose flags were given, or have other values than usual."""
+    noted = getattr(args, _GIVEN, ())
+    options = {}
+    for option in _OPTIONS:
+        value = _without_list(getattr(args, _dest(option.name), option.default))
+        if _dest(option.name) in noted or value != option.default:
+            options[option.name] = value
+    preset = getattr(args, _PRESET, None)
+    return options if preset is None else {**options, "preset": preset}
+
+
+def _attention_sizes(args: Any) -> dict[str, int]:
+    """Return the attention of one rank, as far as the arguments say it; see `Strategy.from_profile`.
+
+    Keys and values of latent attention differ in head dim, of which the mean has the same bytes and work.
+    """
+    heads = getattr(args, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    tensor = args.tensor_model_parallel_size
+    is_latent = getattr(args, "multi_latent_attention", False)
+    groups = args.num_query_groups if args.group_query_attention and not is_latent else heads
+    head_dim = args.kv_channels or args.hidden_size // heads
+    if is_latent:
+        head_dim = (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
+    sizes = {"q_heads": heads // tensor, "kv_heads": max(1, groups // tensor), "head_dim": head_dim}
+    return sizes if args.seq_length is None else {**sizes, "seq": args.seq_length}
+
+
+def _without_list(value: Any) -> Any:
+    """Return the only item of a list of one, a tuple for a longer list, and any other value unchanged."""
+    if not isinstance(value, list):
+        return value
+    return value[0] if len(value) == 1 else tuple(value)

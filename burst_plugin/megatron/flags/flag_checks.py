@@ -1,0 +1,168 @@
+"""Flags of Megatron's own that a ring cannot follow: refused at start-up, with what to write instead."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from burst_plugin.frameworks.rules import Rule, off
+from burst_plugin.megatron.flags.arguments import (
+    PACKS,
+    RESETS,
+    burst_is_possible,
+    flag_of,
+    options_that_are_set,
+    parsed_arguments,
+    parsed_layout,
+    unsupported,
+)
+from burst_plugin.megatron.flags.config import (
+    REFUSED,
+    REFUSED_LATER,
+    brings_groups,
+    is_hybrid,
+    misspelt_kind,
+    problems_of_changing_groups,
+    spreads_sequences,
+)
+from burst_plugin.megatron.releases import parse_version
+from burst_plugin.strategy import Strategy
+
+_PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
+
+# Flags that are not in TransformerConfig and ask for attention that is not supported.
+REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "sft": Rule(
+            lambda value: not value or parse_version(sys.modules["megatron.core"].__version__) >= (0, 18, 0),
+            "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
+            f"{_PACK}",
+        ),
+        "perform_rl_step": Rule(
+            off,
+            "releases until 0.19 give all ranks whole sequences, and later ones cut rollouts by themselves, for "
+            "Transformer Engine's attention; use --context-parallel-size 1, or from 0.20 on --cp-comm-type p2p",
+        ),
+        "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`"),
+        "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
+    }
+)
+
+# Arguments that pretrain_mamba.py and pretrain_hybrid.py alone take; the first since 0.17, others until then.
+_HYBRID_MODELS = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+
+_LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
+
+
+def flag_problems() -> list[str]:
+    """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
+    return unsupported(REFUSED_FLAGS, parsed_arguments())
+
+
+def refuse_flags() -> None:
+    """Stop at start-up if Megatron's parsed arguments ask for something that burst attention cannot do.
+
+    Raises:
+        ValueError: naming every such flag with its value, and what to write instead.
+    """
+    args = parsed_arguments()
+    if args is None:
+        return
+    reasons: list[str] = []
+    if misspelt := misspelt_kind(getattr(args, "cp_comm_type", None)):
+        reasons = [f"--cp-comm-type {misspelt} is not known: write --cp-comm-type burst"]
+    elif not burst_is_possible():
+        flags = map(flag_of, options_that_are_set(args))
+        reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in flags]
+        if args.context_parallel_size > 1:
+            _warn(
+                f"--context-parallel-size {args.context_parallel_size} with {flag_of('cp_comm_type', _kinds(args))}: "
+                "Megatron's own context parallelism runs, which needs Transformer Engine, and not burst attention; "
+                "write --cp-comm-type burst for that"
+            )
+    elif spreads_sequences(args):
+        reasons = unsupported({**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS}, args)
+        if is_hybrid(args):
+            reasons += problems_of_changing_groups(args)
+        if getattr(args, "sft", False) and is_hybrid(args):
+            reasons.append(
+                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
+                "rotates them in another way; drop one of them"
+            )
+        kinds = _kinds(args)
+        if parsed_layout() != Strategy.layout and kinds != ["burst"]:
+            reasons.append(
+                f"{flag_of('burst_layout', parsed_layout())} needs --cp-comm-type burst in all layers, got "
+                f"{' '.join(kinds)}: Megatron's own context parallelism takes batches to be cut in zigzag"
+            )
+        reasons += _document_problems(args, kinds)
+        _warn_of_square_masks(args)
+    if reasons:
+        raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
+
+
+def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
+    """Return why ranks cannot keep documents apart as these arguments ask for.
+
+    Data loaders are told to make no masks [S, S], of which layers get none: see `batches/documents.py`.
+    """
+    flags = [name for name in (RESETS, PACKS) if getattr(args, name, False)]
+    if not flags:
+        return []
+    reasons = []
+    if kinds != ["burst"]:
+        reasons.append(
+            f"{flag_of(flags[0])} needs --cp-comm-type burst in all layers, got {' '.join(kinds)}: Megatron's own "
+            "context parallelism would let documents attend to each other"
+        )
+    if brings_groups(args):
+        reasons.append(
+            f"{flag_of(flags[0])} is not supported with --hybrid-context-parallel: use --context-parallel-size alone"
+        )
+    hybrid = next((name for name in _HYBRID_MODELS if getattr(args, name, None)), None)
+    if RESETS in flags and hybrid is not None:
+        reasons.append(
+            f"{flag_of(RESETS)} is not supported with {flag_of(hybrid)}, whose models do not hand on where documents "
+            f"begin: drop it, or {_PACK}"
+        )
+    if RESETS in flags:
+        args.create_attention_mask_in_dataloader = False
+    if parsed_layout() == Strategy.layout:
+        _warn(
+            f"{flag_of(flags[0])}: sequences are cut in zigzag, whatever documents they hold; --burst-layout auto "
+            "gives all ranks the same work, and sends less"
+        )
+    return reasons
+
+
+def warn_of_quantizers() -> None:
+    """Warn of ModelOpt: it quantizes queries, keys and values only in Transformer Engine's attention."""
+    if getattr(parsed_arguments(), "modelopt_enabled", False):
+        _warn(
+            "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
+            "burst attention trains and saves it without that; other layers are not affected"
+        )
+
+
+def _warn(text: str) -> None:
+    """Warn once for all ranks, since their flags are the same."""
+    if getattr(parsed_arguments(), "rank", 0) == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+def _kinds(args: Any) -> list[str]:
+    """Return the kinds of context parallelism of all layers, each once."""
+    return sorted(set(args.cp_comm_type or ["p2p"]))
+
+
+def _warn_of_square_masks(args: Any) -> None:
+    """Warn of the loader's masks [S, S], which only repeat "causal": while made, each exists twice in float32."""
+    tokens = getattr(args, "seq_length", None) or 0
+    if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
+        _warn(
+            f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
+            "loader process while it does; add --no-create-attention-mask-in-dataloader"
+        )

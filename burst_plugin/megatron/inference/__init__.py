@@ -1,0 +1,7 @@
+"""Megatron's static inference on a ring."""
+
+from __future__ import annotations
+
+from burst_plugin.megatron.inference.static_context import cache_of
+
+__all__ = ["cache_of"]

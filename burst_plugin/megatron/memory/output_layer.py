@@ -1,0 +1,249 @@
+"""The loss of Megatron's language models in chunks of tokens: `--burst-loss-chunk`.
+
+While a model computes its loss, its output layer returns hidden states, and `compute_language_model_loss` gets these.
+So do the heads of multi-token prediction, which use the same two. The layer is called as a module, since it is a hook
+that waits for its weight with `--overlap-param-gather`. Hidden states are gathered once over sequence-parallel ranks,
+and their gradient is reduced once over tensor-parallel ones, however many chunks there are; a chunk's sums over the
+vocabulary take two collectives of some numbers per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    layers,
+)
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from burst_plugin.activations import Head, linear_cross_entropy
+from burst_plugin.activations.deferred_logits import DeferredLogits
+from burst_plugin.activations.recomputed_chunks import linear
+from burst_plugin.batch import IGNORED_LABEL
+from burst_plugin.frameworks.hooks import hooks_of_others
+from burst_plugin.frameworks.rules import Rule, broken_rules, off
+from burst_plugin.frameworks.wrapping import bind, wrap
+from burst_plugin.megatron.registry import Registry
+
+_HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
+_ACCEPTED = "_compute_mtp_acceptance_counts"  # since core 0.19
+_REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
+    "cross_entropy_loss_fusion": Rule(off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"),
+    "defer_embedding_wgrad_compute": Rule(
+        off, "it keeps the inputs of whole logits; drop --defer-embedding-wgrad-compute"
+    ),
+    "config_logger_dir": Rule(off, "it saves whole logits; drop --config-logger-dir"),
+}
+
+
+def hook_losses(registry: Registry) -> str:
+    """Have models compute their losses in chunks where the options say so; return a line that says it."""
+    wrap(GPTModel, "__init__", partial(_check_model, registry))
+    wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
+    wrap(LanguageModule, "__init__", partial(_refuse_others, registry))
+    if hasattr(multi_token_prediction, _ACCEPTED):
+        wrap(multi_token_prediction, _ACCEPTED, partial(_count_accepted, registry))
+    return "GPT models compute their losses in chunks of tokens, if loss_chunk says so"
+
+
+def _refuse_others(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a language model; raise ValueError if its loss is not computed in chunks although that is asked for."""
+    chunk = registry.asked().loss_chunk
+    if chunk and not isinstance(model, GPTModel):
+        raise ValueError(
+            f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it is for GPT models; drop it"
+        )
+    original(model, *args, **kwargs)
+
+
+def _check_model(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a model, and raise ValueError with all that keeps its loss from being computed in chunks."""
+    original(model, *args, **kwargs)
+    _check_chunks(model, registry.asked().loss_chunk)
+
+
+def _check_chunks(model: Any, chunk: int) -> None:
+    """Raise ValueError with all that keeps a model's loss from being computed in chunks, if that is asked for."""
+    reasons = output_layer_problems(model) if chunk else []
+    if reasons:
+        lines = [*reasons, "or drop --burst-loss-chunk (loss_chunk=0), for whole logits"]
+        raise ValueError(
+            f"--burst-loss-chunk {chunk} cannot cut the loss of {type(model).__name__}:"
+            + "".join(f"\n  {line}" for line in lines)
+        )
+
+
+def output_layer_problems(model: Any) -> list[str]:
+    """Return what keeps the loss of a model from being computed in chunks, each with what to write instead."""
+    reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, model.config)]
+    loss = model.compute_language_model_loss
+    function = getattr(loss, "__func__", loss)
+    home = str(getattr(function, "__globals__", {}).get("__name__"))
+    if function is not LanguageModule.compute_language_model_loss or not home.startswith("megatron.core."):
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        reasons.append(
+            f"its loss is {name} of {home}, which would not be called: use that of Megatron's LanguageModule"
+        )
+    if not model.post_process:
+        return reasons
+    layer = model.output_layer
+    is_megatrons = isinstance(layer, ColumnParallelLinear) and type(layer).__module__.startswith("megatron.core.")
+    if not is_megatrons:  # newer releases have a subclass, which is no different without a fused loss
+        reasons.append(
+            f"its output layer is a {type(layer).__name__}, of which the weight alone would be used: use Megatron's "
+            "ColumnParallelLinear"
+        )
+    elif layer.gather_output and layer.tp_group.size() > 1:
+        reasons.append("parallel_output=False: it gathers logits over the vocabulary; use True")
+    changes = hooks_of_others(layer, _HARMLESS) + ["a forward of its own"] * ("forward" in vars(layer))
+    if changes:
+        reasons.append(f"its output layer has what would not get logits ({', '.join(changes)}): remove that")
+    return reasons
+
+
+def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `GPTModel._postprocess`, with the loss in chunks if the options say so and there are labels."""
+    chunk = registry.asked().loss_chunk
+    if not chunk or isinstance(model.compute_language_model_loss, LanguageModelLoss):
+        return original(model, *args, **kwargs)
+    has_labels = bind(original, model, *args, **kwargs).arguments.get("labels") is not None
+    if model.post_process and not has_labels:
+        return original(model, *args, **kwargs)
+    _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
+    if not model.post_process:
+        return original(model, *args, **kwargs)
+    loss = LanguageModelLoss(model.output_layer, chunk)
+    with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
+        result = original(model, *args, **kwargs)
+    if not loss.calls:
+        raise ValueError(
+            f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}, which does not compute its "
+            "loss by compute_language_model_loss of its output layer's logits; drop it"
+        )
+    return result
+
+
+def _count_accepted(
+    registry: Registry,
+    original: Any,
+    logits: Any,
+    labels: Tensor,
+    mask: Tensor,
+    layer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Count for the log how many predicted tokens are right, with logits of a chunk at a time."""
+    if not isinstance(logits, DeferredLogits):
+        return original(logits, labels, mask, layer, *args, **kwargs)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        hidden, head = LanguageModelLoss(layer, registry.asked().loss_chunk).before_logits(logits)
+        hidden = hidden.flatten(0, 1)
+        labels, mask = (x.transpose(0, 1).reshape(1, -1) for x in (labels, mask))
+        counts = [
+            original(head.logits(hidden[rows])[:, None], labels[:, rows], mask[:, rows], layer, *args, **kwargs)
+            for rows in head.chunks(len(hidden))
+        ]
+    right, total = (torch.stack(each).sum() for each in zip(*counts, strict=True))
+    return right, total
+
+
+@contextmanager
+def with_loss(model: Any, loss: LanguageModelLoss, refusal: str) -> Iterator[None]:
+    """Have a model's output layer return hidden states, and its loss function be the one that goes with them.
+
+    Errors of a model that does more with its logits begin with `refusal`.
+    """
+    layer = model.output_layer
+    layer.forward = partial(_hidden_states, layer, refusal)
+    model.compute_language_model_loss = loss
+    try:
+        yield
+    finally:
+        del model.compute_language_model_loss
+        del layer.forward
+
+
+def _hidden_states(
+    layer: Any,
+    refusal: str,
+    hidden: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    **more: Any,
+) -> tuple[DeferredLogits, None]:
+    """Return the input of an output layer, and the weight that is used, in place of logits and no bias."""
+    asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
+    if asked:
+        raise ValueError(f"{refusal} asks its output layer for {', '.join(asked)}; drop it")
+    return DeferredLogits(hidden, refusal, layer.weight if weight is None else weight), None
+
+
+class LanguageModelLoss:
+    """`compute_language_model_loss` of hidden states. calls: how often it was called."""
+
+    def __init__(self, layer: Any, chunk: int) -> None:
+        self.layer, self.chunk, self.calls = layer, chunk, 0
+
+    def __call__(self, labels: Tensor, logits: DeferredLogits) -> Tensor:
+        """Return losses [B, S] of labels [B, S]. Labels below 0 do not count, as where a mask says so in Megatron."""
+        hidden, head = self.before_logits(logits)
+        labels = labels.transpose(0, 1)
+        losses = linear_cross_entropy(hidden, head, labels.masked_fill(labels < 0, IGNORED_LABEL))
+        return losses.transpose(0, 1).contiguous()
+
+    def before_logits(self, logits: DeferredLogits) -> tuple[Tensor, Head]:
+        """Return the hidden states [S, B, H] of all tokens, and the head that makes logits of them."""
+        self.calls += 1
+        layer, weight = self.layer, logits.weight
+        assert weight is not None
+        bias = None if layer.skip_bias_add else layer.bias
+        head = Head(
+            logits.after(partial(_logits, weight=weight, bias=bias, dtype=getattr(layer, "output_dtype", None))),
+            chunk=self.chunk,
+            group=layer.tp_group if layer.tp_group.size() > 1 else None,
+            parameters=[each for each in (weight, bias) if each is not None],
+        )
+        return self._of_all_tokens(logits.hidden), head
+
+    def _of_all_tokens(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of all tokens; their gradient is summed up over the shares of the vocabulary."""
+        layer = self.layer
+        if layer.tp_group.size() == 1:
+            return hidden
+        if layer.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=layer.tp_group)  # type: ignore[no-any-return]
+        return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)  # type: ignore[no-any-return]
+
+
+def _logits(rows: Tensor, *, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Return logits in `dtype` (`--output-logit-dtype`), by the product that Megatron computes whole ones with."""
+    if dtype in (None, rows.dtype):
+        return linear(rows, weight, bias)
+    with torch.no_grad():
+        logits: Tensor = layers._linear_forward(rows, weight, bias, dtype)
+    if torch.is_grad_enabled():
+        logits = _WithGradientOf.apply(linear(rows, weight, bias), logits)  # type: ignore[no-untyped-call]
+    return logits
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Logits that hand their gradient on to logits of the type of hidden states, as Megatron casts it."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Tensor, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # cast by autograd

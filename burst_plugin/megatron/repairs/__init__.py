@@ -1,0 +1,1 @@
+"""Faults of Megatron under context parallelism, repaired at run time."""

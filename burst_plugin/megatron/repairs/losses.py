@@ -1,0 +1,209 @@
+"""Repairs of how Megatron weighs tokens in losses where context-parallel ranks have unequal numbers of them.
+
+It divides the loss of a rank by that rank's own number of tokens, and takes the mean of the ranks. Of ranks with 2
+and 6 tokens in the loss, a token of the first counts three times as much as one of the second. Here all are divided
+by the ranks' mean, 4, so that a loss and its gradients are those of one rank. What was counted is added up over the
+ranks: the loss mask of the batch need not be what a script's loss function counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
+from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, weighs_losses
+from burst_plugin.megatron.registry import Registry, group_of
+
+_PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
+
+
+def hook_loss_weights(registry: Registry) -> str:
+    """Divide losses by the mean number of tokens of all context-parallel ranks; return a line that says so."""
+    wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, registry))
+    prediction = _PredictionLoss(registry)
+    if hasattr(multi_token_prediction, _PREDICTS):
+        wrap_everywhere(multi_token_prediction, _PREDICTS, prediction.process)
+        wrap(multi_token_prediction, "roll_tensor", prediction.roll)
+    else:
+        wrap(gpt_model.GPTModel, "forward", prediction.process_model)
+        wrap(gpt_model, "roll_tensor", prediction.roll)
+    return "losses weigh the tokens of all context-parallel ranks alike, also where some have fewer of them"
+
+
+def _group_of(model: Any) -> dist.ProcessGroup:
+    return group_of(getattr(unwrap_model(model), "pg_collection", None))
+
+
+def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a loss by `forward_step_calc_loss`, scaled so that Megatron's division of it comes out right.
+
+    Raises ValueError for two values of which Megatron would make wrong gradients.
+    """
+    call = bind(original, *args, **kwargs)
+    config, loss_func = call.arguments["config"], call.arguments["loss_func"]
+    if loss_func is not None and registry.identity.computes_edges:
+        call.arguments["loss_func"] = partial(_of_all_edges, loss_func)
+        return original(*call.args, **call.kwargs)
+    if loss_func is None or not asks_for_burst(config):
+        return original(*args, **kwargs)
+    model = call.arguments["model"]
+
+    def scaled(output: Tensor, **options: Any) -> Any:
+        values = loss_func(output, **options)
+        if options:  # what a script collects besides losses
+            return values
+        if len(values) == 2:
+            _check_mean(registry, values[0], config, model)
+            return values
+        if config.calculate_per_token_loss or is_hybrid(config):
+            return values
+        loss, count, reported = values
+        group = _group_of(model)
+        total = _over_ranks(registry, "the loss", count.to(loss.device), group).clamp(min=1)
+        return loss * (count.clamp(min=1) * group.size() / total), count, reported
+
+    call.arguments["loss_func"] = scaled
+    return original(*call.args, **call.kwargs)
+
+
+_THREE_VALUES = "return three, (the sum of this rank's losses, its number of tokens, reported)"
+
+
+def _check_mean(registry: Registry, loss: Tensor, config: Any, model: Any) -> None:
+    """Raise ValueError on every rank unless a loss without a number of tokens is one that all ranks have in common.
+
+    Megatron multiplies it by the context-parallel ranks, over which it takes the mean of gradients then, or their sum
+    with `--calculate-per-token-loss`. Ranks compare their losses: on CPUs in every step, on GPUs, where that stalls
+    the host, in steps 1, 2, 4, 8, ..., unless the strategy says check="always".
+    """
+    if config.calculate_per_token_loss or is_hybrid(config):
+        options = "hybrid_context_parallel=True"
+        if not is_hybrid(config):
+            options = f"calculate_per_token_loss=True and context_parallel_size={config.context_parallel_size}"
+        raise ValueError(
+            f"the loss function returned two values, (loss, reported), with {options}: Megatron would multiply "
+            f"gradients by the number of ranks, and not divide them by tokens; {_THREE_VALUES}"
+        )
+    group = _group_of(model)
+    ring = next((ring for ring in registry.rings() if ring.group is group), None)
+    if ring is None or not torch.is_grad_enabled() or not registry.is_due(ring, "loss", cheap=not loss.is_cuda):
+        return
+    ring.meet("the loss")
+    bounds = torch.stack([loss.detach(), -loss.detach()]).float()
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds[0].item(), -bounds[1].item()
+    if highest - lowest > max(1e-5, torch.finfo(loss.dtype).eps) * max(abs(highest), abs(lowest)):
+        raise ValueError(
+            f"the loss function returned two values, (loss, reported), and losses of context_parallel_size="
+            f"{group.size()} ranks differ, from {lowest:.6g} to {highest:.6g}. Megatron takes such a loss for one "
+            f"that all ranks of a sequence have in common: gradients of means over a rank's own tokens would be "
+            f"{group.size()} times too large. Either {_THREE_VALUES}; or return the mean over the tokens of all "
+            "ranks, which is the same on each"
+        )
+
+
+def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any) -> Any:
+    """Return a loss function's values of edges. Raise ValueError for three, which Megatron would divide by ranks."""
+    values = loss_func(output, **options)
+    if not options and len(values) == 3:
+        raise ValueError(
+            "the loss function of rollouts in a prefix tree returned three values, for which Megatron divides "
+            "gradients by the context-parallel ranks, though each has the loss of all edges; return two, "
+            "(loss, reported)"
+        )
+    return values
+
+
+class _PredictionLoss:
+    """The loss of multi-token prediction, which Megatron weighs by ranks with `--calculate-per-token-loss`, too."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._weighs = False  # whether a loss that is to be repaired is being computed
+        self._own: Tensor | None = None  # this rank's tokens in the main loss, if Megatron multiplies by them
+
+    def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `process_mtp_loss`."""
+        call = bind(original, *args, **kwargs)
+        return self._compute(original, call, call.arguments["config"], multiplies=True)
+
+    def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `GPTModel.forward`, of which that loss is a part until 0.16."""
+        call = bind(original, model, *args, **kwargs)
+        return self._compute(original, call, model.config, multiplies=False)
+
+    def _compute(self, original: Any, call: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
+        """Call `original` with a mask of floats. `multiplies`: by its sum, with `--calculate-per-token-loss`."""
+        self._weighs = weighs_losses(config)
+        if self._weighs and config.mtp_num_layers:
+            mask = _mask_of_floats(call.arguments)
+            call.arguments["loss_mask"] = mask
+            if multiplies and config.calculate_per_token_loss and mask is not None:
+                self._own = mask.sum()
+        try:
+            return original(*call.args, **call.kwargs)
+        finally:
+            self._weighs, self._own = False, None
+
+    def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Run `roll_tensor`, and return the count by which that division comes out right.
+
+        With `--calculate-per-token-loss` Megatron multiplies by this rank's tokens in the main loss. What counts is
+        the number of all ranks, since main loss and prediction are divided by it in the end.
+        """
+        rolled, count = original(*args, **kwargs)
+        group = bind(original, *args, **kwargs).arguments.get("cp_group")
+        if not self._weighs or not rolled.is_floating_point() or group is None or group.size() == 1:
+            return rolled, count
+        over_ranks = partial(_over_ranks, self._registry, "the loss of token prediction")
+        total = over_ranks(rolled.sum(), group)  # not of `count`, which may be 1 for no token
+        total += total == 0
+        if self._own is None:
+            return rolled, total / group.size()
+        return rolled, total * self._own / over_ranks(self._own, group).clamp(min=1)
+
+
+def _mask_of_floats(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the loss mask that a model is given, or ones, in floats, by which `roll` tells it from the labels.
+
+    Scripts also give integers or bools; Megatron's own ones are integers.
+    """
+    mask: Tensor | None = arguments.get("loss_mask")
+    labels: Tensor | None = arguments.get("labels")
+    if mask is None:
+        return None if labels is None else torch.ones_like(labels, dtype=torch.float32)
+    return mask if mask.is_floating_point() else mask.float()
+
+
+def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a count added up over context-parallel ranks.
+
+    They compare where they are before: one that has left out attention would wait here, and others there.
+    """
+    for ring in registry.rings():
+        if ring.group is group:
+            ring.meet(of)
+    total = count.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def count_no_labels_as_one() -> None:
+    """Divide the loss of token prediction by 1 at least; Megatron divides by a rank's number of labels, even by 0."""
+
+    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled, total = original(*args, **kwargs)
+        return rolled, torch.where(total == 0, torch.ones_like(total), total)
+
+    wrap(gpt_model, "roll_tensor", roll)
