@@ -11,9 +11,9 @@ import torch
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_held
 from burst_plugin.planning.exchange import exchange_buffer_bytes, exchanged_bytes, in_ring
-from burst_plugin.ring.both_sides import half_of_visits
 from burst_plugin.ring.choices import moving_sides
 from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.systems.both_sides import half_of_visits
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Full

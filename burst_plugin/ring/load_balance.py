@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from burst_plugin.ring.both_sides import work_of_ranks
 from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.systems.both_sides import work_of_ranks
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.mask import work_by_token

@@ -22,9 +22,9 @@ from burst_plugin import (
 )
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.planner import Links, plans
-from burst_plugin.ring.both_sides import half_of_visits, work_of_ranks
 from burst_plugin.ring.load_balance import imbalance, work_by_rank
 from burst_plugin.ring.routes import Attending, PassKey, RouteTable
+from burst_plugin.ring.systems.both_sides import half_of_visits, work_of_ranks
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.types import SIDES, Side
 from tests.support.exactness import ring_errors, train_step
