@@ -155,7 +155,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             f"--ranks-per-node {options.ranks_per_node}, some of which would have none; use a longer sequence, or "
             "fewer ranks"
         )
-    model = Model(*options.heads, options.head_dim, options.seq, options.mask)
+    q_heads, kv_heads = options.heads
+    model = Model(q_heads, kv_heads, options.head_dim, options.seq, options.mask)
     shapes = model_shapes(model, topology, options.dtype)
     yield _setting_line(topology, model, shapes.q_len, options.dtype)
     work_s = work_seconds(shapes, options.tflops * 1e12, options.mask == "causal")

@@ -13,14 +13,14 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel
 from burst_plugin.ring.attention_pass import run_pass
-from burst_plugin.ring.group_exchange import GroupExchange
 from burst_plugin.ring.head_groups import why_uncut
 from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan, RunPass
-from burst_plugin.ring.rank_groups import RankGroup
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.ring.routes import Attending
-from burst_plugin.ring.ulysses import HeadExchange
+from burst_plugin.ring.systems.group_exchange import GroupExchange
+from burst_plugin.ring.systems.rank_groups import RankGroup
+from burst_plugin.ring.systems.ulysses import HeadExchange
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
@@ -166,7 +166,7 @@ def _exchange_kind(group: RankGroup) -> type[GroupExchange] | None:
     if group.degree == 1:
         return None
     if group.gathers:
-        from burst_plugin.ring.mesh import MeshExchange  # rarely needed
+        from burst_plugin.ring.systems.mesh import MeshExchange  # rarely needed
 
         return MeshExchange
     return HeadExchange

@@ -23,7 +23,6 @@ from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
-from burst_plugin.ring.dropped_rings import note_a_dropped_ring, warn_of_dropped_rings
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.schedule.rings import BY_NODE
 from burst_plugin.strategy import Strategy
@@ -31,6 +30,8 @@ from burst_plugin.topology import Link, Topology, Traffic, node_id, node_sizes
 
 _LOG = logging.getLogger(__name__)
 _NODE = "node: "
+_TOLD = 0
+_DROPPED: list[int] = []  # process groups of rings that were dropped without a close; then _TOLD
 
 
 class Connections:
@@ -58,8 +59,8 @@ class Connections:
         self._devices: set[torch.device] = set()  # the group is known to move their tensors
         given = [] if group is None else [group, *levels]
         self.communicators = Communicators(given, self._global_ranks, rank_state.strategy.max_ctas)
-        weakref.finalize(self, note_a_dropped_ring, rank_state, self.communicators).atexit = False
-        warn_of_dropped_rings()
+        weakref.finalize(self, _note_a_dropped_ring, rank_state, self.communicators).atexit = False
+        _warn_of_dropped_rings()
 
     @property
     def _aborts(self) -> bool:
@@ -186,6 +187,24 @@ class Connections:
                 "there, or make the group with a backend for them: NCCL for GPUs, gloo for CPUs"
             )
         self._devices.add(device)
+
+
+def _note_a_dropped_ring(rank_state: RankState, communicators: Communicators) -> None:
+    """Remember that a ring was dropped with its process groups still there, which nothing else destroys."""
+    if communicators.created and not rank_state.is_closed and dist.is_initialized():
+        _DROPPED.append(len(communicators.created))
+
+
+def _warn_of_dropped_rings() -> None:
+    """Say once, where another ring is made, what those before it have left behind."""
+    if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
+        _LOG.warning(
+            "a ContextParallel was dropped without close(), and another one is made: the process groups that it made "
+            "(%d), with their threads and connections, stay until the process ends; call close() on all ranks after "
+            "the last backward pass",
+            sum(_DROPPED),
+        )
+        _DROPPED.append(_TOLD)
 
 
 def find_topology(

@@ -19,8 +19,8 @@ from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.passes import RowTable
-from burst_plugin.ring.rank_groups import RankGroup
 from burst_plugin.ring.routes import RouteTable
+from burst_plugin.ring.systems.rank_groups import RankGroup
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Groups, Link, Topology, Traffic
 from burst_plugin.types import Direction

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.ring.rank_groups import GroupBlock, group_block
+from burst_plugin.ring.systems.rank_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count

@@ -37,9 +37,9 @@ from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.planner import PricedPlan, buffer_bytes, plans
 from burst_plugin.planning.price import pass_price
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.mesh import MeshExchange
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.routes import Attending, PassKey, RouteTable
+from burst_plugin.ring.systems.mesh import MeshExchange
 from burst_plugin.topology import Link
 from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 from tests.support.ranks import error_of_survivor, run_ranks, run_ranks_outcomes

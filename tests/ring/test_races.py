@@ -205,7 +205,12 @@ THREAD = "autograd's thread"
 DIRECT = {**OPTIONS, "schedule": "direct"}
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], str]] = [
     (_no_wait, NCCL, OPTIONS, "written by receive .* NCCL stream of gather; they are read by attention"),
-    (_no_wait, NCCL, {"ulysses_degree": 2}, "written by receive .*; they are read by index_put_ at ring/group_.*"),
+    (
+        _no_wait,
+        NCCL,
+        {"ulysses_degree": 2},
+        "written by receive .*; they are read by index_put_ at .*/group_exchange",
+    ),
     (_no_wait, COPIES, OPTIONS, "written by copy_ .* side stream .*; they are read by attention"),
     (_operands_released_early, NCCL, OPTIONS, "written by receive .*; they are read by send"),
     (

@@ -39,9 +39,9 @@ from burst_plugin.comm.transport import Channel
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.rank_groups import RankGroup, group_block
 from burst_plugin.ring.request import Inputs, Request
-from burst_plugin.ring.ulysses import HeadExchange
+from burst_plugin.ring.systems.rank_groups import RankGroup, group_block
+from burst_plugin.ring.systems.ulysses import HeadExchange
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
 from burst_plugin.strategy.presets import presets_with
 from tests.support.ranks import error_of_survivor, run_ranks, run_ranks_outcomes

@@ -27,8 +27,8 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.online_softmax import add_
-from burst_plugin.ring.rank_groups import GroupBlock, RankGroup
 from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
+from burst_plugin.ring.systems.rank_groups import GroupBlock, RankGroup
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Side, Spec
 

@@ -41,9 +41,9 @@ from torch import Tensor
 
 from burst_plugin.compute.online_softmax import merge_, project
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
-from burst_plugin.ring.rank_groups import GroupBlock
 from burst_plugin.ring.request import BackwardOperands, Inputs
+from burst_plugin.ring.systems.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
+from burst_plugin.ring.systems.rank_groups import GroupBlock
 from burst_plugin.types import OTHER_SIDE, Side
 
 

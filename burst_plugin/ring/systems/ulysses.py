@@ -29,8 +29,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from burst_plugin.ring.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
 from burst_plugin.ring.request import Inputs, Outputs
+from burst_plugin.ring.systems.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
 from burst_plugin.types import Side
 
 
