@@ -3,6 +3,9 @@
 Tensors are tiny, the kernel returns constants, and messages cost next to nothing: all ranks in one process with plain
 copies between them, or two processes on gloo. A step is `--layers` forward passes and then as many backward ones.
 
+Last come whole calls, forward and backward, of small tensors over gloo, by turns with other libraries: where work is
+short, the host is what users wait for. Ranks of GPUs compare few calls, those of CPUs each one; both are measured.
+
 `own_s` is the time without what torch.distributed takes to post and to wait. On gloo a pass also has the autograd
 function and the consistency check of every call. So what a visit takes there, `visit_s`, is told from calls with 4
 times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
@@ -15,9 +18,11 @@ import argparse
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -28,6 +33,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import RefusedError
+from benchmarks.contenders.burst import BURST
+from benchmarks.contenders.protocol import Case
+from benchmarks.contenders.ring_flash_attn import RingFlashAttn
+from benchmarks.contenders.ulysses import Ulysses
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
 from burst_plugin.check.performance import StubKernel
@@ -39,6 +48,11 @@ GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo
 _TOKENS, _HEADS, _DIM = 4, _PARTS, 8  # of a rank's q, k and v
 _WARM_UP = 2  # steps, in which buffers are made
+
+PEER_RANKS, PEER_TOKENS = (2, 4), (64, 512, 4096)  # of the whole sequence
+COMPARING, NOT_COMPARING = "burst, every call compared", "burst"
+_PEERS = {NOT_COMPARING: BURST[0], "ring-flash-attn, zigzag": RingFlashAttn(), "DeepSpeed-Ulysses": Ulysses()}
+_PEER_HEADS, _PEER_DIM = (4, 4), 16
 
 Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns what runs its backward pass
 
@@ -60,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
     recording = Recording("overhead", settings, options.out or default_path("overhead"))
     rows = recording.measure(partial(measure, **settings))
     print(*map(_line, rows), sep="\n")
+    beside = recording.measure(partial(beside_peers, PEER_RANKS, PEER_TOKENS, options.steps))
+    print(*map(_peer_line, beside), sep="\n")
     recording.save()
     return 0 if all(row["visit_s"] < GOAL_S for row in rows) else 1
 
@@ -95,6 +111,43 @@ def _line(row: Row) -> str:
         f"{us['visit_s']:>4} us per visit{rest} ({us['own_s']} in all, {us['own_s_min']} .. {us['own_s_max']}); "
         f"buffers of {row['buffer_bytes']} -> {row['buffer_bytes_late']} bytes"
     )
+
+
+def beside_peers(ranks_of: Sequence[int], tokens_of: Sequence[int], rounds: int) -> list[Row]:
+    """Return what a call takes the slowest rank, a row for each library and number of ranks and of tokens."""
+    rows = []
+    for ranks, tokens in product(ranks_of, tokens_of):
+        by_rank = run_ranks(_calls_by_turns, ranks, tokens // ranks, rounds, timeout_s=60.0 + 0.5 * rounds)
+        for name in by_rank[0]:
+            slowest = [max(took) for took in zip(*(of_rank[name] for of_rank in by_rank), strict=True)]
+            rows.append({"library": name, "ranks": ranks, "tokens": tokens, "call_s": median(slowest)})
+    return rows
+
+
+def _calls_by_turns(rank: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Return by library the seconds of each call of this rank."""
+    ranks = dist.get_world_size()
+    case = Case(1, ranks, tokens, *_PEER_HEADS, _PEER_DIM, torch.bfloat16, causal=True)
+    of_library = {name: found for name, found in _PEERS.items() if not found.reason(case)}
+    attends = {name: found.configurations(case)[0].prepare(case, None) for name, found in of_library.items()}
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=ranks)
+    attends[COMPARING] = replace(attends[NOT_COMPARING], call=partial(burst_attention, cp=cp))
+    qkv = [torch.randn(1, ranks * tokens, heads, _PEER_DIM).bfloat16() for heads in (4, 4, 4)]
+    leaves = {name: [session.shard(x).requires_grad_() for x in qkv] for name, session in attends.items()}
+    took_s: dict[str, list[float]] = {name: [] for name in attends}
+    for turn, (name, session) in product(range(_WARM_UP + rounds), attends.items()):
+        dist.barrier()
+        start = time.perf_counter()
+        out = session.attend(*leaves[name])
+        out.backward(out.detach())
+        if turn >= _WARM_UP:
+            took_s[name].append(time.perf_counter() - start)
+    return took_s
+
+
+def _peer_line(row: Row) -> str:
+    what = f"{row['ranks']} ranks, {row['tokens']:>4} tokens  {row['library']:<28}"
+    return f"{what} {row['call_s'] * 1e3:7.2f} ms per call"
 
 
 def _in_process(topology: Topology, moving: str, layers: int, steps: int) -> Books:

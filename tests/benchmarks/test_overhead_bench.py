@@ -107,3 +107,9 @@ def test_overhead_is_small_and_does_not_grow() -> None:
         assert row["visit_s"] == row["own_s"] or row["call_s"]
         assert row["buffer_bytes"] == row["buffer_bytes_late"] > 0
         assert row["python_bytes_grown"] < 200_000, "10 steps of 2 layers"
+
+
+def test_calls_are_timed_beside_other_libraries() -> None:
+    rows = overhead.beside_peers((2,), (16,), 3)
+    assert {overhead.NOT_COMPARING, overhead.COMPARING} <= {row["library"] for row in rows}
+    assert all(row["call_s"] > 0 and (row["ranks"], row["tokens"]) == (2, 16) for row in rows)
