@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.kept_attention import next_memo, unseen_by_selective_checkpoints
+from burst_plugin.activations.kept_attention import next_kept_outputs, unseen_by_selective_checkpoints
 from burst_plugin.checks import shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.differences import TensorValues
@@ -28,7 +28,7 @@ from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.head_groups import by_head_group, joined
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs, Request, has_gradients
 from burst_plugin.scores import Scores
@@ -168,39 +168,43 @@ def _first_of(calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag:
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
         state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
-        memo = next_memo(cp.strategy, inputs)
-        prepare = partial(_prepared, calls, cp, tag, memo)
-        (plan, _), call = prepared_together(prepare, partial(_agreed, cp, inputs, memo))
+        kept = next_kept_outputs(cp.strategy, inputs)
+        prepare = partial(_prepared, calls, cp, tag, kept)
+        (plan, _), call = prepared_together(prepare, partial(_agreed, cp, inputs, kept))
         if cp.group is not None:
             cp.connections.connect(
-                plan.by_link if memo is None or memo.rest is None else plan.by_link | memo.rest.by_link
+                plan.by_link if kept is None or kept.rest is None else plan.by_link | kept.rest.by_link
             )
-        return Outputs(*RingAttention.apply(plan, call, cp.agreement, memo, *inputs))  # type: ignore[no-untyped-call]
+        return Outputs(*RingAttention.apply(plan, call, cp.agreement, kept, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _prepared(
-    calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object, memo: Memo | None
+    calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object, kept: KeptOutputs | None
 ) -> tuple[Plan, str]:
     """Return this rank's plan of the first of `calls`, and the call's name. Raise ValueError for a wrong one."""
     inputs, request = calls[0]
     plan = make_plan(cp.rank_state, inputs, request, cp.plans)
     for call in calls[1:]:
         make_plan(cp.rank_state, *call, cp.plans)
-    if memo is not None and memo.is_filled:
-        memo.check(plan)
-        memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
+    if kept is not None and kept.is_filled:
+        kept.check(plan)
+        kept.rest = _plan_of_rest(kept.first_kept(plan), inputs, request, cp)
     cp.rank_state.note_call(plan.choices)
     if cp.group is not None:
         cp.connections.check_device(plan.device)
-    if plan.device.type == "cuda" and plan.is_rehearsed:
-        from burst_plugin.ring.rehearsal import rehearse_forward
+    if plan.device.type == "cuda" and plan.warms_up:
+        from burst_plugin.ring.warm_up import warm_up_forward
 
-        rehearse_forward(plan, inputs)
+        warm_up_forward(plan, inputs)
     return plan, cp.agreement.name_of_next_call(tag)
 
 
 def _agreed(
-    cp: ContextParallel, inputs: Inputs, memo: Memo | None, prepared: tuple[Plan, str] | None, problem: str
+    cp: ContextParallel,
+    inputs: Inputs,
+    kept: KeptOutputs | None,
+    prepared: tuple[Plan, str] | None,
+    problem: str,
 ) -> CallId:
     """Compare what this rank has prepared with the other ranks, and return which call it is; collective."""
     if prepared is None:
@@ -208,9 +212,9 @@ def _agreed(
     plan, name = prepared
 
     def compared() -> dict[str, object]:
-        kept = {} if memo is None else {"kept by a checkpoint": memo.is_filled}
+        from_checkpoint = {} if kept is None else {"kept by a checkpoint": kept.is_filled}
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
-        return {"takes part in gradients": has_gradients(inputs), **kept, **plan.signature, **sink}
+        return {"takes part in gradients": has_gradients(inputs), **from_checkpoint, **plan.signature, **sink}
 
     return cp.agreement.before_forward(compared, problem, name)
 

@@ -150,16 +150,16 @@ class ContextParallel:
         """
         whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
         for call in by_head_group(*whole) or [whole]:
-            plan, _ = prepared_together(partial(self._rehearsed, *call), self._agree_on_warm_up)
+            plan, _ = prepared_together(partial(self._warmed_up, *call), self._agree_on_warm_up)
             self.connect(plan.by_link)
 
-    def _rehearsed(self, inputs: Inputs, request: Request) -> Plan:
+    def _warmed_up(self, inputs: Inputs, request: Request) -> Plan:
         """Return the plan of a call, both passes of which have run without their messages."""
-        from burst_plugin.ring.rehearsal import rehearse
+        from burst_plugin.ring.warm_up import warm_up
 
         plan = make_plan(self.rank_state, inputs, request, self.plans)
         self.connections.check_device(plan.device)
-        rehearse(plan, inputs)
+        warm_up(plan, inputs)
         return plan
 
     def _agree_on_warm_up(self, plan: Plan | None, problem: str) -> int:

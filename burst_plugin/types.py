@@ -16,15 +16,15 @@ __all__ = [
     "CAUSAL",
     "DIRECTIONS",
     "FULL",
-    "NOTHING_UNDER_WAY",
+    "NOTHING_IN_FLIGHT",
     "OTHER_SIDE",
     "SIDES",
     "Band",
     "Direction",
+    "InFlight",
     "Rows",
     "Side",
     "Spec",
-    "UnderWay",
     "merged",
     "row_count",
     "union",
@@ -60,7 +60,7 @@ CAUSAL = Band(None, 0)
 ANTICAUSAL = Band(0, None)
 
 
-class UnderWay(NamedTuple):
+class InFlight(NamedTuple):
     """Messages under way while a kernel runs.
 
     ctas: how many of the GPU's thread blocks move them; 0 if that is not known.
@@ -71,7 +71,7 @@ class UnderWay(NamedTuple):
     nbytes: float
 
 
-NOTHING_UNDER_WAY = UnderWay(0, 0.0)
+NOTHING_IN_FLIGHT = InFlight(0, 0.0)
 
 
 def merged(parts: Iterable[tuple[int, int]]) -> Rows:

@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from burst_plugin.activations.host_memory import host_memory, park_inputs_of, park_inputs_of_frames
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.request import Inputs
 from burst_plugin.strategy import Strategy
 
@@ -32,7 +32,7 @@ __all__ = [
     "follow_checkpoint_class",
     "follow_checkpoint_function",
     "follow_torch",
-    "next_memo",
+    "next_kept_outputs",
     "unseen_by_selective_checkpoints",
 ]
 
@@ -72,7 +72,7 @@ class _Checkpoint:
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
-        self.memos: list[Memo | None] = []
+        self.of_calls: list[KeptOutputs | None] = []
 
     def saves_attention(self, inputs: Inputs) -> bool:
         """Return whether the policy of a selective checkpoint has outputs of attention saved."""
@@ -97,15 +97,15 @@ class _CheckpointRun:
     def __exit__(self, *exception: object) -> None:
         _THREAD.runs.remove(self)
 
-    def next_memo(self) -> Memo | None:
+    def next_kept_outputs(self) -> KeptOutputs | None:
         """Return what is kept of the next call."""
         self._calls += 1
-        if self._calls > len(self.of.memos):
+        if self._calls > len(self.of.of_calls):
             raise RuntimeError(
-                f"a checkpoint makes attention call {self._calls} again, but made {len(self.of.memos)} the first "
+                f"a checkpoint makes attention call {self._calls} again, but made {len(self.of.of_calls)} the first "
                 "time: layers must make the same calls each time"
             )
-        return self.of.memos[self._calls - 1]
+        return self.of.of_calls[self._calls - 1]
 
 
 def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
@@ -149,16 +149,16 @@ class KeptCalls(_Checkpoint):
 
     def release(self) -> list[Tensor]:
         """Return the outputs of all calls, and hold them no more."""
-        return [x for memo in self.memos if memo is not None for x in memo.release()]
+        return [x for kept in self.of_calls if kept is not None for x in kept.release()]
 
     def restore(self, tensors: list[Tensor]) -> None:
         """Take the outputs of all calls back, off the front of `tensors`."""
-        for memo in self.memos:
-            assert memo is not None
-            memo.restore(tensors.pop(0), tensors.pop(0))
+        for kept in self.of_calls:
+            assert kept is not None
+            kept.restore(tensors.pop(0), tensors.pop(0))
 
 
-def next_memo(strategy: Strategy, inputs: Inputs) -> Memo | None:
+def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
     """Return where the outputs of the next attention call are kept, or are to be; None if they are not.
 
     Checkpoints keep the strategy's share of the sequence, unless a selective one has all saved.
@@ -167,20 +167,20 @@ def next_memo(strategy: Strategy, inputs: Inputs) -> Memo | None:
     if not runs:
         return None
     inner = next((run for run in reversed(runs) if run.recomputes), None)
-    memo = None if inner is None else inner.next_memo()
+    kept = None if inner is None else inner.next_kept_outputs()
     first_runs = [run.of for run in runs if not run.recomputes]
     checkpoints = [each for each in first_runs if not isinstance(each, KeptCalls)]
-    if memo is None and any(each.saves_attention(inputs) for each in checkpoints):
-        memo = Memo(1.0, host_memory(inputs.q.device))
-    elif memo is None and checkpoints and strategy.kept_share:
-        memo = Memo(strategy.kept_share, host_memory(inputs.q.device))
+    if kept is None and any(each.saves_attention(inputs) for each in checkpoints):
+        kept = KeptOutputs(1.0, host_memory(inputs.q.device))
+    elif kept is None and checkpoints and strategy.kept_share:
+        kept = KeptOutputs(strategy.kept_share, host_memory(inputs.q.device))
     for each in checkpoints:
-        each.memos.append(memo)
+        each.of_calls.append(kept)
     if first_runs and isinstance(first_runs[-1], KeptCalls):
-        memo = memo or Memo(0.0)
-        memo.also = Memo(1.0)
-        first_runs[-1].memos.append(memo.also)
-    return memo
+        kept = kept or KeptOutputs(0.0)
+        kept.also = KeptOutputs(1.0)
+        first_runs[-1].of_calls.append(kept.also)
+    return kept
 
 
 class _FollowedFunction:
@@ -197,7 +197,7 @@ class _FollowedFunction:
 
     def forget(self) -> None:
         """Let go of what is kept: a loss may outlive its step, and with it this function."""
-        self._checkpoint.memos.clear()
+        self._checkpoint.of_calls.clear()
 
 
 def follow_torch(needed: bool = False) -> None:

@@ -65,7 +65,7 @@ class InProcessNetwork(ABC):
         return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
 
     def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
-        """Post one end of a message. Ends meet in the order in which they were posted. Return the message."""
+        """P2POp one end of a message. Ends meet in the order in which they were posted. Return the message."""
         queue = self._half.setdefault(route, deque())
         if queue and (queue[0].source is None) != (source is None):
             parcel = queue.popleft()
@@ -101,9 +101,9 @@ class InProcessTransport(Transport):
         parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
         return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
-    def has_met(self, under_way: Sequence[Pending]) -> bool:
+    def has_met(self, in_flight: Sequence[Pending]) -> bool:
         """Return whether both ends of these messages are posted, or never will be: then waiting says which."""
-        parcels = [parcel for each in under_way if isinstance(each, _InProcessPending) for parcel in each.parcels]
+        parcels = [parcel for each in in_flight if isinstance(each, _InProcessPending) for parcel in each.parcels]
         is_whole = all(parcel.is_whole for parcel in parcels)
         self._asked = 0 if is_whole else self._asked + 1
         return is_whole or self._asked > _MOST_ASKED
@@ -127,23 +127,23 @@ class HostileNetwork(InProcessNetwork):
     def __init__(self, ranks: int, seed: int = 0) -> None:
         super().__init__(ranks)
         self._random = random.Random(seed)
-        self._under_way: list[Parcel] = []
+        self._in_flight: list[Parcel] = []
 
     def _posted(self, parcel: Parcel) -> None:
         if parcel.is_whole:
-            self._under_way.append(parcel)
+            self._in_flight.append(parcel)
 
     def collect(self, parcels: Sequence[Parcel]) -> None:
         """Deliver these messages in random order, with others among them; see `InProcessNetwork.collect`."""
         for parcel in self._random.sample(parcels, len(parcels)):
-            if self._under_way and self._random.random() < 0.5:
-                self._deliver(self._random.choice(self._under_way))
-            if parcel in self._under_way or not parcel.is_whole:
+            if self._in_flight and self._random.random() < 0.5:
+                self._deliver(self._random.choice(self._in_flight))
+            if parcel in self._in_flight or not parcel.is_whole:
                 self._deliver(parcel)
 
     def _deliver(self, parcel: Parcel) -> None:
         parcel.deliver()
-        self._under_way.remove(parcel)
+        self._in_flight.remove(parcel)
 
     def _pool(self) -> BufferPool:
         return PoolOfNaN()

@@ -65,7 +65,7 @@ class _Communicator:
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
-        """Post messages, receives before sends. Return what to wait for. Raise PeerLostError if a peer is gone."""
+        """P2POp messages, receives before sends. Return what to wait for. Raise PeerLostError if a peer is gone."""
         works: list[dist.Work] = []
         try:
             if self._launches_batches:

@@ -90,7 +90,7 @@ class Transport(ABC):
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Start these messages, as one batch per communicator; return what is under way."""
 
-    def has_met(self, under_way: Sequence[Pending]) -> bool:
+    def has_met(self, in_flight: Sequence[Pending]) -> bool:
         """Return whether waiting would end; False only where ranks share a process, and others have to run first."""
         return True
 

@@ -17,7 +17,7 @@ from burst_plugin.compute.online_softmax import project
 from burst_plugin.compute.varlen import SpanTable, put_back, taken
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import NOTHING_UNDER_WAY, Band, Side, UnderWay
+from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight, Side
 
 __all__ = [
     "NO_POSITIONS",
@@ -71,12 +71,12 @@ class RowTable:
 class Part(Protocol):
     """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them.
 
-    `under_way` is what kernels are told of messages meanwhile.
+    `in_flight` is what kernels are told of messages meanwhile.
     """
 
     q: Tensors
     kv: Tensors
-    under_way: UnderWay
+    in_flight: InFlight
 
     def outgoing(self, side: Side) -> Tensors:
         """Return this rank's operands of a side as they travel, in the order of `Shapes.side`."""
@@ -104,7 +104,7 @@ class TileAttention:
         bias: [1 or B, 1 or Hq, S_local, S_global], or None. Its gradient accumulates in `dbias`.
         q, kv: this rank's operands.
 
-    `under_way` are messages during the visit at work.
+    `in_flight` are messages during the visit at work.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class TileAttention:
     ) -> None:
         self.kernel, self.spans, self.q, self.kv = kernel, spans, q, kv
         self._base, self._bias = how, bias
-        self.under_way = NOTHING_UNDER_WAY
-        self._without_positions: dict[tuple[Band, int, UnderWay], How] = {}
+        self.in_flight = NOTHING_IN_FLIGHT
+        self._without_positions: dict[tuple[Band, int, InFlight], How] = {}
         self.dbias: Tensor | None = None
 
     def how(self, tile: Tile, positions: VisitPositions) -> How:
         """Return what the kernel is told of a tile."""
         first = 0 if tile.batch is None else tile.batch[0]
         if positions.q is None or positions.k is None:
-            how = self._without_positions.get((tile.band, first, self.under_way))
+            how = self._without_positions.get((tile.band, first, self.in_flight))
             if how is None:
-                how = self._base._replace(band=tile.band, first_batch_row=first, under_way=self.under_way)
-                self._without_positions[tile.band, first, self.under_way] = how
+                how = self._base._replace(band=tile.band, first_batch_row=first, in_flight=self.in_flight)
+                self._without_positions[tile.band, first, self.in_flight] = how
             return how
         q, k = positions.q[tile.q], positions.k[tile.k]
         bias = self._bias

@@ -32,7 +32,7 @@ from burst_plugin.kernels.varlen import (
     in_rows_of_heads,
     is_right,
 )
-from burst_plugin.types import FULL, NOTHING_UNDER_WAY, Band, UnderWay
+from burst_plugin.types import FULL, NOTHING_IN_FLIGHT, Band, InFlight
 
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 
@@ -57,7 +57,7 @@ class Ask(NamedTuple):
     left: int | None
     right: int | None
     deterministic: bool
-    under_way: UnderWay = NOTHING_UNDER_WAY
+    in_flight: InFlight = NOTHING_IN_FLIGHT
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
@@ -274,7 +274,7 @@ def _ask_varlen(how: How) -> Ask:
 
 
 def _ask(how: How, part: Piece) -> Ask:
-    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic, how.under_way)
+    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic, how.in_flight)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

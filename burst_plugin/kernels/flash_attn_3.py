@@ -107,7 +107,7 @@ def _sm_margin(q: Tensor, k: Tensor, ask: Ask) -> int:
     it has fewer multiprocessors to the end. The smaller loss is taken: a margin beside short tiles, none beside long
     ones. Windows and gradients are dealt out as multiprocessors become free.
     """
-    ctas, nbytes = ask.under_way
+    ctas, nbytes = ask.in_flight
     if not 0 < ctas < _SMS or ask.left is not None or ask.right is not None:
         return 0
     tile_s, messages_s = 4 * q.numel() * k.shape[1] / _FLOPS, nbytes / (ctas * _CTA_BYTES_PER_S)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
-from burst_plugin.types import NOTHING_UNDER_WAY, Band, UnderWay
+from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight
 
 __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Lengths", "Queries"]
 
@@ -61,7 +61,7 @@ class How(NamedTuple):
     first_batch_row, first_head: the numbers of the first batch row and query head.
     deterministic: two runs have to give the same bits.
     lengths: for "varlen" kernels: every sequence attends to itself, full, or causal in squares; without a bias.
-    under_way: messages meanwhile, for kernels that would wait for them; told without positions only.
+    in_flight: messages meanwhile, for kernels that would wait for them; told without positions only.
     """
 
     band: Band
@@ -74,7 +74,7 @@ class How(NamedTuple):
     deterministic: bool = False
     bias_has_grad: bool = True
     lengths: Lengths | None = None
-    under_way: UnderWay = NOTHING_UNDER_WAY
+    in_flight: InFlight = NOTHING_IN_FLIGHT
 
     @property
     def wants_dbias(self) -> bool:

@@ -138,8 +138,8 @@ class _WatchedTransport(Transport):
         start = self._log.clock.now()
         return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
 
-    def has_met(self, under_way: Sequence[Pending]) -> bool:
-        return self._transport.has_met([x._pending if isinstance(x, _WatchedPending) else x for x in under_way])
+    def has_met(self, in_flight: Sequence[Pending]) -> bool:
+        return self._transport.has_met([x._pending if isinstance(x, _WatchedPending) else x for x in in_flight])
 
     def ctas(self, channels: Iterable[Channel]) -> int:
         return self._transport.ctas(channels)

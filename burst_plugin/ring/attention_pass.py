@@ -19,7 +19,7 @@ from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
 from burst_plugin.compute.passes import NO_POSITIONS, Part, bias_grad
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.executor import Visit
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
 from burst_plugin.types import OTHER_SIDE, SIDES, Side
@@ -47,7 +47,7 @@ def run_pass(
 
 def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
     """Do the work of one visit: what its tiles contribute is accumulated here, and with the block that travels."""
-    q, kv, part.under_way = part.q, part.kv, visit.under_way
+    q, kv, part.in_flight = part.q, part.kv, visit.in_flight
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
@@ -73,21 +73,21 @@ class Saved(NamedTuple):
 
 
 def forward_program(
-    plan: Plan, call: CallId, inputs: Inputs, memo: Memo | None = None
+    plan: Plan, call: CallId, inputs: Inputs, kept: KeptOutputs | None = None
 ) -> Generator[None, None, tuple[Outputs, Saved]]:
     """Run a rank's forward pass: around the ring, between the exchanges of its group if there are any.
 
-    What `memo` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
+    What `kept` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
     pass needs.
     """
     exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
     given = inputs if exchange is None else (yield from exchange.inputs(inputs))
-    if memo is None:
+    if kept is None:
         on_ring = yield from _around_the_ring(plan, call, given)
     else:
-        missing = memo.missing(plan)
+        missing = kept.missing(plan)
         computed = None if missing is None else (yield from _around_the_ring(missing, call, given))
-        on_ring = memo.completed(plan, computed)
+        on_ring = kept.completed(plan, computed)
     assert on_ring.lse is not None, "the ring always gives it"
     outputs = on_ring if exchange is None else (yield from exchange.outputs(on_ring, plan.lse))
     if plan.lse or plan.max_logits:
@@ -137,7 +137,7 @@ def cut_loose(inputs: Inputs) -> Inputs:
 def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
     """Return outputs whose lse and largest scores the caller may change in place.
 
-    The backward pass and memos have tensors of their own: inside a checkpoint PyTorch would not notice the change.
+    The backward pass and what is kept have tensors of their own: inside a checkpoint PyTorch would not notice.
     """
     lse = outputs.lse.clone() if with_lse and outputs.lse is not None else outputs.lse
     largest = outputs.max_logits

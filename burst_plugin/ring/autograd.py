@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.ring.agreement import Agreement
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs
 
@@ -26,16 +26,21 @@ class RingAttention(torch.autograd.Function):
     """The ring of one rank, and heads exchanged before and after it.
 
     Saves the ring's inputs, its out and lse, nothing else of it; any number of calls may await their backward pass.
-    Ranks compare a backward pass by `agreement`. `memo` has what need not be computed again, or takes it up.
+    Ranks compare a backward pass by `agreement`. `kept` has what need not be computed again, or takes it up.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, call: CallId, agreement: Agreement, memo: Memo | None, *tensors: Tensor | None
+        ctx: Any,
+        plan: Plan,
+        call: CallId,
+        agreement: Agreement,
+        kept: KeptOutputs | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         with plan.rank_state.one_pass("forward", call, plan.device):
             inputs = dense(Inputs(*tensors))  # type: ignore[arg-type]
-            outputs, saved = completed(forward_program(plan, call, inputs, memo))
+            outputs, saved = completed(forward_program(plan, call, inputs, kept))
             ctx.save_for_backward(*cut_loose(saved.given), saved.out, saved.lse)
         ctx.plan, ctx.call, ctx.agreement = plan, call, agreement
         ctx.mark_non_differentiable(*filter(torch.is_tensor, outputs[1:]))
@@ -48,10 +53,10 @@ class RingAttention(torch.autograd.Function):
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
             *inputs, out, lse = ctx.saved_tensors
             saved = Saved(Inputs(*inputs), out, lse)
-            if plan.device.type == "cuda" and plan.is_rehearsed:
-                from burst_plugin.ring.rehearsal import rehearse_backward
+            if plan.device.type == "cuda" and plan.warms_up:
+                from burst_plugin.ring.warm_up import warm_up_backward
 
-                rehearse_backward(plan, saved, dout)
+                warm_up_backward(plan, saved, dout)
         ctx.agreement.before_backward(call)
         with plan.rank_state.one_pass("backward", call, plan.device):
             grads = completed(backward_program(plan, call, dout, saved, wanted[_BIAS]))

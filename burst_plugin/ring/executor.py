@@ -26,10 +26,10 @@ from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
 from burst_plugin.compute.rows import take_rows
-from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
+from burst_plugin.ring.send_recv_plan import P2POp, SendRecvPlan
 from burst_plugin.schedule.schedule import Step
 from burst_plugin.topology import Traffic
-from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
+from burst_plugin.types import NOTHING_IN_FLIGHT, InFlight, Side
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
@@ -44,7 +44,7 @@ class _Ending:
     """What ends before the work of a step: messages to wait for, what they bring, buffers that have been sent."""
 
     pending: list[Pending] = field(default_factory=list)
-    arriving: list[tuple[Post, Buffer]] = field(default_factory=list)
+    arriving: list[tuple[P2POp, Buffer]] = field(default_factory=list)
     leaving: list[Buffer] = field(default_factory=list)
 
 
@@ -52,7 +52,7 @@ class _Ending:
 class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
 
-    Meanwhile messages are `under_way`.
+    Meanwhile messages are `in_flight`.
 
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each;
     the second time it `is_tail`.
@@ -64,7 +64,7 @@ class Visit:
     is_own: bool
     operands: Tensors
     _accumulator: Callable[[], Accumulator]
-    under_way: UnderWay = NOTHING_UNDER_WAY
+    in_flight: InFlight = NOTHING_IN_FLIGHT
 
     @property
     def accumulator(self) -> Accumulator:
@@ -131,13 +131,13 @@ class RingPass:
         part, owner = divmod(block, self._schedule.ranks)
         is_own = owner == self._schedule.rank
         operands = () if is_own else self._operands[block]
-        under_way = self._under_way() if self._on_gpu else NOTHING_UNDER_WAY
-        return Visit(owner, part, is_tail, is_own, operands, partial(self._results.of, block), under_way)
+        in_flight = self._in_flight() if self._on_gpu else NOTHING_IN_FLIGHT
+        return Visit(owner, part, is_tail, is_own, operands, partial(self._results.of, block), in_flight)
 
-    def _under_way(self) -> UnderWay:
+    def _in_flight(self) -> InFlight:
         """Return the messages under way during the work of this step, which take something from kernels on GPUs."""
-        nbytes = self._send_recv.under_way[self._step]
-        return UnderWay(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_UNDER_WAY
+        nbytes = self._send_recv.in_flight[self._step]
+        return InFlight(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_IN_FLIGHT
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Return a context for the work of a visit: an event in a profile, and on GPUs an NVTX range."""
@@ -168,7 +168,7 @@ class RingPass:
             self._post()
 
     def _post(self) -> None:
-        """Post this step's messages, those that are due together in one batch per communicator."""
+        """P2POp this step's messages, those that are due together in one batch per communicator."""
         for due, posts, awaited in self._send_recv.batches[self._step]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
             arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
@@ -180,7 +180,7 @@ class RingPass:
             self._endings[due].pending.extend(posted)
             self._endings[due].arriving.extend(arriving)
 
-    def _outgoing(self, post: Post) -> Buffer:
+    def _outgoing(self, post: P2POp) -> Buffer:
         """Return the bytes of a block, or of partial results of it, on their way out."""
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
@@ -195,7 +195,7 @@ class RingPass:
         self._endings[step].leaving.append(buffer)
         return buffer
 
-    def _packed(self, post: Post) -> Buffer:
+    def _packed(self, post: P2POp) -> Buffer:
         """Return a leased buffer with the operands of a block of this rank's own: all rows of it, or some."""
         operands = self._parts[self._schedule.part(post.transfer.block)].outgoing(self._moving)
         if post.transfer.rows is not None:
@@ -205,7 +205,7 @@ class RingPass:
             view.copy_(operand)
         return buffer
 
-    def _arrive(self, post: Post, buffer: Buffer) -> None:
+    def _arrive(self, post: P2POp, buffer: Buffer) -> None:
         if not buffer.has_label(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(PeerLostError(post.peer, what))
@@ -289,7 +289,7 @@ class PartialResults:
             self._here[block] = _Partial(storage, self._parts[part].accumulator(self._moving, storage))
         return self._here[block].accumulator
 
-    def arrive(self, post: Post, buffer: Buffer) -> None:
+    def arrive(self, post: P2POp, buffer: Buffer) -> None:
         """Add partial results to those that are here; where these have no buffer yet, go on in the one that came."""
         block, rows = post.transfer.block, post.transfer.rows
         part = self._parts[self._schedule.part(block)]

@@ -39,7 +39,7 @@ from burst_plugin.types import FULL, SIDES, Direction, Rows, Side, Spec, row_cou
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
 
-_MOST_REHEARSED = 32  # passes of a thread
+_MOST_WARM_UPS = 32  # passes of a thread
 _LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
 _FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
 
@@ -237,10 +237,10 @@ class Plan:
         return (*self.forward.rings, *self.backward.rings)
 
     @property
-    def is_rehearsed(self) -> bool:
+    def warms_up(self) -> bool:
         """Return whether passes first run without messages; only the first few do, as batches may bring new kinds."""
         state = self.rank_state
-        return self.device.type == "cuda" and state.is_process and len(state.rehearsed) < _MOST_REHEARSED
+        return self.device.type == "cuda" and state.is_process and len(state.warmed_up) < _MOST_WARM_UPS
 
     @property
     def heads(self) -> int:

@@ -54,7 +54,7 @@ class RankState:
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     positions: RowTable = field(default_factory=RowTable)
     exchanged_rows: RowTable = field(default_factory=RowTable)
-    rehearsed: set[tuple[object, int]] = field(default_factory=set)  # passes, and threads in which they have run
+    warmed_up: set[tuple[object, int]] = field(default_factory=set)  # passes, and threads in which they have run
     ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
     is_closed: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -151,7 +151,7 @@ class RankState:
             self._busy.release()
 
     @contextmanager
-    def rehearsal(self, device: torch.device) -> Iterator[None]:
+    def warming_up(self, device: torch.device) -> Iterator[None]:
         """Run the block as a pass that sends nothing: one that raises leaves the ring as it was."""
         self.check_usable(device)
         with self.alone():
@@ -216,7 +216,7 @@ class RankState:
             )
         self.is_closed = True
         self.positions, self.exchanged_rows = RowTable(), RowTable()
-        self.rehearsed.clear()
+        self.warmed_up.clear()
         self.transport.close()
         self.ulysses_transport.close()
         self._busy.release()

@@ -17,10 +17,10 @@ from burst_plugin.schedule.schedule import RankSchedule, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Direction, Rows, Side
 
-__all__ = ["Batch", "Post", "SendRecvPlan"]
+__all__ = ["Batch", "P2POp", "SendRecvPlan"]
 
 
-class Post(NamedTuple):
+class P2POp(NamedTuple):
     """A message of a rank, with all that is looked up for it."""
 
     transfer: Transfer
@@ -33,8 +33,8 @@ class Batch(NamedTuple):
     """Messages of one step that are due together."""
 
     due: int
-    sends: tuple[Post, ...]
-    recvs: tuple[Post, ...]
+    sends: tuple[P2POp, ...]
+    recvs: tuple[P2POp, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,17 +60,17 @@ class SendRecvPlan:
         return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
-        schedule, by_due = self.schedule, dict[int, tuple[list[Post], list[Post]]]()
+        schedule, by_due = self.schedule, dict[int, tuple[list[P2POp], list[P2POp]]]()
         for t in step.issue:
             sends = t.src == schedule.rank
             posts = by_due.setdefault(t.due, ([], []))[0 if sends else 1]
             channel = Channel(t.traffic, t.link, schedule.by_link)
             peer = self.peers[t.dst if sends else t.src]
-            posts.append(Post(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
+            posts.append(P2POp(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in by_due.items())
 
     @cached_property
-    def under_way(self) -> tuple[Counter[Channel], ...]:
+    def in_flight(self) -> tuple[Counter[Channel], ...]:
         """Return, by step, the bytes that are not due before the next one, each spread over the steps it may take."""
         found = tuple(Counter[Channel]() for _ in self.schedule.steps)
         for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
@@ -99,7 +99,7 @@ class SendRecvPlan:
         return sent
 
 
-def _bytes_of(posts: Sequence[Post], steps: int) -> Counter[Channel]:
+def _bytes_of(posts: Sequence[P2POp], steps: int) -> Counter[Channel]:
     """Return the bytes of messages by channel, for each of so many steps."""
     found: Counter[Channel] = Counter()
     for post in posts:

@@ -38,7 +38,7 @@ from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.trial import problem_of
-from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, UnderWay
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, InFlight
 from tests.kernels.test_kernels import BANDS, FEATURE_CASES, run
 from tests.support.reference import Problem, errors, reference, relative
 from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
@@ -442,7 +442,7 @@ def test_flash_attention_3_leaves_multiprocessors_to_long_messages(
 ) -> None:
     x = torch.zeros(1, 16, 4, 64, dtype=torch.bfloat16)
     with flash_attn_3(calls := Calls(), 5):
-        KERNELS["flash_attn_3"].forward(x, x, x, How(band, SCALED, under_way=UnderWay(ctas, nbytes)))
+        KERNELS["flash_attn_3"].forward(x, x, x, How(band, SCALED, in_flight=InFlight(ctas, nbytes)))
     assert calls == [{"sm_margin": margin}] * (margin > 0)
 
 

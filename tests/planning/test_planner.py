@@ -168,7 +168,7 @@ def test_larger_clusters_are_priced_by_smaller_ones(name: str, size: tuple[int, 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("size", [(43, 1), (50, 2)])
-def test_larger_clusters_are_priced_by_smaller_ones_whatever_is_under_way(name: str, size: tuple[int, int]) -> None:
+def test_larger_clusters_are_priced_by_smaller_ones_whatever_is_in_flight(name: str, size: tuple[int, int]) -> None:
     """Ahead of a message whose last byte has left there may be more or less of the way."""
     topology, load = Topology(*size), Load(1e6, 2e6, 0.001)
     for parts, rate, latency_s in itertools.product((1, 2, 4), (1e7, 3e7, 1e8), (0.02, 0.1, 0.5)):

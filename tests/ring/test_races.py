@@ -21,7 +21,7 @@ from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.in_process import Parcel
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.send_recv_plan import Post
+from burst_plugin.ring.send_recv_plan import P2POp
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.schedule.schedule import Step
 from burst_plugin.topology import Traffic
@@ -102,7 +102,7 @@ def _operands_released_early(patch: pytest.MonkeyPatch) -> None:
     """A block that arrives gives its buffer back before the visit."""
     arrive, release = RingPass._arrive, BufferPool.release
 
-    def arrived(ring: RingPass, post: Post, buffer: Buffer) -> None:
+    def arrived(ring: RingPass, post: P2POp, buffer: Buffer) -> None:
         arrive(ring, post, buffer)
         if post.transfer.traffic is Traffic.GATHER:
             ring._transport.pool.release(buffer)

@@ -101,13 +101,13 @@ def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
 def test_inter_node_transfers_have_an_inner_ring_or_half_of_one_to_hide_behind() -> None:
     nodes, width = 4, 8
 
-    def steps_under_way(schedule: Schedule, traffic: Traffic) -> Counter[int]:
+    def steps_in_flight(schedule: Schedule, traffic: Traffic) -> Counter[int]:
         return Counter(t.due - t.issue for t in schedule.transfers if (t.traffic, t.link) == (traffic, Link.INTER))
 
     forward, backward = (two_level_ring(Topology(nodes, width), reduces) for reduces in (False, True))
-    assert steps_under_way(forward, Traffic.GATHER) == {width: 3 * 32}
-    assert steps_under_way(backward, Traffic.GATHER) == {width // 2: 32, width: 2 * 32}
-    assert steps_under_way(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
+    assert steps_in_flight(forward, Traffic.GATHER) == {width: 3 * 32}
+    assert steps_in_flight(backward, Traffic.GATHER) == {width // 2: 32, width: 2 * 32}
+    assert steps_in_flight(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import burst_plugin
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 
 __all__ = ["Event", "Gpus", "RaceError", "Stream"]
@@ -106,7 +106,7 @@ class Gpus:
     slept: how often the host had a stream sleep, by its name.
     frees: how many allocations were checked when they were given back, of those that several streams had used.
     thread: of the host; each has compute streams of its own. "" is the one that trains.
-    memos: what a forward pass is given of earlier runs, by rank.
+    kept outputs: what a forward pass is given of earlier runs, by rank.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Gpus:
         self.slept: Counter[str] = Counter()
         self.frees = 0
         self.thread = ""
-        self.memos: dict[int, Memo] = {}
+        self.kept_of_ranks: dict[int, KeptOutputs] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}
         self._rank: int | None = None
         self._inside: list[Stream] = []
@@ -222,8 +222,8 @@ class Gpus:
 
         def followed(plan: Plan, which: object, *rest: Any) -> Generator[None, None, T]:
             state = plan.rank_state
-            if state.rank in self.memos and len(rest) == 1:  # the inputs of a forward pass
-                rest = rest[0], self.memos[state.rank]
+            if state.rank in self.kept_of_ranks and len(rest) == 1:  # the inputs of a forward pass
+                rest = rest[0], self.kept_of_ranks[state.rank]
             steps = program(plan, which, *rest)
             while True:
                 self._moment = state.progress.__str__

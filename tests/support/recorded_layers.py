@@ -19,7 +19,7 @@ from burst_plugin.activations.host_memory import HostMemory, Parked
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.masks import QueriesBefore
@@ -89,7 +89,7 @@ class _Saved(NamedTuple):
 
     node: _Node | None
     parked: list[list[Parked]]
-    memos: list[Memo]
+    all_kept: list[KeptOutputs]
 
 
 class _Layers:
@@ -105,9 +105,11 @@ class _Layers:
         rows = [SEQ // len(self._ranks)] * len(self._ranks)
         x, saved = self._on_each(_first_inputs, rows), []
         for _ in range(_LAYERS):
-            memos = [] if self._keeps is None else [Memo(self._keeps, host) for host in self._hosts]
-            node, outs = self._attend(x, memos)
-            saved.append(_Saved(None, self._on_each(_park, self._hosts, x), memos) if memos else _Saved(node, [], []))
+            all_kept = [] if self._keeps is None else [KeptOutputs(self._keeps, host) for host in self._hosts]
+            node, outs = self._attend(x, all_kept)
+            saved.append(
+                _Saved(None, self._on_each(_park, self._hosts, x), all_kept) if all_kept else _Saved(node, [], [])
+            )
             x = self._on_each(_next_inputs, outs, x)
             del node, outs
         return saved
@@ -117,22 +119,22 @@ class _Layers:
         rows = [SEQ // len(self._ranks)] * len(self._ranks)
         douts = self._on_each(_some_dout, rows)
         while saved:
-            node, parked, memos = saved.pop()
+            node, parked, all_kept = saved.pop()
             if node is None:
-                node, _ = self._attend(self._on_each(_fetch, self._hosts, parked), memos)
+                node, _ = self._attend(self._on_each(_fetch, self._hosts, parked), all_kept)
             grads = VirtualRingAttention.backward(node, *(x for dout in douts for x in (dout, None, None)))[2:]
             douts = self._on_each(_twice, [dq for dq, *_ in by_rank(grads, len(self._ranks))])
             del node, grads
 
-    def _attend(self, x: Sequence[Inputs], memos: Sequence[Memo]) -> tuple[_Node, list[Tensor]]:
+    def _attend(self, x: Sequence[Inputs], all_kept: Sequence[KeptOutputs]) -> tuple[_Node, list[Tensor]]:
         self._calls += 1
         plans = [self._plan(rank, x[rank], self._request) for rank in self._ranks]
-        for rank, memo in enumerate(memos):
-            first = memo.first_kept(plans[rank])
-            if memo.is_filled and first:
+        for rank, kept in enumerate(all_kept):
+            first = kept.first_kept(plans[rank])
+            if kept.is_filled and first:
                 rest = self._request._replace(mask=self._request.mask & QueriesBefore(first))
-                memo.rest = self._plan(rank, x[rank], rest)
-        self._gpus.memos = dict(enumerate(memos))
+                kept.rest = self._plan(rank, x[rank], rest)
+        self._gpus.kept_of_ranks = dict(enumerate(all_kept))
         node = _Node(len(self._ranks))
         flat = VirtualRingAttention.forward(
             node, plans, CallId(self._calls), *(tensor for each in x for tensor in each)

@@ -121,7 +121,7 @@ def test_ranks_have_compute_streams_of_their_own() -> None:
 
 
 def _post(transport: Transport, peer: int, sent: list[Tensor], received: list[Tensor]) -> Pending:
-    """Post one batch."""
+    """P2POp one batch."""
     (pending,) = transport.post(*([Message(peer, CHANNEL, x) for x in tensors] for tensors in (sent, received)))
     return pending
 

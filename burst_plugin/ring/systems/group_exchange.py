@@ -115,14 +115,14 @@ class GroupExchange:
             with nullcontext() if log is None else log.timed("move"):
                 rows = None if self.rows is None else [self.rows[side] for side in sides]
                 if rows is None:
-                    leased, under_way = self._begin(transport, pieces, packings)
+                    leased, in_flight = self._begin(transport, pieces, packings)
                 else:
-                    leased, under_way = self._begin_at_once(transport, pieces, packings[0], rows)
+                    leased, in_flight = self._begin_at_once(transport, pieces, packings[0], rows)
             yield
-            while not transport.has_met(under_way):  # rings of other places may take more steps
+            while not transport.has_met(in_flight):  # rings of other places may take more steps
                 yield
             with nullcontext() if log is None else log.timed("move"):
-                for pending in under_way:
+                for pending in in_flight:
                     pending.wait()
                 if rows is None:
                     self._finish(transport, pieces, packings, leased)
@@ -135,7 +135,7 @@ class GroupExchange:
     def _begin(
         self, transport: Transport, pieces: Sequence[Piece], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
-        """Post what goes to and comes from every other member; what stays with this rank is copied meanwhile.
+        """P2POp what goes to and comes from every other member; what stays with this rank is copied meanwhile.
 
         `packings` are those of messages with the rows of each member.
         """
@@ -157,10 +157,10 @@ class GroupExchange:
             sends.append(group.message(traffic, member, leaving.data))
             recvs.append(group.message(traffic, member, arriving.data))
             self.expected_bytes[sends[-1].channel] += out.nbytes
-        under_way = transport.post(sends, recvs)
+        in_flight = transport.post(sends, recvs)
         for piece in pieces:
             piece.stay(group.place)
-        return leased, under_way
+        return leased, in_flight
 
     def _begin_at_once(
         self, transport: Transport, pieces: Sequence[Piece], packing: Packing, rows: Sequence[Tensor]
@@ -177,10 +177,10 @@ class GroupExchange:
         )
         for message in sends:
             self.expected_bytes[message.channel] += packing.nbytes
-        under_way = transport.post(sends, recvs)
+        in_flight = transport.post(sends, recvs)
         for piece, here in zip(pieces, rows, strict=True):
             piece.stay_at(here, group.place)
-        return [(leaving, arriving)], under_way
+        return [(leaving, arriving)], in_flight
 
     def _finish_at_once(
         self,

@@ -17,8 +17,8 @@ from burst_plugin.kernels import Grads, How, Queries
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.rehearsal import rehearse
 from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.ring.warm_up import warm_up
 from tests.support.fake_gpu import GPU
 from tests.support.pretended_gpu import pretended_gpus
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -63,22 +63,22 @@ def test_every_tile_of_a_call_is_worked_on_and_nothing_else_happens(options: dic
     for state, mine, plans in zip(ring.rank_states, shards, ring._known, strict=True):
         plan = make_plan(state, mine, Request(tokens=(attention.Tokens(33),) * 2, lse=True), plans)
         with torch.no_grad():
-            rehearse(plan, mine)
-        assert {which for which, _ in state.rehearsed} == {plan.forward}
-        rehearse(plan, mine)
-        assert {which for which, _ in state.rehearsed} == {plan.forward, plan.backward}
+            warm_up(plan, mine)
+        assert {which for which, _ in state.warmed_up} == {plan.forward}
+        warm_up(plan, mine)
+        assert {which for which, _ in state.warmed_up} == {plan.forward, plan.backward}
         for transport in (state.transport, state.ulysses_transport):
             assert not transport.sent_bytes
             assert not transport.pool._leased
         assert not state.expected_bytes
         assert (state.passes_digest, str(state.progress), state.is_broken) == (0, "before the first call", False)
         assert state.transport.pool.allocated_bytes > 0
-    rehearsed, kernel.tiles = kernel.tiles, set()
-    again = {(each[0], True, *each[2:]) for each in rehearsed}  # forward too, as where a layer is computed again
-    assert again <= rehearsed
+    warmed_up, kernel.tiles = kernel.tiles, set()
+    again = {(each[0], True, *each[2:]) for each in warmed_up}  # forward too, as where a layer is computed again
+    assert again <= warmed_up
     out, _ = ring.attention(q, k, v)
     found = Result(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout))
-    assert kernel.tiles <= rehearsed
+    assert kernel.tiles <= warmed_up
     assert max(errors(found, reference(problem, Causal())).values()) < 1e-5
 
 
@@ -121,7 +121,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_the_ring_goes_on() -> Non
         assert torch.equal(outcome.value, torch.ones(1, 4, 2, 8))
 
 
-def _kinds_rehearsed_on_gpus(rank: int) -> list[int]:
+def _kinds_warmed_up_on_gpus(rank: int) -> list[int]:
     """Return how often this rank works on a tile, by pass of each call."""
     torch._dynamo.config.fake_tensor_cache_enabled = False  # which looks at devices as C++ sees them
     counts, noting, kernel = [], mock.Mock(side_effect=TorchFlashKernel.forward), TorchFlashKernel
@@ -144,6 +144,6 @@ def _kinds_rehearsed_on_gpus(rank: int) -> list[int]:
     return counts
 
 
-def test_the_first_passes_of_a_kind_on_gpus_are_rehearsed() -> None:
-    (counts,) = run_ranks(_kinds_rehearsed_on_gpus, 1, init=False)
+def test_the_first_passes_of_a_kind_on_gpus_are_warmed_up() -> None:
+    (counts,) = run_ranks(_kinds_warmed_up_on_gpus, 1, init=False)
     assert counts == [8, 8, 4, 4, 8, 0, 4, 0]

@@ -13,7 +13,7 @@ from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Outputs
 
-__all__ = ["Memo"]
+__all__ = ["KeptOutputs"]
 
 _NOTHING = Outputs(torch.empty(0, device="cpu"), None)
 
@@ -30,18 +30,18 @@ class Host(Protocol):
         ...
 
 
-class Memo:
+class KeptOutputs:
     """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
 
     rest: the plan of the queries before these, which the ring works on again; None if there are none.
-    also: another memo, which keeps the outputs of the next run.
+    also: another one, which keeps the outputs of the next run.
     """
 
     def __init__(self, share: float, host: Host | None = None) -> None:
         self.share, self._host = share, host
         self._parked: tuple[Any, Any] | None = None  # lse and out on the host, not in `_kept`
         self.rest: Plan | None = None
-        self.also: Memo | None = None
+        self.also: KeptOutputs | None = None
         self._plan: Plan | None = None  # of the first run
         self._kept = _NOTHING
         self._version = 0

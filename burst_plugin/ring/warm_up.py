@@ -27,30 +27,30 @@ from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import Inputs, has_gradients
 from burst_plugin.types import Direction
 
-__all__ = ["rehearse", "rehearse_backward", "rehearse_forward"]
+__all__ = ["warm_up", "warm_up_backward", "warm_up_forward"]
 
 _CALL = CallId(0, "warm-up")
 
 
-def rehearse(plan: Plan, inputs: Inputs) -> None:
+def warm_up(plan: Plan, inputs: Inputs) -> None:
     """Run both passes of a call in the threads that will, unless they have been; the backward pass with gradients.
 
     With these tensors, in the buffers of the ring; their values do not matter, nor do results. No other rank takes
     part, and a failure leaves the ring as it was.
     """
-    rehearse_forward(plan, inputs)
+    warm_up_forward(plan, inputs)
     if has_gradients(inputs):
         _in_autograds_thread(plan.device, partial(_both, plan, inputs))
 
 
-def rehearse_forward(plan: Plan, inputs: Inputs) -> None:
+def warm_up_forward(plan: Plan, inputs: Inputs) -> None:
     """Do the same for the forward pass, in this thread."""
     if _is_new(plan, plan.forward):
         with _unnoticed(plan, plan.forward):
             _forward(plan, inputs)
 
 
-def rehearse_backward(plan: Plan, saved: Saved, dout: Tensor) -> None:
+def warm_up_backward(plan: Plan, saved: Saved, dout: Tensor) -> None:
     """Do the same for the backward pass, in this thread, with what that is given: it takes no more memory then."""
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.backward):
@@ -61,7 +61,7 @@ def _both(plan: Plan, inputs: Inputs) -> None:
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.forward):
             out, saved = _forward(plan, inputs)
-        rehearse_backward(plan, saved, out)
+        warm_up_backward(plan, saved, out)
 
 
 def _forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Saved]:
@@ -70,20 +70,20 @@ def _forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Saved]:
 
 
 def _is_new(plan: Plan, which: PassPlan) -> bool:
-    return (which, get_ident()) not in plan.rank_state.rehearsed
+    return (which, get_ident()) not in plan.rank_state.warmed_up
 
 
 @contextmanager
 def _unnoticed(plan: Plan, which: PassPlan) -> Iterator[None]:
     """Run a pass without its messages inside the block, and note that this thread need not do so again."""
     state = plan.rank_state
-    with state.rehearsal(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
+    with state.warming_up(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
         try:
             yield
         except BaseException:  # what was leased then is lost
             state.transport.pool, state.ulysses_transport.pool = BufferPool(), BufferPool()
             raise
-    state.rehearsed.add((which, get_ident()))
+    state.warmed_up.add((which, get_ident()))
 
 
 def _alone(plan: Plan, direction: Direction) -> Plan:

@@ -29,7 +29,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, topology: Topology, **options: Any) -
     forward: Callable[..., Any] = PlainKernel.forward
 
     def noted(self: PlainKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> Any:
-        told.append(tuple(how.under_way))  # type: ignore[arg-type]
+        told.append(tuple(how.in_flight))  # type: ignore[arg-type]
         return forward(self, q, k, v, how)
 
     monkeypatch.setattr(PlainKernel, "forward", noted)
