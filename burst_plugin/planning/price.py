@@ -28,8 +28,7 @@ from burst_plugin.strategy.validation import PLACEMENTS
 from burst_plugin.topology import Link, Topology
 from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
 
-_STEADY = 12  # nodes of the smallest cluster that stands for a larger one
-_PERIOD = 12  # nodes after which ranks repeat themselves: a multiple of 1, 2, 3, 4 and 6, after which they do
+_SMALLEST = 8  # nodes of a cluster that stands for a larger one: enough for two in a row to do the same
 _FEW_RANKS = 32  # whose schedule under a window is drawn in a moment; it takes time in proportion to their square
 _MOST_RANKS = 160  # for which it is drawn, which takes about a second
 
@@ -49,41 +48,57 @@ class Price:
 
 
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
-    """Return the price of `schedule`, or of a sample that stands for it, for this load on these links."""
+    """Return the price of `schedule` for this load on these links."""
+    return _price_of_run(schedule, load, links, simulate(schedule, load, links).time_s)
+
+
+def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -> Price:
     most = max(sum(load.work(schedule, rank)) for rank in range(len(schedule.visits)))
-    return Price(simulate(schedule, load, links), most * load.work_s, seconds_by_link(schedule, load, links))
+    return Price(time_s, most * load.work_s, seconds_by_link(schedule, load, links))
 
 
 def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: Links) -> Price:
-    """Return the price of a schedule by name, every rank requiring every block.
+    """Return the price of a schedule by name, every rank requiring every block, to 1e-9 that of `price`.
 
-    Ranks that do the same are simulated once. Of a large cluster two smaller ones are simulated, with nodes of the
-    same size: in the middle of a schedule ranks repeat themselves after a few nodes, so that as many more nodes again
-    add the same time.
+    Ranks that do the same are simulated once, and of large clusters only a part: once ranks of a smaller one, with
+    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time.
     """
 
-    def of_nodes(nodes: int) -> Price:
-        drawn = _sample(name, Topology(nodes, topology.ranks_per_node), load.reduce_bytes > 0, parts)
-        return price(drawn, load, links)
+    def drawn(nodes: int) -> Schedule:
+        return _sample(name, Topology(nodes, topology.ranks_per_node), load.reduce_bytes > 0, parts)
 
-    few = _STEADY + topology.nodes % _PERIOD
-    if topology.nodes <= few + _PERIOD:
-        return of_nodes(topology.nodes)
-    before, after, times = of_nodes(few), of_nodes(few + _PERIOD), (topology.nodes - few) / _PERIOD
-
-    def continued(first: float, second: float) -> float:
-        return first + times * (second - first)
-
-    return Price(
-        continued(before.time_s, after.time_s),
-        continued(before.compute_s, after.compute_s),
-        {link: continued(before.link_s[link], after.link_s[link]) for link in Link},
-    )
+    nodes = _SMALLEST
+    while nodes < topology.nodes:
+        time_s, period = simulate(drawn(nodes), load, links)
+        if period is None:
+            nodes *= 2
+            continue
+        rest = (topology.nodes - nodes) % period.nodes
+        if rest:  # so that whole periods are left to add
+            nodes += rest
+            time_s = simulate(drawn(nodes), load, links).time_s
+        before = _price_of_run(drawn(nodes), load, links, time_s)
+        after = _price_of_run(drawn(nodes + period.nodes), load, links, time_s + period.seconds)
+        return _continued(before, after, (topology.nodes - nodes) // period.nodes)
+    return price(drawn(topology.nodes), load, links)
 
 
 @lru_cache(maxsize=32)
 def _sample(name: str, topology: Topology, reduces: bool, parts: int) -> Schedule:
     return sample(name, topology, reduces).in_parts(parts)
+
+
+def _continued(before: Price, after: Price, times: int) -> Price:
+    """Return the price after so many steps like that from `before` to `after`."""
+
+    def value(first: float, second: float) -> float:
+        return first + times * (second - first)
+
+    return Price(
+        value(before.time_s, after.time_s),
+        value(before.compute_s, after.compute_s),
+        {link: value(before.link_s[link], after.link_s[link]) for link in Link},
+    )
 
 
 def has_price(strategy: Strategy) -> bool:

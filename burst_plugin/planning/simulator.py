@@ -15,6 +15,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.cluster import Links
@@ -22,7 +23,8 @@ from burst_plugin.schedule.schedule import Schedule, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Direction, Side, row_count
 
-_ROUNDING = 1e-10  # the share of a message, or of a time, that counts as nothing
+_ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
+_LONGEST_PERIOD = 6  # nodes
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,26 @@ class Load:
         return [share * left for share, left in zip(shares, left_by_mask, strict=True)]
 
 
-def simulate(schedule: Schedule, load: Load, links: Links) -> float:
-    """Return the seconds until the last rank is done with a schedule, or with a sample of one."""
+class Period(NamedTuple):
+    """After so many nodes, and seconds, ranks and messages are in the same state again.
+
+    That is: as far behind each other, with as much of each message left to send. So many more nodes then take so many
+    more seconds.
+    """
+
+    nodes: int
+    seconds: float
+
+
+class SimulatedRun(NamedTuple):
+    """Seconds until the last rank is done, and the period that ranks repeat, if they do."""
+
+    time_s: float
+    period: Period | None
+
+
+def simulate(schedule: Schedule, load: Load, links: Links) -> SimulatedRun:
+    """Simulate a schedule, or a sample of one, until the last rank is done. Return the time and the period."""
     return _Simulation(schedule, load, links).run()
 
 
@@ -126,14 +146,17 @@ class _Simulation:
         self._busy_until_s: dict[int, float] = {}
         self._streams: dict[int, deque[_Message]] = {}
         self._sent: list[_Message] = []  # that have left, and are not there yet
+        self._search = _PeriodSearch(schedule)
 
-    def run(self) -> float:
+    def run(self) -> SimulatedRun:
         """Go from event to event: a rank has done its work of a step, or a message has arrived. Return the end."""
         now, free = 0.0, set(self._ranks)
         while True:
             for rank in sorted(free):
                 while self._proceed(rank, now):
                     pass
+            if self._search.is_wanted(self._at):
+                self._search.note(self._state(now, self._search.next_step))
             moving = [queue[0] for queue in self._streams.values()]
             rates = _rates(moving, self._bytes_per_s)
             events = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
@@ -142,7 +165,7 @@ class _Simulation:
             elapsed_s = min(events, default=math.inf)
             if elapsed_s == math.inf:
                 assert all(step == self._steps - 1 for step in self._at), "nothing moves any more"
-                return now
+                return SimulatedRun(now, self._search.period)
             now += elapsed_s
             free = {rank for rank, end_s in self._busy_until_s.items() if end_s - now <= _ROUNDING * elapsed_s}
             for rank in free:
@@ -186,6 +209,24 @@ class _Simulation:
                 yield from message.ends
         self._sent = [message for message in self._sent if not message.is_there]
 
+    def _state(self, now: float, origin: int) -> _State:
+        """Return all that later events depend on: steps counted from `origin`, messages and work that are left."""
+        places, shares = list[tuple[int, ...]](), list[float]()
+        ends_s = [self._busy_until_s.get(rank, now) - now for rank in self._ranks]
+        for rank, at in enumerate(self._at):
+            in_flight = [
+                message
+                for step in range(max(0, at - self._search.longest), at + 1)
+                for message in self._issued.get((rank, step), ())
+                if message.due > at
+            ]
+            places.append(
+                (at - origin, *(n for m in in_flight for n in (m.issue - origin, m.due - origin, m.posted)))
+            )
+            shares += [message.left_bytes / message.nbytes for message in in_flight]
+            ends_s += [max(0.0, message.arrival_s - now) for message in in_flight]
+        return _State(now, places, shares, ends_s)
+
 
 def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Message], list[float]]:
     """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them.
@@ -219,3 +260,52 @@ def _rates(moving: list[_Message], bytes_per_s: list[float]) -> list[float]:
     """Return bytes per second of each message: the even share of the NIC at either end, whichever is less."""
     users = Counter(nic for message in moving for nic in message.nics)
     return [min(bytes_per_s[nic] / users[nic] for nic in m.nics) for m in moving]
+
+
+class _State(NamedTuple):
+    """The state of ranks and messages at `now`; see `_Simulation._state`."""
+
+    now: float
+    places: list[tuple[int, ...]]
+    shares: list[float]
+    ends_s: list[float]
+
+    def is_like(self, before: _State) -> bool:
+        """Return whether the state is that of another time, except for rounding."""
+        if self.places != before.places:
+            return False
+        rounding_s = _ROUNDING * (self.now - before.now)
+        shares = zip(self.shares, before.shares, strict=True)
+        ends_s = zip(self.ends_s, before.ends_s, strict=True)
+        return all(abs(one - other) <= _ROUNDING for one, other in shares) and all(
+            abs(one - other) <= rounding_s for one, other in ends_s
+        )
+
+
+class _PeriodSearch:
+    """A search for two nodes whose visits begin in the same state, where the schedule repeats itself.
+
+    In the middle of a schedule the same steps are repeated for every node; only those of the first and the last three
+    nodes differ (tests hold every schedule to that).
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._node_steps = schedule.parts * schedule.topology.ranks_per_node  # that visit one node's blocks
+        self._stop = len(schedule.visits[0]) - 3 * self._node_steps
+        self._before: deque[_State] = deque(maxlen=_LONGEST_PERIOD)
+        self.longest = max((t.due - t.issue for t in schedule.transfers), default=0)
+        self.next_step = 3 * self._node_steps
+        self.period: Period | None = None
+
+    def is_wanted(self, at: list[int]) -> bool:
+        """Return whether ranks, at these steps, are where the state is to be noted."""
+        return self.period is None and self.next_step <= min(at) and max(at) < self._stop
+
+    def note(self, state: _State) -> None:
+        """Compare the state with those of some nodes before, and remember it."""
+        self.next_step += self._node_steps
+        for nodes, before in enumerate(reversed(self._before), start=1):
+            if state.is_like(before):
+                self.period = Period(nodes, state.now - before.now)
+                return
+        self._before.append(state)

@@ -18,7 +18,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.planner import buffer_bytes, least_seconds, left_out, plans
 from burst_plugin.planning.price import Price, pass_price, price, price_by_name, work_seconds
-from burst_plugin.planning.simulator import Load, simulate
+from burst_plugin.planning.simulator import Load, SimulatedRun, simulate
 from burst_plugin.schedule.rings import SCHEDULES, sample
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.strategy import Strategy
@@ -115,9 +115,6 @@ LOADS = [
 ]
 SMALL = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 4), (7, 2)]
 MIDDLE = [(13, 3), (24, 2), (30, 1)]
-LARGE = [(41, 3), (52, 2), (67, 1)]
-# Parts, whether results are reduced, and what has a NIC.
-WAYS: list[tuple[int, bool, str]] = [(1, True, "rank"), (2, True, "rank"), (2, True, "node"), (4, False, "rank")]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -136,39 +133,27 @@ def test_a_price_by_name_is_that_of_all_ranks(name: str, parts: int, nic: str) -
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("size", MIDDLE)
-def test_a_price_by_name_is_that_of_all_ranks_of_many_nodes(name: str, size: tuple[int, int]) -> None:
-    topology = Topology(*size)
-    for parts, reduces, nic in WAYS:
-        schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
-        for load, links in LOADS:
-            load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
-            assert_same(price_by_name(name, topology, parts, load, links), price(schedule, load, links))
+def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int, int]) -> None:
+    """To the same price, and most of them without a simulation of all nodes."""
+    topology, sizes = Topology(*size), []
 
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", LARGE)
-def test_larger_clusters_are_priced_by_smaller_ones(name: str, size: tuple[int, int]) -> None:
-    """To the same price, without a simulation of all nodes."""
-    topology, sizes = Topology(*size), set()
-
-    def noted(schedule: Schedule, load: Load, links: Links) -> float:
-        sizes.add(schedule.topology.nodes)
+    def noted(schedule: Schedule, load: Load, links: Links) -> SimulatedRun:
+        sizes.append(schedule.topology.nodes)
         return simulate(schedule, load, links)
 
-    for parts, reduces, nic in WAYS:
-        drawn = sample(name, topology, reduces).in_parts(parts)
+    for parts, reduces, nic in [(1, True, "rank"), (2, True, "rank"), (2, True, "node"), (4, False, "rank")]:
+        schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
         for load, links in LOADS:
             load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
             with mock.patch("burst_plugin.planning.price.simulate", noted):
                 found = price_by_name(name, topology, parts, load, links)
-            assert_same(found, price(drawn, load, links))
-    assert len(sizes) == 2
-    assert max(sizes) < 36
+            assert_same(found, price(schedule, load, links))
+    assert sizes.count(topology.nodes) < 8, "of 16, most are worked out from fewer nodes"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [(43, 1), (50, 2)])
-def test_larger_clusters_are_priced_by_smaller_ones_whatever_is_in_flight(name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(13, 1), (22, 2)])
+def test_states_that_repeat_have_the_same_messages_in_flight(name: str, size: tuple[int, int]) -> None:
     """Ahead of a message whose last byte has left there may be more or less of the way."""
     topology, load = Topology(*size), Load(1e6, 2e6, 0.001)
     for parts, rate, latency_s in itertools.product((1, 2, 4), (1e7, 3e7, 1e8), (0.02, 0.1, 0.5)):
@@ -200,7 +185,7 @@ def step_by_step(schedule: Schedule) -> list[object]:
 def test_one_node_more_is_one_more_of_the_same_in_the_middle(
     name: str, reduces: bool, parts: int, width: int
 ) -> None:
-    """Beyond the first and the last three nodes: what `price_by_name` relies on."""
+    """Beyond the first and the last three nodes: what `simulator._PeriodSearch` and `price_by_name` rely on."""
     period = width * parts
     shorter, longer = (step_by_step(sample(name, Topology(n, width), reduces).in_parts(parts)) for n in (9, 10))
     stop = len(shorter) - 3 * period
