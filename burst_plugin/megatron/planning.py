@@ -88,7 +88,7 @@ def _parallel_sizes(setting: Setting) -> str:
 _SUFFIXES = MappingProxyType({"k": 2**10, "m": 2**20, "g": 2**30})
 
 
-def _whole(text: str) -> int:
+def _whole_number(text: str) -> int:
     """Parse a positive whole number, as Megatron does, which knows no suffixes."""
     if text.isascii() and text.isdigit() and int(text[:20]) > 0:
         return int(text)
@@ -102,20 +102,14 @@ def _whole(text: str) -> int:
 
 
 # Sizes of the run and of the model, by flag.
-_SIZES = (
-    *("seq-length", "micro-batch-size", "global-batch-size", "recompute-num-layers"),
-    *("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size"),
-    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
-    *("vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"),
-)
+_SIZES = """
+    seq-length micro-batch-size global-batch-size recompute-num-layers
+    tensor-model-parallel-size context-parallel-size pipeline-model-parallel-size
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
+    vocab-size num-experts moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size
+    """.split()  # noqa: SIM905
 _WORDS = ("recompute-method", "window-size", "window-attn-skip-freq")
-_SWITCHES = (
-    "optimizer-cpu-offload",
-    "sequence-parallel",
-    "use-distributed-optimizer",
-    "bf16",
-    "group-query-attention",
-)
+_SWITCHES = "optimizer-cpu-offload sequence-parallel use-distributed-optimizer bf16 group-query-attention".split()  # noqa: SIM905
 # Flags with a value that a plan has no price for, and the value with which they change nothing.
 _OTHER_VALUES = MappingProxyType(
     {
@@ -135,16 +129,10 @@ _OTHER_VALUES = MappingProxyType(
         "exp-avg-sq-dtype": "fp32",
     }
 )
-_OTHER_SWITCHES = (
-    *(
-        "fp16",
-        "use-megatron-fsdp",
-        "use-torch-fsdp2",
-        "hybrid-context-parallel",
-        "fine-grained-activation-offloading",
-    ),
-    *("recompute-activations", "multi-latent-attention", "defer-embedding-wgrad-compute"),
-)
+_OTHER_SWITCHES = """
+    fp16 use-megatron-fsdp use-torch-fsdp2 hybrid-context-parallel fine-grained-activation-offloading
+    recompute-activations multi-latent-attention defer-embedding-wgrad-compute
+    """.split()  # noqa: SIM905
 _PRICED_OPTIONS = ("backward", "forward", "mesh_degree", "ulysses_placement")  # with their usual values
 _LAYOUTS = ("zigzag", "striped")  # in which all ranks have as much of causal attention
 
@@ -160,13 +148,13 @@ def _parsed(text: str) -> argparse.Namespace:
     """Return the flags that a plan knows, None for those that are not there. Raises ValueError for their values."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in _SIZES:
-        parser.add_argument(f"--{name}", type=_whole)
+        parser.add_argument(f"--{name}", type=_whole_number)
     for name in (*_WORDS, *_OTHER_VALUES):
         parser.add_argument(f"--{name}")
     for name in (*_SWITCHES, *_OTHER_SWITCHES):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
-    parser.add_argument("--hierarchical-context-parallel-sizes", type=_whole, nargs="+")
+    parser.add_argument("--hierarchical-context-parallel-sizes", type=_whole_number, nargs="+")
     for name in ("recompute-modules", "cp-comm-type", "rampup-batch-size"):
         parser.add_argument(f"--{name}", nargs="+")
     add_arguments(parser)
