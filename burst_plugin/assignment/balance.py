@@ -102,12 +102,13 @@ class Costs:
         attending, ring = Attending(tokens, tokens, self.mask), self.table.ring_topology
         visited = torch.tensor(self.table.rows_visited(attending), dtype=torch.float64, device="cpu")
         computes = float((self.shares(tokens).amax(0) + _VISITED * visited).max())
-        pairs = self.table.pairs(attending)
-        most = max(map(token_count, pairs.runs["kv"]))
-        inter, intra = most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1)  # if blocks go to all
-        required = pairs.required("kv")
-        if required is not None:
-            inter, intra = min((inter, intra), most_rows_moved(ring, required))
+        required = self.table.pairs(attending).required("kv")
+        if self.mask.documents is None or self.mask.trees:  # what many ranks require a ring may pass on
+            inter, intra = self.table.most_rows_moved(attending)
+        else:
+            most = max(map(token_count, self.table.runs(tokens)))
+            all_rows = (most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1))  # to all ranks
+            inter, intra = all_rows if required is None else min(all_rows, most_rows_moved(ring, required))
         shorter, longer = sorted((computes, float(max(_SENT_INTER * inter, _SENT_INTRA * intra))))
         return longer + _BARE * shorter
 
