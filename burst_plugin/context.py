@@ -300,7 +300,7 @@ class ContextParallel:
         from burst_plugin.assignment.balance import choose_tokens  # rarely needed
 
         check_mask(mask)
-        return choose_tokens(self.rank_state.route_table, length, mask, equal_sizes=alike)
+        return choose_tokens(self.rank_state.route_table, length, mask, alike)
 
     @between_graphs
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:

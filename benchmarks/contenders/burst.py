@@ -59,7 +59,7 @@ class Burst(Contender):
         """Return which tokens ranks hold."""
         length = case.ranks * case.seq
         if case.documents and self.several:
-            return choose_tokens(table, length, case.mask, equal_sizes=True)
+            return choose_tokens(table, length, case.mask, alike=True)
         return Tokens(length, case.cu_seqlens if self.by_document else None)
 
     def imbalance(self, case: Case) -> float:

@@ -1,33 +1,32 @@
-"""Documents assigned to nodes, and there to ranks: as many tokens and as much work for each, and few cuts.
+"""Causal documents assigned to nodes, and there to ranks: as many tokens and as much work for each, and few cuts.
 
-Causal documents a, b, c and d over two ranks. A token of a document of n tokens has n + 1 pairs on average, those of
-its query and those of its key added up:
+Documents a, b, c and d over two ranks. A token of a document of n tokens has n + 1 pairs on average, those of its
+query and those of its key added up:
 
     documents     a a a a a a a a b b b b c c d d
     pairs         9 9 9 9 9 9 9 9 5 5 5 5 3 3 3 3
     ranks         0 0 0 1 1 1 0 0 1 1 1 1 0 1 0 0     54 and 50
 
 The longest documents have the most work per token, so a rank takes some from either end of the line of all documents
-in order of their work per token: so many that its work is even, too. Nodes may also take whole documents from the
-beginning, and the rest from anywhere in the line, where that cuts shorter documents.
+in order of their lengths: so many that its work is even, too. Nodes may also take whole documents from the beginning,
+and the rest from anywhere in the line, where that cuts shorter documents.
 
 Where a document is cut, ranks get what is left of it from the outside in: tokens of its beginning and as many of its
-end, which is even work for queries and for keys. Those whose work is even, or little, are just cut in two.
+end, which is even work for queries and for keys. Short ones are just cut in two.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Topology
+
+__all__ = ["assign_documents"]
 
 # Of its work, how much more or less than others one may have, for fewer cuts.
 _NODE_SLACK = 0.03
@@ -38,14 +37,14 @@ _SHORT = 0.01  # of a rank's work that queries have more than keys, or less, whe
 class _Document(NamedTuple):
     start: int
     length: int
-    work: float  # pairs per token, of its query and of its key
+    work: int  # pairs per token, of its query and of its key
     folds: bool  # whether it is cut from the outside in
 
 
 _Piece = tuple[_Document, int]  # so many tokens of it, wherever they are
 
 
-class _Portion(NamedTuple):
+class _Share(NamedTuple):
     """Tokens of a document for one rank; those of one node are side by side, in order of how many it has."""
 
     of_node: int
@@ -55,42 +54,44 @@ class _Portion(NamedTuple):
 
 
 def assign_documents(
-    work_before: Callable[[Tensor], Tensor], bounds: Sequence[int], topology: Topology, degree: int = 1
+    documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1
 ) -> Tokens:
     """Return an assignment of tokens by which all ranks hold equally many, and about equal work.
 
     Args:
-        work_before: from positions [N] to the pairs of all tokens before each, int64 [sides that may stay, N].
-        bounds: where documents begin and end, in ascending order, 0 first and S last. Work in a document is even, or
-            grows or falls evenly.
+        documents: where each begins and ends, one after the other; they are causal, and tokens outside of all
+            have no work.
+        length: of the sequence, in tokens.
         topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its tokens.
     """
-    ranks, per_node, length = topology.ranks * degree, topology.ranks_per_node, bounds[-1]
-    filled = [rank * length // ranks for rank in range(ranks + 1)]
-    rooms = [stop - start for start, stop in pairwise(filled[::degree])]
+    ranks = topology.ranks * degree
+    bounds = [rank * length // ranks for rank in range(ranks + 1)]
+    rooms = [stop - start for start, stop in pairwise(bounds[::degree])]
+    per_node = topology.ranks_per_node
     by_node = [rooms[first : first + per_node] for first in range(0, len(rooms), per_node)]
-    portions = defaultdict[_Document, list[_Portion]](list)
-    line = _in_order(work_before, bounds, topology.ranks)
+    shares = defaultdict[_Document, list[_Share]](list)
+    line = _in_order(documents, length, topology.ranks)
     for node, pieces in enumerate(_deal(line, list(map(sum, by_node)), _NODE_SLACK, anywhere=True)):
         of_node = dict(pieces)
-        for number, of_rank in enumerate(_deal(pieces, by_node[node], _RANK_SLACK)):
-            for document, tokens in of_rank:
-                portions[document].append(_Portion(of_node[document], node, tokens, node * per_node + number))
-    chunks = sorted(chunk for document, cut in portions.items() for chunk in _placed(document, cut))
-    return _tokens(chunks, filled, degree)
+        for number, held in enumerate(_deal(pieces, by_node[node], _RANK_SLACK)):
+            for document, tokens in held:
+                shares[document].append(_Share(of_node[document], node, tokens, node * per_node + number))
+    chunks = sorted(chunk for document, shared in shares.items() for chunk in _placed(document, shared))
+    return _tokens(chunks, bounds, degree)
 
 
-def _in_order(work_before: Callable[[Tensor], Tensor], bounds: Sequence[int], ranks: int) -> list[_Piece]:
-    """Return all documents in order of their work per token, the most first."""
-    edges = torch.tensor(bounds, dtype=torch.int64, device="cpu")
-    lengths, before = edges.diff(), work_before(edges)
-    pairs = before.diff()
-    in_first_half = work_before((edges[1:] + edges[:-1]) // 2) - before[:, :-1]
-    folds = (in_first_half - pairs / 2).abs().amax(0) > _SHORT * before[:, -1].max() / ranks
-    per_token = pairs.sum(0) / lengths
-    documents = map(_Document, bounds, lengths.tolist(), per_token.tolist(), folds.tolist())
-    order = sorted(documents, key=lambda document: (-document.work, document.start))
-    return [(document, document.length) for document in order]
+def _in_order(documents: Sequence[tuple[int, int]], length: int, ranks: int) -> list[_Piece]:
+    """Return all documents in order of their lengths, and what is outside of them last."""
+    per_rank = sum((stop - start) * (stop - start + 1) / 2 for start, stop in documents) / ranks
+    ends = [0, *(end for document in documents for end in document), length]
+    found = []
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        size = stop - start
+        # Cut in the middle, its first half has size ** 2 / 8 queries less than half of all, and as many keys more.
+        if size:
+            found.append(_Document(start, size, size + 1 if number % 2 else 0, size**2 / 8 > _SHORT * per_rank))
+    found.sort(key=lambda document: (-document.work, document.start))
+    return [(document, document.length) for document in found]
 
 
 class _Line:
@@ -99,10 +100,10 @@ class _Line:
     def __init__(self, pieces: Sequence[_Piece]) -> None:
         self.pieces = pieces
         self.ends = [0, *accumulate(tokens for _, tokens in pieces)]
-        self._works = [0.0, *accumulate(document.work * tokens for document, tokens in pieces)]
-        self._rates = [*(document.work for document, _ in pieces), 0.0]
+        self._works = [0, *accumulate(document.work * tokens for document, tokens in pieces)]
+        self._rates = [*(document.work for document, _ in pieces), 0]
 
-    def work(self, place: int) -> float:
+    def work(self, place: int) -> int:
         """Return the work before a place."""
         number = bisect_right(self.ends, place) - 1
         return self._works[number] + (place - self.ends[number]) * self._rates[number]
@@ -137,7 +138,8 @@ class _Line:
 def _deal(pieces: list[_Piece], rooms: Sequence[int], slack: float, anywhere: bool = False) -> list[list[_Piece]]:
     """Return pieces of as many tokens as each of `rooms` says, of even work but for `slack`."""
     held = []
-    mean = sum(document.work * tokens for document, tokens in pieces) / (sum(rooms) or 1)
+    total, whole = sum(document.work * tokens for document, tokens in pieces), sum(rooms)
+    mean = total / whole if whole else 0
     for room in rooms[:-1]:
         line = _Line(pieces)
         total, last = line.work(line.ends[-1]), line.ends[-1]
@@ -150,8 +152,8 @@ def _deal(pieces: list[_Piece], rooms: Sequence[int], slack: float, anywhere: bo
             work = line.work(stop) + line.work(first + room - stop) - line.work(first)
             if best is None or low <= work <= high:
                 rows = line.rows(stop) * (stop < first) + line.rows(first) + line.rows(first + room - stop)
-                cut = (rows, abs(work - share), stop, first)
-                best = cut if best is None else min(best, cut)
+                found = (rows, abs(work - share), stop, first)
+                best = found if best is None else min(best, found)
         assert best is not None
         _, _, stop, first = best
         taken, pieces = line.without(stop, first, first + room - stop)
@@ -187,21 +189,23 @@ def _places(line: _Line, room: int, share: float, anywhere: bool) -> Iterator[tu
                 yield stop, place
 
 
-def _placed(document: _Document, portions: Iterable[_Portion]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, rank) of the tokens of every portion.
+def _placed(document: _Document, shares: Iterable[_Share]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, rank) of the tokens of every share.
 
     From the outside in the largest comes first, as it would require nearly all keys there too; of short documents the
     smallest, whose keys all others require.
     """
     sign, before = -1 if document.folds else 1, 0
-    for portion in sorted(portions, key=lambda p: (sign * p.of_node, p.node, sign * p.tokens, p.rank)):
-        after = before + portion.tokens
+    for share in sorted(
+        shares, key=lambda share: (sign * share.of_node, share.node, sign * share.tokens, share.rank)
+    ):
+        after = before + share.tokens
         if document.folds:  # tokens 0, n - 1, 1, n - 2, ... of n
             start, stop = document.start, document.start + document.length
-            yield start + (before + 1) // 2, start + (after + 1) // 2, portion.rank
-            yield stop - after // 2, stop - before // 2, portion.rank
+            yield start + (before + 1) // 2, start + (after + 1) // 2, share.rank
+            yield stop - after // 2, stop - before // 2, share.rank
         else:
-            yield document.start + before, document.start + after, portion.rank
+            yield document.start + before, document.start + after, share.rank
         before = after
 
 
@@ -210,16 +214,16 @@ def _tokens(chunks: Sequence[tuple[int, int, int]], bounds: Sequence[int], degre
 
     Rank r holds as many tokens as there are from `bounds[r]` to `bounds[r + 1]`.
     """
-    chunk_to_rank, starts = list[int](), list[int]()
+    holders, starts = list[int](), list[int]()
     filled = list(bounds[:-1:degree])  # by group: what its chunks so far would take up, if all were side by side
     for start, stop, group in chunks:
         while start < stop:
             rank = bisect_right(bounds, filled[group]) - 1
             tokens = min(stop - start, bounds[rank + 1] - filled[group])
-            if not chunk_to_rank or chunk_to_rank[-1] != rank:
-                chunk_to_rank.append(rank)
+            if not holders or holders[-1] != rank:
+                holders.append(rank)
                 starts.append(start)
             filled[group] += tokens
             start += tokens
-    empty = sorted(set(range(len(bounds) - 1)) - set(chunk_to_rank))
-    return Tokens(bounds[-1], holders=(*chunk_to_rank, *empty), bounds=(*starts, *(bounds[-1] for _ in (*empty, 0))))
+    empty = sorted(set(range(len(bounds) - 1)) - set(holders))
+    return Tokens(bounds[-1], holders=(*holders, *empty), bounds=(*starts, *(bounds[-1] for _ in (*empty, 0))))

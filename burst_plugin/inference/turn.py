@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.sequence.layout import Layout, Run, Tokens
-from burst_plugin.sequence.mask import Mask, Region, not_empty
+from burst_plugin.sequence.mask import Mask, Region
 
 
 def are_few(tokens: int, ranks: int) -> bool:
@@ -207,7 +207,8 @@ def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) 
     here, length = Region(*queries, *keys), queries[1]
     if here.is_empty:
         return ()
-    return not_empty(region.intersect(here) for region in mask.of_row(row).regions(length, length))
+    regions = (region.intersect(here) for region in mask.of_row(row).regions(length, length))
+    return tuple(region for region in regions if not region.is_empty)
 
 
 def _moved(regions: tuple[Region, ...], q_shift: int, k_shift: int) -> Iterator[Region]:

@@ -265,15 +265,15 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
 
 
 @lru_cache(maxsize=64)
-def in_chunks(chunk_to_rank: tuple[int, ...], bounds: tuple[int, ...] | None = None) -> Layout:
-    """Return the layout in which rank `chunk_to_rank[c]` holds chunk c, `bounds[c]:bounds[c + 1]` of a sequence.
+def in_chunks(holders: tuple[int, ...], bounds: tuple[int, ...] | None = None) -> Layout:
+    """Return the layout in which rank `holders[c]` holds chunk c, which is `bounds[c]:bounds[c + 1]` of a sequence.
 
     Without bounds, those of a rank differ by at most one token.
     """
 
     def even_bounds(ranks: int, length: int) -> list[int]:
-        numbers, counts, bounds = [0] * ranks, Counter(chunk_to_rank), [0]
-        for rank in chunk_to_rank:
+        numbers, counts, bounds = [0] * ranks, Counter(holders), [0]
+        for rank in holders:
             tokens_of_rank = _chunk(rank, ranks, length).length
             bounds.append(bounds[-1] + _chunk(numbers[rank], counts[rank], tokens_of_rank).length)
             numbers[rank] += 1
@@ -282,7 +282,7 @@ def in_chunks(chunk_to_rank: tuple[int, ...], bounds: tuple[int, ...] | None = N
     @lru_cache(maxsize=1)
     def runs_by_rank(ranks: int, length: int) -> list[tuple[Run, ...]]:
         by_rank: list[list[Run]] = [[] for _ in range(ranks)]
-        for rank, (start, stop) in zip(chunk_to_rank, pairwise(bounds or even_bounds(ranks, length)), strict=True):
+        for rank, (start, stop) in zip(holders, pairwise(bounds or even_bounds(ranks, length)), strict=True):
             runs = by_rank[rank]
             if runs and runs[-1].start + runs[-1].length == start:
                 runs[-1] = Run(runs[-1].start, stop - runs[-1].start)

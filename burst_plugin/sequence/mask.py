@@ -11,8 +11,7 @@ themselves are in `sequence.masks`, `sequence.block_masks` and `sequence.prefix_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -239,12 +238,8 @@ class Both(Mask):
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """Return the regions of both masks without those of a prefix tree."""
         others = self.other.beside_trees(q_len, kv_len)
-        return not_empty(a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
-
-
-def not_empty(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the regions that hold any pair."""
-    return tuple(region for region in regions if not region.is_empty)
+        regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
+        return tuple(region for region in regions if not region.is_empty)
 
 
 def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
@@ -266,53 +261,24 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
     return attends
 
 
-def work_before(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Callable[[Tensor], Tensor]:
-    """Return a function from positions to the (query, key) pairs of all tokens before each, int64 on the CPU.
-
-    Tokens are queries or, for side "kv", keys; `lengths` are (queries, keys). Work is summed over batch rows if their
-    masks differ. What it costs grows with the number of regions, not with that of tokens.
-    """
-    rows, total = Counter(mask.of_row(row) for row in range(mask.rows or 1)), sum(lengths)
-    bands = [
-        (*r[:4], -total if r.lower is None else r.lower, total if r.upper is None else r.upper, count)
-        for row, count in rows.items()
-        for region in not_empty(row.regions(*lengths))
-        for r in [region if side == "q" else region.transposed]
-    ]
-    fields = torch.tensor(bands, dtype=torch.int64, device="cpu").view(-1, 7).T.contiguous()
-    start, stop, other_start, other_stop, lower, upper, count = fields
-    # Token i meets what is below i + upper + 1, within the region, but not what is below i + lower. Either jumps at
-    # the ends of the region, and from token to token grows by 1 while it is inside.
-    changes = [torch.zeros(3, 1, dtype=torch.int64, device="cpu")]  # position, jump, change of growth
-    nothing = torch.zeros_like(start)
-    for sign, ahead in ((1, upper + 1), (-1, lower)):
-        for edge, other, turn in ((start, other_start, sign * count), (stop, other_stop, -sign * count)):
-            changes.append(torch.stack((edge, turn * (edge + ahead).clamp(other_start, other_stop), nothing)))
-            changes.append(torch.stack(((other - ahead).clamp(start, stop) + 1, nothing, turn)))
-    places, *amounts = torch.cat(changes, 1)
-    edges, number = torch.unique(places, return_inverse=True)
-    jump, growth = places.new_zeros(2, len(edges)).index_add_(1, number, torch.stack(amounts))
-    growth, gaps = growth.cumsum(0), edges.diff()
-    jump[1:] += growth[:-1] * (gaps - 1)
-    work = (jump + growth).cumsum(0)  # of the token at each edge
-    between = gaps * work[:-1] + gaps * (gaps - 1) // 2 * growth[:-1]
-    before = torch.nn.functional.pad(between.cumsum(0), (1, 0))
-
-    def at(positions: Tensor) -> Tensor:
-        number = torch.searchsorted(edges, positions, right=True) - 1
-        tokens = positions - edges[number]
-        pairs: Tensor = before[number] + tokens * work[number] + tokens * (tokens - 1) // 2 * growth[number]
-        return pairs
-
-    return at
-
-
 def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
     """Return how many keys every query attends to, or for side "kv" how many queries attend to every key; int64 [S].
 
     `lengths` are (queries, keys). Work is summed over batch rows if their masks differ.
     """
-    return work_before(mask, lengths, side)(torch.arange(lengths[side == "kv"] + 1, device="cpu")).diff()
+    if mask.rows is not None:
+        return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64, device="cpu")
+    for region in mask.regions(*lengths):
+        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        tokens = torch.arange(start, stop, device="cpu")
+        first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
+        if lower is not None:
+            first = first.maximum(tokens + lower)
+        if upper is not None:
+            last = last.minimum(tokens + upper + 1)
+        work[start:stop] += (last - first).clamp_(min=0)
+    return work
 
 
 def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:

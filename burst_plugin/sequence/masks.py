@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
 from burst_plugin.sequence.mask import Mask as Mask
-from burst_plugin.sequence.mask import Region, TreeMask, not_empty
+from burst_plugin.sequence.mask import Region, TreeMask
 
 _TRUE = re.compile(b"\1+")
 
@@ -104,7 +104,8 @@ class PrefixLM(Mask):
                 f"PrefixLM(prefix={self.prefix}) goes beyond the {kv_len} keys that all ranks have together; give a "
                 "prefix of this sequence, or Full(), for full attention"
             )
-        return not_empty((Region(0, q_len, 0, self.prefix), Region(0, q_len, self.prefix, kv_len, None, 0)))
+        prefix, rest = Region(0, q_len, 0, self.prefix), Region(0, q_len, self.prefix, kv_len, None, 0)
+        return tuple(region for region in (prefix, rest) if not region.is_empty)
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Documents(Mask):
         check_total(keys, kv_len)
         kv_lengths = self.lengths if self.kv_cu_seqlens is None and self.kv_lengths is None else self.kv_lengths
         q_ranges, k_ranges = _real_ranges(self.cu_seqlens, self.lengths), _real_ranges(keys, kv_lengths)
-        return not_empty(Region(*q_range, *k_range) for q_range, k_range in zip(q_ranges, k_ranges, strict=True))
+        regions = (Region(*q_range, *k_range) for q_range, k_range in zip(q_ranges, k_ranges, strict=True))
+        return tuple(region for region in regions if not region.is_empty)
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ class Keys(Mask):
                 f"Keys up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have together; let spans "
                 "end there"
             )
-        return not_empty(Region(0, q_len, start, stop) for start, stop in self.spans)
+        regions = (Region(0, q_len, start, stop) for start, stop in self.spans)
+        return tuple(region for region in regions if not region.is_empty)
 
 
 @dataclass(frozen=True)

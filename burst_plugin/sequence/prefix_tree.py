@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_listed, whole_numbers
-from burst_plugin.sequence.mask import Region, TreeMask, not_empty
+from burst_plugin.sequence.mask import Region, TreeMask
 
 _NO_PARENT = -1
 
 
-class TreeNode(NamedTuple):
+class _Node(NamedTuple):
     """Tokens `start:stop` of a node, of which the first has logical position `depth`; its subtree ends at `end`."""
 
     start: int
@@ -117,7 +117,7 @@ class PrefixTree(TreeMask):
         return (*roots, self.length)
 
     @cached_property
-    def _nodes(self) -> tuple[TreeNode, ...]:
+    def _nodes(self) -> tuple[_Node, ...]:
         starts = [0, *accumulate(self.lengths)]
         depths: list[int] = []
         for parent in self.parents:
@@ -126,7 +126,7 @@ class PrefixTree(TreeMask):
         for node in range(len(ends) - 1, 0, -1):  # children before their parents
             if self.parents[node] != _NO_PARENT:
                 ends[self.parents[node]] = max(ends[self.parents[node]], ends[node])
-        return tuple(map(TreeNode, starts, starts[1:], ends, depths))
+        return tuple(map(_Node, starts, starts[1:], ends, depths))
 
     def logical(self, positions: Tensor) -> Tensor:
         """Return the logical positions of tokens at `positions` of the sequence, int64, of the same shape."""
@@ -195,7 +195,7 @@ class PrefixTree(TreeMask):
                 inside += (rectangle.intersect(Region(n.start, n.end, n.start, n.stop, None, 0)) for n in self._nodes)
             else:
                 inside += (pair.intersect(other._replace(lower=None, upper=None)) for pair in self._pairs(other))
-        return not_empty(inside)
+        return tuple(region for region in inside if not region.is_empty)
 
     def _pairs(self, band: Region) -> Iterator[Region]:
         """Yield a region for every node and each node on its path that a band of logical positions reaches."""

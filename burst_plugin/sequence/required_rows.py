@@ -58,14 +58,17 @@ class _Meetings:
     def of(self, held: Sequence[Run]) -> dict[int, Rows]:
         """Return by owner the rows of its block that these runs work on, if any."""
         ranges: dict[int, list[tuple[int, int]]] = {}
+        for owner, rows in self._met(held):
+            ranges.setdefault(owner, []).append(rows)
+        return {owner: merged(ranges[owner]) for owner in sorted(ranges)}
+
+    def _met(self, held: Sequence[Run]) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield (owner, row range of its block) wherever one of these runs meets one of the block's."""
         for run in held:
-            for owner, rows in self._met_at_once(run) if run.stride == 1 else self._met_by_region(run):
-                ranges.setdefault(owner, []).append(rows)
-        # Most ranks meet a block in one range: thousands of these are not sorted.
-        return {owner: merged(rows) if len(rows) > 1 else tuple(rows) for owner, rows in sorted(ranges.items())}
+            yield from self._met_at_once(run) if run.stride == 1 else self._met_by_region(run)
 
     def _met_at_once(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield (owner, row range of its block) for consecutive queries, which meet all keys of all regions."""
+        """Yield the same for consecutive queries: the keys of all regions together, of which none is left out."""
         key_ranges = []
         for region, first, last in self._regions_at(run):
             low, high = region.keys_of(first, last)
@@ -82,7 +85,7 @@ class _Meetings:
                     yield owner, (offset + start, offset + end)
 
     def _met_by_region(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield (owner, row range of its block) for queries with gaps between them, which may leave keys out."""
+        """Yield the same for queries with gaps between them, which may leave keys out."""
         for region, first, last in self._regions_at(run):
             numbers = self._index.at(*region.keys_of(first, last))
             self._count(len(numbers))

@@ -414,7 +414,7 @@ def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iter
     """Yield squares of `step` rows down a diagonal: square n begins at row n * step, and its keys `first` further."""
     q, q_stop, k, k_stop = tile[:4]
     squares = range(-(-(q_stop - q) // step))
-    full = [n for n in squares if q + (n + 1) * step <= q_stop and 0 <= first + n * step <= k_stop - k - step]
+    full = [n for n in squares if q + (n + 1) * step <= q_stop and _fits(k + first + n * step, step, k, k_stop)]
     for at in range(0, len(full), most):
         count, shift = len(full[at : at + most]), full[at] * step
         rows, keys = q + shift, k + first + shift
@@ -426,3 +426,7 @@ def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iter
         part = Tile(rows, min(rows + step, q_stop), max(keys, k), min(keys + step, k_stop))
         if part.k_start < part.k_stop:
             yield from banded(part, *_shifted(band, part.k_start - keys))  # the band is that of the whole square
+
+
+def _fits(start: int, length: int, low: int, high: int) -> bool:
+    return low <= start and start + length <= high

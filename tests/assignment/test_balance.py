@@ -18,6 +18,7 @@ from burst_plugin import (
     Keys,
     Mask,
     PerRow,
+    PrefixLM,
     PrefixTree,
     SlidingWindow,
     Strategy,
@@ -26,13 +27,13 @@ from burst_plugin import (
     key_padding,
     shard_batch,
 )
-from burst_plugin.assignment import balance
-from burst_plugin.assignment.balance import Costs, choose_tokens, imbalance, work_by_rank
+from burst_plugin.assignment import balance, chunks
+from burst_plugin.assignment.balance import choose_tokens, imbalance, work_by_rank
 from burst_plugin.assignment.chunks import assign_chunks
 from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, positions, token_count
 from burst_plugin.sequence.mask import work_by_token
-from burst_plugin.types import row_count
+from burst_plugin.types import SIDES, row_count
 
 
 def long_tailed(seed: int, count: int = 64) -> tuple[int, ...]:
@@ -72,8 +73,8 @@ NO_WORK = {
 @pytest.mark.parametrize("name", NO_WORK)
 def test_auto_assigns_the_tokens_of_a_mask_without_work(name: str, topology: Topology) -> None:
     table, mask = RouteTable(topology, Strategy(layout="auto")), NO_WORK[name]
-    for equal_sizes in (False, True):
-        tokens = choose_tokens(table, 64, mask, equal_sizes)
+    for alike in (False, True):
+        tokens = choose_tokens(table, 64, mask, alike)
         held = torch.cat([positions(runs) for runs in table.shards(tokens)])
         assert sorted(held.tolist()) == list(range(64))
         assert imbalance(table, Attending(tokens, tokens, mask)) == 1
@@ -111,13 +112,19 @@ def test_auto_takes_no_longer_than_any_layout(seed: int, scale: int, topology: T
     """By its estimate; documents one by one are what Megatron does."""
     starts = tuple(scale * start for start in long_tailed(seed))
     mask, table = Causal() & Documents(starts), RouteTable(topology, Strategy(layout="auto"))
-    costs = Costs(table, starts[-1], mask)
+    plain = Attending(Tokens(starts[-1]), Tokens(starts[-1]), mask)
+    work = {side: balance._work(plain, side) for side in SIDES}
+
+    def time(tokens: Tokens) -> float:
+        return balance._time(table, Attending(tokens, tokens, mask), work)
+
     others = [Tokens(starts[-1], starts, "zigzag"), *(Tokens(starts[-1], layout=layout) for layout in LAYOUTS)]
     others += [
-        Tokens(starts[-1], holders=assign_chunks(costs.work_before, starts[-1], topology.ranks, 1, number))
+        Tokens(starts[-1], holders=assign_chunks(work, topology, 1, number, documents))
         for number in (4, 8, 16)
+        for documents in (None, starts)
     ]
-    assert costs.time(choose_tokens(table, starts[-1], mask)) <= 1.05 * min(map(costs.time, others))
+    assert time(choose_tokens(table, starts[-1], mask)) <= 1.05 * min(map(time, others))
 
 
 def test_chunks_of_documents_visit_few_rows() -> None:
@@ -147,9 +154,9 @@ def test_ranks_hold_equally_many_if_they_have_to(length: int) -> None:
     table, mask = RouteTable(Topology(1, 4), Strategy(layout="auto")), Causal() & Documents((0, 30, 40, length))
     if length == 66:
         with pytest.raises(ValueError, match="4 ranks cannot hold equally many of 66 tokens; 72 would do"):
-            choose_tokens(table, length, mask, equal_sizes=True)
+            choose_tokens(table, length, mask, alike=True)
         return
-    held = [token_count(runs) for runs in table.shards(choose_tokens(table, length, mask, equal_sizes=True))]
+    held = [token_count(runs) for runs in table.shards(choose_tokens(table, length, mask, alike=True))]
     assert held == [length // 4] * 4
 
 
@@ -158,7 +165,7 @@ def test_short_sequences_are_not_cut_into_shreds() -> None:
     table, documents = RouteTable(Topology(1, 4), Strategy(layout="auto")), Documents((0, 30, 40, 64))
     with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
         choose_tokens(table, 64, SlidingWindow(20) & documents)
-        assert {call.kwargs["per_rank"] for call in looked_at.mock_calls} == {4}
+        assert {call.args[3] for call in looked_at.mock_calls} == {4}
         looked_at.reset_mock()
         tokens = choose_tokens(table, 64, Causal() & documents)
     assert not looked_at.mock_calls
@@ -173,7 +180,15 @@ def test_batch_rows_of_unlike_documents_count_as_one() -> None:
     assert (many.documents, PerRow((documents, Full())).documents) == (starts, None)
     assert choose_tokens(table, starts[-1], one) == choose_tokens(table, starts[-1], many)
     plain = Tokens(starts[-1], layout="contiguous")
-    assert Costs(table, starts[-1], one).time(plain) == Costs(table, starts[-1], many).time(plain)
+    times = [
+        balance._time(table, attending, {side: balance._work(attending, side) for side in SIDES})
+        for attending in (Attending(plain, plain, one), Attending(plain, plain, many))
+    ]
+    assert times[0] == times[1]
+
+
+def test_fewer_tokens_than_chunks() -> None:
+    assert chunks._work_by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -208,22 +223,22 @@ def test_what_is_hidden_counts_a_little() -> None:
     """Two documents over two nodes of two ranks: each in one, or in both; computing takes longer than sending."""
     mask = SlidingWindow(1000) & Documents((0, 1 << 15, 1 << 16))
     table = RouteTable(Topology(2, 2), Strategy(layout="auto"))
-    costs = Costs(table, 1 << 16, mask)
+    plain = Attending(Tokens(1 << 16), Tokens(1 << 16), mask)
+    work = {side: balance._work(plain, side) for side in SIDES}
     near, far = (Tokens(1 << 16, holders=holders) for holders in ((0, 1, 2, 3), (0, 2, 1, 3)))
-    near_time, far_time = map(costs.time, (near, far))
-    computing = max(work_by_rank(table, Attending(near, near, mask), "q"))
+    near_time, far_time = (balance._time(table, Attending(each, each, mask), work) for each in (near, far))
+    computing = max(balance._shares(table, near, work["q"]))
     assert computing < near_time < far_time < 1.5 * computing
 
 
 def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who meets whom has to be found out."""
     monkeypatch.setattr(balance, "_MOST_CHUNKS", 4 * 8)
-    one, other = ([8 * start for start in long_tailed(seed)] for seed in range(2))
-    length = max(one[-1], other[-1])
-    mask = Causal() & PerRow((Documents((*one, length)), Documents((*other, length))))
+    starts = tuple(8 * start for start in long_tailed(0))
+    mask = PrefixLM(8) & Documents(starts)
     with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
-        choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), length, mask)
-    assert max(call.kwargs["per_rank"] for call in looked_at.mock_calls) == 8
+        choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), starts[-1], mask)
+    assert max(call.args[3] for call in looked_at.mock_calls) == 8
 
 
 def test_a_window_of_4096_in_a_million_tokens_costs_what_it_needs() -> None:

@@ -1,30 +1,15 @@
-"""Documents assigned to nodes and ranks: what the page draws, and any documents, lengths and groups."""
+"""Causal documents assigned to nodes and ranks: what the page draws, and any documents, lengths and groups."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import pytest
-import torch
 
-from burst_plugin import Full, SlidingWindow, Tokens, Topology
+from burst_plugin import Tokens, Topology
 from burst_plugin.assignment.documents import assign_documents
 from burst_plugin.sequence.layout import in_chunks, positions, token_count
-from burst_plugin.sequence.mask import Mask, work_before
-from burst_plugin.types import SIDES
-
-
-def assign(documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1) -> Tokens:
-    """Return the assignment of causal documents; tokens outside of all have no work."""
-    work = torch.zeros(2, length + 1, dtype=torch.int64)
-    for start, stop in documents:
-        pairs = torch.arange(1, stop - start + 1)
-        work[:, start + 1 : stop + 1] = torch.stack((pairs, pairs.flip(0)))
-    bounds = sorted({0, length, *(edge for document in documents for edge in document)})
-    before = work.cumsum(1)
-    return assign_documents(lambda places: before[:, places], bounds, topology, degree)
 
 
 def held_by(tokens: Tokens, ranks: int) -> list[list[int]]:
@@ -35,7 +20,7 @@ def held_by(tokens: Tokens, ranks: int) -> list[list[int]]:
 
 
 def test_it_deals_as_its_page_draws() -> None:
-    tokens = assign([(0, 8), (8, 12), (12, 14), (14, 16)], 16, Topology(1, 2))
+    tokens = assign_documents([(0, 8), (8, 12), (12, 14), (14, 16)], 16, Topology(1, 2))
     ranks = [int(rank) for rank in "0001110011110100"]
     assert held_by(tokens, 2) == [[at for at in range(16) if ranks[at] == rank] for rank in range(2)]
     pairs = [*[9] * 8, *[5] * 4, *[3] * 4]
@@ -49,7 +34,7 @@ def test_every_token_is_held_and_ranks_hold_equally_many(seed: int, nodes: int, 
     drawn, topology, ranks = random.Random(seed), Topology(nodes, per_node), nodes * per_node * degree
     bounds = list(accumulate(drawn.choice((0, 1, 3, 20, 200)) for _ in range(2 * drawn.randrange(1, 9))))
     length = bounds[-1] + drawn.randrange(1, 30)
-    tokens = assign(list(zip(bounds[::2], bounds[1::2], strict=True)), length, topology, degree)
+    tokens = assign_documents(list(zip(bounds[::2], bounds[1::2], strict=True)), length, topology, degree)
     held = held_by(tokens, ranks)
     assert sorted(at for places in held for at in places) == list(range(length))
     assert [len(places) for places in held] == [
@@ -59,44 +44,35 @@ def test_every_token_is_held_and_ranks_hold_equally_many(seed: int, nodes: int, 
 
 def test_members_of_a_group_share_what_it_gets() -> None:
     documents = list(pairwise(range(0, 4097, 512)))
-    groups = held_by(assign(documents, 4096, Topology(2, 2)), 4)
-    members = held_by(assign(documents, 4096, Topology(2, 2), degree=2), 8)
+    groups = held_by(assign_documents(documents, 4096, Topology(2, 2)), 4)
+    members = held_by(assign_documents(documents, 4096, Topology(2, 2), degree=2), 8)
     assert [sorted(one + other) for one, other in zip(members[::2], members[1::2], strict=True)] == groups
 
 
 def test_documents_that_fit_are_in_one_node_each() -> None:
     """Of eight each of two nodes has two long and two short ones."""
     starts = [0, *accumulate((200, 600, 600, 200, 600, 200, 200, 600))]
-    nodes = [set(places) for places in held_by(assign(list(pairwise(starts)), 3200, Topology(2, 2)), 4)]
+    nodes = [set(places) for places in held_by(assign_documents(list(pairwise(starts)), 3200, Topology(2, 2)), 4)]
     whole = [len(range(*each)) for each in pairwise(starts) if (nodes[0] | nodes[1]).issuperset(range(*each))]
     assert sorted(whole) == [200, 200, 600, 600]
 
 
 def test_a_document_for_all_nodes_is_dealt_from_the_outside_in() -> None:
-    tokens = assign([(0, 4096)], 4096, Topology(2, 2))
+    tokens = assign_documents([(0, 4096)], 4096, Topology(2, 2))
     assert tokens.holders == (0, 1, 2, 3, 2, 1, 0)
     assert tokens.bounds == (0, 512, 1024, 1536, 2560, 3072, 3584, 4096)
 
 
-@pytest.mark.parametrize("mask", [Full(), SlidingWindow(9)], ids=str)
-def test_a_document_of_even_work_is_just_cut(mask: Mask) -> None:
-    of_sides = [work_before(mask, (4096, 4096), side) for side in SIDES]
-    tokens = assign_documents(
-        lambda places: torch.stack([before(places) for before in of_sides]), (0, 4096), Topology(2, 2)
-    )
-    assert (tokens.holders, tokens.bounds) == ((0, 1, 2, 3), (0, 1024, 2048, 3072, 4096))
-
-
 def test_a_short_document_is_cut_in_two_and_the_smaller_part_comes_first() -> None:
     """Of 3960, 100 and 3940 tokens: so 40 keys cross."""
-    tokens = assign([(0, 3960), (3960, 4060), (4060, 8000)], 8000, Topology(2, 1))
+    tokens = assign_documents([(0, 3960), (3960, 4060), (4060, 8000)], 8000, Topology(2, 1))
     assert (tokens.holders, tokens.bounds) == ((1, 0), (0, 4000, 8000))
 
 
 def test_runs_are_few() -> None:
     """A run for every document, one for every cut, and one more where it is cut from the outside in."""
     starts = [0, *accumulate(random.Random(0).randrange(100, 4000) for _ in range(50))]
-    tokens = assign(list(pairwise(starts)), starts[-1], Topology(2, 4))
+    tokens = assign_documents(list(pairwise(starts)), starts[-1], Topology(2, 4))
     layout = in_chunks(tokens.holders or (), tokens.bounds)
     runs = [run for rank in range(8) for run in layout.runs(rank, 8, tokens)]
     assert token_count(runs) == starts[-1]

@@ -133,7 +133,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     table = RouteTable(Topology(2, 2), Strategy())
     for rows in ENDS:
         mask = PerRow(tuple(Documents((0, *(end + 1 for end in ends if end < 63), 64)) for ends in rows))
-        assert balance.choose_tokens(table, 64, Causal() & mask, equal_sizes=True).holders
+        assert balance.choose_tokens(table, 64, Causal() & mask, alike=True).holders
 
 
 @pytest.mark.usefixtures("chunks")

@@ -158,7 +158,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
         monkeypatch.setattr(balance, price, 0)
     table, mask = RouteTable(Topology(2, 2), Strategy()), Causal() & Documents(STARTS)
-    assert balance.choose_tokens(table, STARTS[-1], mask, equal_sizes=True).holders
+    assert balance.choose_tokens(table, STARTS[-1], mask, alike=True).holders
 
 
 @pytest.mark.usefixtures("chunks")
