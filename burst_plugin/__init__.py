@@ -14,8 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.comm.transport import RingError
-from burst_plugin.schedule.rings import direct, flat_ring, tasp, two_level_ring
-from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
+from burst_plugin.schedule.direct import direct
+from burst_plugin.schedule.rings import flat_ring, tasp, two_level_ring
+from burst_plugin.schedule.schedule import Schedule, ScheduleError
+from burst_plugin.schedule.steps import Transfer
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import (

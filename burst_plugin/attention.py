@@ -38,8 +38,6 @@ from burst_plugin.sequence.masks import Causal, Mask, QueriesBefore
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
-__all__ = ["burst_attention", "ring_attention"]
-
 
 class _Terms(TypedDict, total=False):
     """The keywords of `burst_attention` that do not decide what it returns."""

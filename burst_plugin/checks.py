@@ -11,20 +11,6 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, SupportsFloat
 
-__all__ = [
-    "SUMMARY",
-    "as_listed",
-    "as_number",
-    "as_positive",
-    "as_whole",
-    "check_one_of",
-    "number",
-    "shown",
-    "unreadable",
-    "whole_number",
-    "whole_numbers",
-]
-
 SUMMARY = " ... ["
 """Begins the digest of what a text leaves out; ranks that compare such texts then look for the place that differs."""
 _MOST = 80  # characters of a value in a message

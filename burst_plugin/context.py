@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from burst_plugin.profiling.recorder import Profile
 
-__all__ = ["ContextParallel"]
-
 
 class ContextParallel:
     """A context-parallel group: the ranks that hold one sequence between them.
@@ -50,7 +48,8 @@ class ContextParallel:
             there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
         strategy: all options together.
-        options: those of `Strategy`, by name, or `preset`, in place of one: `ContextParallel(group, preset="usp")`.
+        options: options of `Strategy` by name, or the name of a `preset`, in place of a strategy:
+            `ContextParallel(group, preset="usp")`.
 
     Raises:
         ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this

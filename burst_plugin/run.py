@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from burst_plugin.frameworks import all_frameworks, framework
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Install a framework's adapter, then run the script as `python script` would."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from burst_plugin.checks import as_listed, number, whole_number
 
-__all__ = ["Scores"]
-
 _NUMBERS = {
     "scale": "use a positive factor, or None",
     "softcap": "use a positive number, or None for none",

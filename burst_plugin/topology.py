@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
 
-__all__ = ["Groups", "Link", "Topology", "Traffic", "node_id", "node_sizes"]
-
 
 class Link(str, Enum):
     """What joins two ranks: `INTRA` inside a node (NVLink), `INTER` between nodes (InfiniBand, Ethernet)."""

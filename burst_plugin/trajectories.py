@@ -162,7 +162,7 @@ def edge_log_probs(
         queries, targets = (x.to(hidden.device) for x in (edges.queries, edges.tokens))
         return token_log_probs(hidden[0][queries], head, targets)
 
-    def agree(share: _Share | None, problem: str) -> int:
+    def agree(share: _OwnEdges | None, problem: str) -> int:
         compared = {} if share is None else {"checksum of edges": share.checksum, "hidden states": hidden.dtype}
         return cp.agree(compared, problem, "log-probabilities of edges")
 
@@ -270,7 +270,7 @@ def _path(root: _Branch, text: Tensor) -> Tensor:
     return torch.cat(stretches)
 
 
-class _Share(NamedTuple):
+class _OwnEdges(NamedTuple):
     """What a rank has to compute.
 
     own: its edges, [N], by their numbers.
@@ -288,7 +288,7 @@ class _Share(NamedTuple):
     checksum: int
 
 
-def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | None) -> _Share:
+def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | None) -> _OwnEdges:
     """Return what this rank has to compute. Raise ValueError for what does not fit together."""
     _check(hidden, edges)
     tokens = Tokens(max(1, hidden.shape[1] * cp.ranks)) if tokens is None else as_tokens(tokens)
@@ -310,7 +310,7 @@ def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | N
     own = of_ranks[cp.rank]
     weights = torch.arange(1, len(owners) + 1, device=hidden.device) % 65521
     checksum = int((weights * (targets + 31 * queries)).sum())
-    return _Share(own, rows[own], targets[own], most, places, checksum)
+    return _OwnEdges(own, rows[own], targets[own], most, places, checksum)
 
 
 def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,26 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ANTICAUSAL",
-    "BOTH",
-    "CAUSAL",
-    "DIRECTIONS",
-    "FULL",
-    "NOTHING_IN_FLIGHT",
-    "OTHER_SIDE",
-    "SIDES",
-    "Band",
-    "Direction",
-    "InFlight",
-    "Rows",
-    "Side",
-    "Spec",
-    "merged",
-    "row_count",
-    "union",
-]
-
 Side = Literal["q", "kv"]
 """Queries, or keys and values; with all that belongs to them in a pass."""
 Direction = Literal["forward", "backward"]

@@ -48,8 +48,6 @@ from burst_plugin.topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
-__all__ = ["VirtualRing", "VirtualRingAttention", "by_rank"]
-
 
 class VirtualRing:
     """`topology.ranks` ranks in this process, with the options of `strategy`.

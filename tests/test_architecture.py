@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -102,15 +103,11 @@ def test_every_import_leads_to_a_lower_floor() -> None:
     assert _upward(IMPORTS) == []
 
 
-# Rooms whose modules still import each other under TYPE_CHECKING; to be emptied.
-ROOMS_IN_CIRCLES = ("deepspeed", "schedule")
-
-
 def _circles_with_types(planted: Mapping[str, str]) -> list[str]:
-    """The circles of imports with those for type checkers, in rooms that have none; `planted` are other sources."""
+    """The circles of imports with imports for type checkers; `planted` are other sources."""
     sources = {module: path.read_text() for module, path in MODULES.items()} | dict(planted)
     imports = {module: _imports(text, MODULES, for_types=True) - {module} for module, text in sources.items()}
-    return [pair for pair in _circles(imports) if pair.split(".")[1] not in ROOMS_IN_CIRCLES]
+    return _circles(imports)
 
 
 def test_no_module_is_in_an_import_circle() -> None:
@@ -130,6 +127,37 @@ def test_an_import_that_leads_up_is_found_in_functions_too() -> None:
     imports = {**IMPORTS, "burst_plugin.comm.transport": _imports(planted, MODULES)}
     assert _upward(imports) == ["burst_plugin.comm.transport imports burst_plugin.ring.executor"]
     assert "burst_plugin.comm.transport and burst_plugin.ring.executor" in _circles(imports)
+
+
+def _repeated_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names that several classes have, each with the modules of these classes."""
+    homes = defaultdict[str, list[str]](list)
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    sources = {module: path.read_text() for module, path in MODULES.items()}
+    assert _repeated_names(sources) == {}
+    planted = {**sources, "burst_plugin.planted": "class Topology:\n    pass\n"}
+    assert _repeated_names(planted) == {"Topology": ["burst_plugin.topology", "burst_plugin.planted"]}
+
+
+def test_no_file_name_is_in_three_rooms() -> None:
+    rooms = defaultdict[str, set[str]](set)
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            rooms[path.name].add(_room(module))
+    assert {name: found for name, found in rooms.items() if len(found) > 2} == {}
+
+
+def test_modules_do_not_list_their_names() -> None:
+    """Packages do, whose names users import."""
+    listing = [path for path in MODULES.values() if path.name != "__init__.py" and "\n__all__" in path.read_text()]
+    assert listing == []
 
 
 def test_few_files_lie_beside_the_rooms() -> None:

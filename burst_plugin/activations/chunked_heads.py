@@ -28,8 +28,6 @@ from burst_plugin.activations.recomputed_chunks import (
 )
 from burst_plugin.activations.snapshot import Snapshot
 
-__all__ = ["Linear", "chunked_heads"]
-
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 Attend = Callable[[int, Tensor, Linear], Tensor]
 _UNLISTED = "use head_chunk=0, or list it in `parameters` of `chunked_heads`"
@@ -71,12 +69,12 @@ def chunked_heads(
     trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         read = Snapshot.of(attend, parameters, module)
-        out: Tensor = _Chunked.apply(attend, chunks, read, hidden, *trained)  # type: ignore[no-untyped-call]
+        out: Tensor = _HeadsByChunk.apply(attend, chunks, read, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return torch.cat([attend(number, hidden, linear) for number in range(chunks)], -1)
 
 
-class _Chunked(torch.autograd.Function):
+class _HeadsByChunk(torch.autograd.Function):
     """One step of autograd for all chunks."""
 
     @staticmethod

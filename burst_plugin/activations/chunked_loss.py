@@ -31,8 +31,6 @@ from burst_plugin.activations.recomputed_chunks import (
 from burst_plugin.activations.snapshot import Snapshot
 from burst_plugin.checks import number, shown, whole_number
 
-__all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
-
 _REDUCTIONS = ("none", "sum", "mean")
 _UNLISTED = "pass parameters=[...] with all that it trains"
 
@@ -190,13 +188,13 @@ def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
 def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, log-sum-exps and entropies of tokens, [T] each."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    found: tuple[Tensor, Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _LossByChunk.apply(  # type: ignore[no-untyped-call]
         rows, targets, head, with_entropy, *trained_among(head.listed)
     )
     return found
 
 
-class _Chunked(torch.autograd.Function):
+class _LossByChunk(torch.autograd.Function):
     """The head and what is wanted of its logits as one step of autograd, in which a parameter has one gradient."""
 
     @staticmethod

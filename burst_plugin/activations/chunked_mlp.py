@@ -27,8 +27,6 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.activations.snapshot import Snapshot
 from burst_plugin.checks import shown, whole_number
 
-__all__ = ["ChunkedForward", "chunked_mlp"]
-
 _UNLISTED = "use mlp_chunk=0, or list it in `parameters` of `chunked_mlp`"
 
 
@@ -110,12 +108,12 @@ def chunked_mlp(
     call = _Call(mlp, chunk, adds_itself, token_dims)
     if differentiates:
         read = Snapshot.of(mlp, parameters, module)
-        out: Tensor = _Chunked.apply(call, read, hidden, *trained)  # type: ignore[no-untyped-call]
+        out: Tensor = _MLPByChunk.apply(call, read, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return call.run(hidden)
 
 
-class _Chunked(torch.autograd.Function):
+class _MLPByChunk(torch.autograd.Function):
     """One step of autograd for all chunks."""
 
     @staticmethod

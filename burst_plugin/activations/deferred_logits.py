@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeferredLogits"]
-
 _INSTEAD = "leave loss_chunk out, for whole logits"
 _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods
 

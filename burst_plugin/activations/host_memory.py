@@ -25,8 +25,6 @@ from torch.utils import checkpoint
 from burst_plugin.activations.host_room import check_room, ranks_here
 from burst_plugin.activations.pages import Pages, copy_from_pages, copy_to_pages, whole_pages
 
-__all__ = ["HostMemory", "Parked", "host_memory", "offload_while_alive", "park_inputs_of", "park_inputs_of_frames"]
-
 _UNDER_WAY = 2
 _LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy
 _MARK = "_burst_plugin_parks_inputs"

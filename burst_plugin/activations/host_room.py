@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes", "check_room", "ranks_here"]
-
 _GIB = 2**30
 # Of cgroups: the folder of the hierarchy; files of the limit and of what is used; what of that is a cache of files
 _VERSIONS = {

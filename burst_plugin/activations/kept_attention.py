@@ -27,15 +27,6 @@ from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.request import Inputs
 from burst_plugin.strategy import Strategy
 
-__all__ = [
-    "KeptCalls",
-    "follow_checkpoint_class",
-    "follow_checkpoint_function",
-    "follow_torch",
-    "next_kept_outputs",
-    "unseen_by_selective_checkpoints",
-]
-
 _MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 _MARK = "_burst_plugin_followed"

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from burst_plugin.activations.host_room import check_room, ranks_here
 
-__all__ = ["PAGE_BYTES", "Pages", "copy_from_pages", "copy_to_pages", "whole_pages"]
-
 PAGE_BYTES = 16 << 20
 
 

@@ -20,18 +20,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from burst_plugin.activations.snapshot import Snapshot
 
-__all__ = [
-    "GradientSums",
-    "Surroundings",
-    "add_product",
-    "adds_nothing_itself",
-    "check_all_are_listed",
-    "linear",
-    "summed_linear",
-    "trained_among",
-    "wide_dtype",
-]
-
 linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
 _ROWS_AT_ONCE = 8192  # of a weight
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ReplacedForward", "in_place_of", "restore_forward"]
-
 
 class ReplacedForward:
     """Takes the place of the `forward` of one module, which keeps its hooks, name and parameters.

@@ -29,8 +29,6 @@ from burst_plugin.sequence.masks import Mask
 from burst_plugin.topology import Groups
 from burst_plugin.types import BOTH, SIDES, Side
 
-__all__ = ["choose_tokens", "imbalance", "work_by_rank"]
-
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 _CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time

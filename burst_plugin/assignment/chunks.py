@@ -22,8 +22,6 @@ from torch import Tensor
 from burst_plugin.topology import Topology
 from burst_plugin.types import Side
 
-__all__ = ["assign_chunks"]
-
 
 def assign_chunks(
     work: Mapping[Side, Tensor],

@@ -23,8 +23,6 @@ from burst_plugin.sequence.mask import Region
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.topology import Topology
 
-__all__ = ["DocumentCosts", "causal_documents"]
-
 
 def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
     """Return where documents begin and end, of `length` tokens in all; None if the mask is not causal in each.

@@ -26,8 +26,6 @@ from typing import NamedTuple
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Topology
 
-__all__ = ["assign_documents"]
-
 # Of its work, how much more or less than others one may have, for fewer cuts.
 _NODE_SLACK = 0.03
 _RANK_SLACK = 0.01
@@ -44,7 +42,7 @@ class _Document(NamedTuple):
 _Piece = tuple[_Document, int]  # so many tokens of it, wherever they are
 
 
-class _Share(NamedTuple):
+class _DocumentShare(NamedTuple):
     """Tokens of a document for one rank; those of one node are side by side, in order of how many it has."""
 
     of_node: int
@@ -69,13 +67,13 @@ def assign_documents(
     rooms = [stop - start for start, stop in pairwise(bounds[::degree])]
     per_node = topology.ranks_per_node
     by_node = [rooms[first : first + per_node] for first in range(0, len(rooms), per_node)]
-    shares = defaultdict[_Document, list[_Share]](list)
+    shares = defaultdict[_Document, list[_DocumentShare]](list)
     line = _in_order(documents, length, topology.ranks)
     for node, pieces in enumerate(_deal(line, list(map(sum, by_node)), _NODE_SLACK, anywhere=True)):
         of_node = dict(pieces)
         for number, held in enumerate(_deal(pieces, by_node[node], _RANK_SLACK)):
             for document, tokens in held:
-                shares[document].append(_Share(of_node[document], node, tokens, node * per_node + number))
+                shares[document].append(_DocumentShare(of_node[document], node, tokens, node * per_node + number))
     chunks = sorted(chunk for document, shared in shares.items() for chunk in _placed(document, shared))
     return _tokens(chunks, bounds, degree)
 
@@ -189,7 +187,7 @@ def _places(line: _Line, room: int, share: float, anywhere: bool) -> Iterator[tu
                 yield stop, place
 
 
-def _placed(document: _Document, shares: Iterable[_Share]) -> Iterator[tuple[int, int, int]]:
+def _placed(document: _Document, shares: Iterable[_DocumentShare]) -> Iterator[tuple[int, int, int]]:
     """Yield (start, stop, rank) of the tokens of every share.
 
     From the outside in the largest comes first, as it would require nearly all keys there too; of short documents the

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from burst_plugin.comm.transport import RingError
 
-__all__ = ["abort_groups", "end_waiting"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from burst_plugin.types import Spec
 
-__all__ = ["LABEL_BYTES", "Buffer", "BufferPool", "Memory", "Packing"]
-
 LABEL_BYTES = 16  # a multiple of every type's size
 _ALIGNMENT = 64  # a CPU's widest vector: kernels read a received block 3 % more slowly at other alignments
 _MOST_CACHED = 16  # entries of a look-up table before it is cleared

@@ -21,15 +21,6 @@ from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, lost_peer_error
 from burst_plugin.topology import Link, Traffic
 
-__all__ = [
-    "DISAGREE",
-    "EXCHANGE_BYTES",
-    "ConsistencyCheck",
-    "Constants",
-    "fingerprint",
-    "raise_if_unlike",
-]
-
 EXCHANGE_BYTES = 2048  # that each rank sends to each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
 _DIGEST_BYTES = 16

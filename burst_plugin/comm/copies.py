@@ -17,8 +17,6 @@ import torch
 
 from burst_plugin.comm.in_process import InProcessNetwork, Parcel
 
-__all__ = ["CopyNetwork"]
-
 
 class CopyNetwork(InProcessNetwork):
     """A network that copies as soon as both ends of a message are posted. Tensors are on `device`."""

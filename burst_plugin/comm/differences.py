@@ -22,8 +22,6 @@ from torch import Tensor
 from burst_plugin.checks import SUMMARY
 from burst_plugin.comm.call_identity import by_rank
 
-__all__ = ["TensorValues", "differences"]
-
 Exchange = Callable[[str], Sequence[str]]  # collective: returns the texts of all ranks, in rank order
 
 _SHORT = 160  # characters of a value that are shown, and of a piece of a text

@@ -13,8 +13,6 @@ from torch._C._distributed_c10d import Store
 
 from burst_plugin.comm.call_identity import Progress, by_rank
 
-__all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
-
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 _PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2

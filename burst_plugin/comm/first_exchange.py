@@ -17,8 +17,6 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["first_exchange"]
-
 T = TypeVar("T")
 
 _BEGUN: Counter[tuple[int, ...]] = Counter()  # first exchanges of this process, by the global ranks that take part

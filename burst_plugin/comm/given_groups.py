@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.checks import as_listed, shown, whole_number
 
-__all__ = ["as_group", "levels_of", "place_in"]
-
 
 def as_group(group: object) -> dist.ProcessGroup | None:
     """Return the group, or that of a mesh's only dimension. Raise ValueError for larger meshes and anything else."""

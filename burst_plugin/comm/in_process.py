@@ -18,8 +18,6 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.transport import Channel, Message, Pending, Transport, Waited
 
-__all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel", "PoolOfNaN"]
-
 _MOST_ASKED = 10_000  # times whether a message has met its other end; no schedule has as many steps
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
 

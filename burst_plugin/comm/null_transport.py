@@ -10,8 +10,6 @@ from burst_plugin.comm.buffers import LABEL_BYTES, BufferPool
 from burst_plugin.comm.transport import Message, Pending, Transport, Waited
 from burst_plugin.topology import Traffic
 
-__all__ = ["NullTransport"]
-
 
 class NullTransport(Transport):
     """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.

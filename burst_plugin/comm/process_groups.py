@@ -21,22 +21,6 @@ from burst_plugin.comm.abort import abort_groups
 from burst_plugin.comm.transport import Channel
 from burst_plugin.topology import Link, Traffic
 
-__all__ = [
-    "Communicators",
-    "barrier",
-    "ctas_of",
-    "fault_of",
-    "group_device",
-    "is_alive",
-    "launches_batches",
-    "new_group_like",
-    "peer_bytes",
-    "refuse_torchcomms",
-    "timeout_of",
-    "warm_up",
-]
-
-
 _CTAS = {Link.INTRA: 32, Link.INTER: 4}  # that NCCL takes for a peer without a limit (paths.cc): between H100s
 _CTA_BYTES = 9.4 * 2**20  # LL 0.5, LL128 4.9, simple 4 MiB (p2p.cc)
 _FAULTS = {ErrorType.TIMEOUT: "time-out", ErrorType.COMM_ERROR: "lost connection"}

@@ -17,8 +17,6 @@ from burst_plugin.comm.process_groups import ctas_of, launches_batches, peer_byt
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, Transport, Waited
 from burst_plugin.topology import Link
 
-__all__ = ["DistributedTransport"]
-
 
 class _DistributedPending:
     """Messages, held on to, since gloo reads and writes them until waited for; `timeout` instead of the group's."""

@@ -17,8 +17,6 @@ from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.failure_watch import Board
 from burst_plugin.topology import Link, Traffic
 
-__all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "lost_peer_error"]
-
 
 class Channel(NamedTuple):
     """Traffic over one link; `by_link`: each link has communicators of its own."""

@@ -14,8 +14,6 @@ from burst_plugin.compute.rows import rows_of, token_dim
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Rows, Side, Spec
 
-__all__ = ["SOFTMAX", "SUM", "Accumulator", "BlockAccumulators", "Combine", "Given", "Storage", "Tensors", "in_parts"]
-
 Tensors = tuple[Tensor, ...]
 
 

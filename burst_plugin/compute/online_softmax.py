@@ -17,18 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LARGEST_WAITING",
-    "add_",
-    "add_sink",
-    "fan_in",
-    "merge_",
-    "project",
-    "row_delta",
-    "row_factor",
-    "sink_grad",
-]
-
 _LOG = logging.getLogger(__name__)
 LARGEST_WAITING = 1 << 29
 """Bytes of a result that may wait for others; to add a larger one at once takes under 1 % of its kernel's time."""

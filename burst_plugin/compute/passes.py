@@ -19,21 +19,6 @@ from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight, Side
 
-__all__ = [
-    "NO_POSITIONS",
-    "BackwardPart",
-    "ForwardPart",
-    "Part",
-    "RowTable",
-    "TileAttention",
-    "VisitPositions",
-    "bias_grad",
-    "fold",
-    "fold_lse",
-    "unfold",
-    "unfold_lse",
-]
-
 
 class VisitPositions(NamedTuple):
     """Which tokens meet in a visit, int64; None where nothing depends on them.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from burst_plugin.types import Rows
 
-__all__ = ["rows_of", "take_rows", "token_dim"]
-
 
 def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Tensor:
     """Return a range of token rows, of all batch rows or some, as a view; x itself where that is all of it."""

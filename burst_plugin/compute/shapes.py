@@ -16,8 +16,6 @@ import torch
 
 from burst_plugin.types import Direction, Side, Spec
 
-__all__ = ["Shapes", "hop_bytes", "hop_bytes_by_traffic"]
-
 
 class Shapes(NamedTuple):
     """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .]."""

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["FAN_IN", "add_", "merge_", "row_delta", "row_factor", "try_out"]
-
 T = TypeVar("T")
 
 FAN_IN = 4  # parts that are added up together; each one more saves less, and has to be kept as long

@@ -21,8 +21,6 @@ from burst_plugin.kernels import Lengths
 from burst_plugin.kernels.varlen import lengths_of, sent
 from burst_plugin.sequence.tiles import Tile
 
-__all__ = ["SpanRows", "SpanTable", "put_back", "taken"]
-
 
 class SpanRows(NamedTuple):
     """What a tile with spans takes: the sequences, and which rows from its first one on; None is all of them."""

@@ -39,8 +39,6 @@ from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
-__all__ = ["Adapter", "install_adapter", "installed", "warn_if_untested"]
-
 _MARK = "_burst_plugin_adapter"
 _TESTED = ("0.18", "0.19")
 _STEPS = "gradient_accumulation_steps"

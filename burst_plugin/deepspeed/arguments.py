@@ -20,8 +20,6 @@ from burst_plugin.deepspeed.groups import RequestedSize, mpu_problem, sequence_p
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.strategy import AUTO, MeasuredStrategy, Strategy
 
-__all__ = ["agree_on_block", "find_configuration", "is_transformers", "read_configuration", "strategy_for"]
-
 _TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
 
 

@@ -15,20 +15,6 @@ from typing import Any
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.strategy import AUTO, Strategy
 
-__all__ = [
-    "BLOCK",
-    "MEAN_OF_RANKS",
-    "REFUSED",
-    "TOKEN_MEAN",
-    "Block",
-    "RepeatedKeyError",
-    "conflicts",
-    "loads",
-    "near_misses",
-    "warn_of_near_misses",
-    "why_off",
-]
-
 BLOCK = "burst_attention"
 TOKEN_MEAN, MEAN_OF_RANKS = "token_mean", "mean_of_ranks"
 _LOSSES = (TOKEN_MEAN, MEAN_OF_RANKS, AUTO)

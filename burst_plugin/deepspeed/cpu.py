@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["enable", "prepare"]
-
 
 def enable() -> list[str]:
     """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Return what was done, a line each.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,15 @@ from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
 
-if TYPE_CHECKING:
-    from burst_plugin.deepspeed.model_hooks import ModelHooks
 
-__all__ = ["Session"]
+class AttachedHooks(Protocol):
+    """The hooks of a model, as a session needs them; see `model_hooks.ModelHooks`."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+
+    def check_takes_shards(self, model: torch.nn.Module) -> None:
+        """Raise ValueError for a model that runs only with whole batches, which a ring of one rank has."""
 
 
 class Session:
@@ -37,7 +42,7 @@ class Session:
         self.world = world
         self.loss = loss
         self.engine: Callable[[], Any] = lambda: None
-        self.hooks: ModelHooks | None = None
+        self.hooks: AttachedHooks | None = None
         self.whole_batches = False
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, loads, near_misses
-from burst_plugin.frameworks.framework import Framework
+from burst_plugin.frameworks.description import Framework
 from burst_plugin.strategy import AUTO
 
 

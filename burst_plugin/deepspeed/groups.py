@@ -19,11 +19,9 @@ import torch.distributed as dist
 
 from burst_plugin.comm.process_groups import new_group_like
 
-__all__ = ["Groups", "RequestedSize", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
-
 
 @dataclass(frozen=True)
-class Groups:
+class EngineGroups:
     """context: the ranks that share a sequence with this one; alone: this rank only; world: all ranks."""
 
     context: Any
@@ -37,7 +35,7 @@ class Unit:
     Groups of model and tensor parallelism have one rank, so that checkpoints record a tensor-parallel degree of 1.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: EngineGroups) -> None:
         self._groups = groups
         size = dist.get_world_size(groups.context)
         self._data_size, self._data_rank = dist.get_world_size() // size, dist.get_rank() // size
@@ -99,7 +97,7 @@ class RequestedSize:
         return dist.get_rank() % self.size
 
 
-def make_groups(size: int, mpu: Any = None) -> Groups:
+def make_groups(size: int, mpu: Any = None) -> EngineGroups:
     """Make the groups for rings of `size` consecutive ranks, or take the ring of `mpu` if given; collective."""
     from deepspeed.utils import groups
 
@@ -112,7 +110,7 @@ def make_groups(size: int, mpu: Any = None) -> Groups:
         context = mpu.get_sequence_parallel_group()
     else:
         context = new_group_like(whole, range(first, first + size), f"BURST_CONTEXT_{first}_{mark[0]}")
-    return Groups(context, new_group_like(whole, [rank], f"BURST_ALONE_{rank}_{mark[0]}"), world)
+    return EngineGroups(context, new_group_like(whole, [rank], f"BURST_ALONE_{rank}_{mark[0]}"), world)
 
 
 def sequence_parallel_size(mpu: Any) -> int:

@@ -15,8 +15,6 @@ from burst_plugin.batch import SHARD_KEY
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.engine_session import Session
 
-__all__ = ["ShardedLoader", "exchanged"]
-
 
 class ShardedLoader:
     """A data loader that cuts its batches for this rank.

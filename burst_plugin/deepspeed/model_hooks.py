@@ -22,8 +22,6 @@ from burst_plugin.deepspeed.own_losses import OwnLosses
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 
-__all__ = ["ModelHooks"]
-
 
 class ModelHooks:
     """The hooks on the forward of a session's model: they cut whole batches, and refuse forwards without the ring.

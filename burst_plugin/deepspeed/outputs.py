@@ -10,8 +10,6 @@ from torch import Tensor
 
 from burst_plugin.batch import IGNORED_LABEL
 
-__all__ = ["check_form_of_loss", "for_reading_only", "refuse_backward", "summed_loss", "tolerance_of"]
-
 _TOKENS_AT_ONCE = 1024
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types

@@ -18,8 +18,6 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.outputs import summed_loss, tolerance_of
 from burst_plugin.frameworks.wrapping import by_name
 
-__all__ = ["OwnLosses"]
-
 _LABELS = "shift_labels"
 
 

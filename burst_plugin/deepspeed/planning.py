@@ -13,8 +13,6 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting, strategy_options
 from burst_plugin.planning.training_plan import Space
 
-__all__ = ["files", "space", "usage"]
-
 _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 
 

@@ -22,8 +22,6 @@ from burst_plugin.trajectories import edge_log_probs as edge_log_probs_of_hidden
 if TYPE_CHECKING:
     from burst_plugin.huggingface.rollouts import RolloutLogProbs
 
-__all__ = ["edge_log_probs", "rollout_log_probs"]
-
 _CHUNK = 1024  # rows of logits that are read at a time
 
 

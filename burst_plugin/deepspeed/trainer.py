@@ -26,8 +26,6 @@ from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.frameworks.wrapping import wrap
 
-__all__ = ["install_trainer"]
-
 _TESTED = ("5.20", "5.24")
 _OLDEST = "5.8"  # in which Trainer reduces Ulysses' losses in a function
 

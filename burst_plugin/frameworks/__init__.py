@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from burst_plugin.frameworks.framework import Framework
+from burst_plugin.frameworks.description import Framework
 
 __all__ = ["FRAMEWORKS", "all_frameworks", "framework"]
 

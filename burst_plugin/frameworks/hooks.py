@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["hooks_of_others"]
-
 _KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from burst_plugin.strategy import AUTO
 
-__all__ = ["flag_keywords"]
-
 
 def number_or_word(text: str) -> float | str:
     """Parse a number, or else a word."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["exit_if_refused"]
-
 _KEY = "burst_plugin/refused"
 _PATIENCE = timedelta(seconds=10)  # ranks have met already, and rank 0 refuses what all of them refuse
 

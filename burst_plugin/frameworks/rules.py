@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Rule", "broken_rules", "off", "one_of"]
-
 _ABSENT = object()
 
 

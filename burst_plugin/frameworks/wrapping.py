@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
 
-__all__ = ["announce", "bind", "by_name", "wrap", "wrap_everywhere"]
-
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
     """Replace `owner.name`, a function or a class, by a wrapper that calls `around(original, ...)`, and return it."""

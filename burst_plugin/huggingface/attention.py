@@ -14,11 +14,9 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.huggingface.masks import MaskRecipe, cache_of_forward, mask_recipe, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, mask_recipe, shard_of_forward
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
-
-__all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "is_on_ring", "register_attention"]
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 # An attribute of modules, in models where tokens meet in attention only: the number of the module in the model.

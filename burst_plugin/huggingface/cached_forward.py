@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
-from burst_plugin.huggingface.masks import cache_of_forward
+from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.inference import Turn
-
-__all__ = ["watch_turns"]
 
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")  # tensors [B, n, ...] that are cut
 _KNOWN = (*_TOKENS, "attention_mask", "position_ids")

@@ -15,8 +15,6 @@ from burst_plugin.activations.chunked_heads import Linear, chunked_heads
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of
 from burst_plugin.huggingface.attention import is_on_ring
 
-__all__ = ["ChunkedAttention", "attention_modules"]
-
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")
 _GATED = re.compile(r"Qwen3(Next|_5\w*)Attention")  # q_proj: of each head queries, then a gate

@@ -26,8 +26,6 @@ from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
 from burst_plugin.frameworks.hooks import hooks_of_others
 
-__all__ = ["ChunkedLoss", "begin_chunked_loss", "end_chunked_loss", "restore_head", "take_head"]
-
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
 _INSTEAD = "leave loss_chunk out, for whole logits"

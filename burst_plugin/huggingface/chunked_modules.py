@@ -14,8 +14,6 @@ from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
 from burst_plugin.strategy import Strategy
 
-__all__ = ["chunk_modules", "restore_modules"]
-
 _MLPS = ("mlp", "feed_forward", "ffn", "ff")  # names of attributes of layers
 _EXPERTS = ("experts", "router")  # of attributes of MLPs with experts
 # Classes that normalize the last dimension in single operations, as long as they do so in code of transformers, or of

@@ -25,8 +25,6 @@ from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.ring.agreement import prepared_together
 
-__all__ = ["name_of_cache", "ring_for_generation", "watch_generate"]
-
 _MARK = "_burst_plugin_wrapped"
 _MODES = {  # that are right on a ring, and whether they may draw random numbers
     GenerationMode.GREEDY_SEARCH: False,

@@ -23,8 +23,6 @@ from burst_plugin.huggingface.models import prepare_model
 from burst_plugin.huggingface.rollouts import rollout_log_probs
 from burst_plugin.ring.agreement import prepared_together
 
-__all__ = ["fold_rollouts"]
-
 Trainer = TypeVar("Trainer")
 
 _METHOD = "_get_per_token_logps_and_entropies"

@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SequenceShard
 
-__all__ = ["expect_on_host"]
-
 
 def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
     """Raise MemoryError if this host has no room for what the checkpoints of `model` park of a sharded batch."""

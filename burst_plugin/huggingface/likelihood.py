@@ -18,8 +18,6 @@ from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
 from burst_plugin.huggingface.ring_cache import tell
 
-__all__ = ["LogLikelihood", "log_likelihood"]
-
 
 class LogLikelihood(NamedTuple):
     """How likely the ends of texts are, on every rank the same.

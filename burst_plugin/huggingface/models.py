@@ -17,10 +17,8 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.host_room import expect_on_host
-from burst_plugin.huggingface.masks import enter_forward, leave_forward
+from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.ring_cache import ring_cache_of
-
-__all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

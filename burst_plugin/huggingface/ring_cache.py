@@ -15,8 +15,6 @@ from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask, SlidingWindow
 
-__all__ = ["RingCache", "ring_cache_of", "tell"]
-
 _OPTIONS = frozenset({"reserve", "offload", "forward", "rewind"})
 _DRAFT = 128  # tokens that models which assist may draft at once; some of them are cut off
 

@@ -19,11 +19,9 @@ from burst_plugin.checks import number, shown
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
-from burst_plugin.huggingface.masks import shard_of_forward
+from burst_plugin.huggingface.mask_recipes import shard_of_forward
 from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.trajectories import Edges, Folded, edge_log_probs, fold, unfold
-
-__all__ = ["RolloutLogProbs", "rollout_log_probs"]
 
 
 class RolloutLogProbs(NamedTuple):

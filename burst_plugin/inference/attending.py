@@ -30,17 +30,6 @@ from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
 
-__all__ = [
-    "Asked",
-    "LayerCall",
-    "attend_in_tree",
-    "attend_on_ring",
-    "check_layer",
-    "own_attention",
-    "pass_q_share",
-    "ring_call",
-]
-
 
 class Asked(NamedTuple):
     """The arguments of `KVCache.attend`."""

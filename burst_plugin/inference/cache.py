@@ -25,8 +25,6 @@ from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO
 from burst_plugin.types import SIDES
 
-__all__ = ["KVCache"]
-
 _LENGTHS = "give the number of new tokens of each batch row"
 
 

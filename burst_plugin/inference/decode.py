@@ -25,8 +25,6 @@ from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
 from burst_plugin.types import FULL
 
-__all__ = ["OwnAttention"]
-
 
 class OwnAttention(NamedTuple):
     """How the new tokens of a turn attend to what this rank holds of one layer.

@@ -11,8 +11,6 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.inference.turn import Turn
 from burst_plugin.ring.agreement import prepared_together
 
-__all__ = ["gathered"]
-
 
 def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> Tensor:
     """Return `x` of all ranks; see `KVCache.gather`."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from burst_plugin.inference.storage import RowStore
 
-__all__ = ["HostRowStore"]
-
 
 class HostRowStore(RowStore):
     """A `RowStore` in host memory, pinned beside GPUs. What is read of it is read from a copy on the device."""

@@ -11,8 +11,6 @@ from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import Turn, held_run, seen
 from burst_plugin.sequence.masks import Mask, SlidingWindow
 
-__all__ = ["LayerCache", "checked_windows"]
-
 _LEAST_LOOSE = 16  # tokens
 
 

@@ -19,8 +19,6 @@ from burst_plugin.inference.tree import Partial, merge_in_tree
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.topology import Link, Traffic
 
-__all__ = ["TreeMerge"]
-
 _TAG = 20241  # of these messages, beside those of comparisons and of others on the same group
 
 

@@ -8,8 +8,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-__all__ = ["RowStore"]
-
 _LEAST_SLACK = 16  # tokens
 
 

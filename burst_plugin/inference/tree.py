@@ -25,8 +25,6 @@ from burst_plugin.comm.transport import Channel, Message, PeerLostError, Transpo
 from burst_plugin.compute.online_softmax import merge_
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["Partial", "Round", "decode_bytes", "merge_in_tree", "merge_rounds", "message"]
-
 _LOST = "what it sent belongs to another call, or to one with other shapes, types or options"
 
 

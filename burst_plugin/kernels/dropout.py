@@ -14,8 +14,6 @@ from torch import Tensor
 
 from burst_plugin.scores import Scores
 
-__all__ = ["keep"]
-
 T = TypeVar("T", int, Tensor)
 
 _BITS = 0xFFFFFFFF

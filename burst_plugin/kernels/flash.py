@@ -34,13 +34,11 @@ from burst_plugin.kernels.varlen import (
 )
 from burst_plugin.types import FULL, NOTHING_IN_FLIGHT, Band, InFlight
 
-__all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
-
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
 _DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, where it sums dq; rows: DQ_ROWS
 
 
-class Piece(NamedTuple):
+class Window(NamedTuple):
     """Some query rows of a tile, the keys that they attend to, and their window; None is no bound."""
 
     rows: slice
@@ -60,7 +58,7 @@ class Ask(NamedTuple):
     in_flight: InFlight = NOTHING_IN_FLIGHT
 
 
-def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
+def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Window, ...]:
     """Return a tile as windows counted from the bottom right corner: one, without last keys that have no query.
 
     Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window for no bound if
@@ -74,7 +72,7 @@ def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...
         keys = k_rows if upper is None else min(k_rows, rows + upper)
         left = None if lower is None else keys - rows - lower
         right = None if upper is None else upper - (keys - rows)
-        windows.append(Piece(slice(first, first + rows), slice(0, keys), left, right))
+        windows.append(Window(slice(first, first + rows), slice(0, keys), left, right))
     return tuple(windows)
 
 
@@ -273,7 +271,7 @@ def _ask_varlen(how: How) -> Ask:
     return _ask(how, pieces(how.band, 1, 1, tall=True)[0])
 
 
-def _ask(how: How, part: Piece) -> Ask:
+def _ask(how: How, part: Window) -> Ask:
     return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic, how.in_flight)
 
 
@@ -281,7 +279,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _summed(grads: Sequence[Tensor], parts: Sequence[Piece], x: Tensor) -> Tensor:
+def _summed(grads: Sequence[Tensor], parts: Sequence[Window], x: Tensor) -> Tensor:
     """Return the gradient of all keys from those of the pieces."""
     if len(grads) == 1 and grads[0].shape == x.shape:
         return grads[0]

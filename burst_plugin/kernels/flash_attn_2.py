@@ -15,8 +15,6 @@ from burst_plugin.kernels.flash import Ask, FlashAttention2, sequence_options
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
-__all__ = ["FlashAttn2Kernel"]
-
 _MODULE = "flash_attn.flash_attn_interface"
 
 

@@ -27,8 +27,6 @@ from burst_plugin.kernels.protocol import Case, Lengths, Queries
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.trial import problem_of
 
-__all__ = ["FlashAttn3Kernel"]
-
 _MODULE = "flash_attn_interface"
 _RETURNS_IF_DETERMINISTIC = 5
 _SMS, _FLOPS, _CTA_BYTES_PER_S = 132, 6e14, 20e9  # of an H100, about: its multiprocessors, this kernel, a CTA of NCCL

@@ -23,8 +23,6 @@ from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.shaping import round_up
 from burst_plugin.kernels.trial import problem_of
 
-__all__ = ["FlashAttn4Kernel"]
-
 _MODULE = "flash_attn.cute.interface"
 _FIRST_BETA = 26
 _TRUSTED = ReferenceKernel()

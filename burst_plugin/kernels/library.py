@@ -7,8 +7,6 @@ import re
 from functools import cache
 from types import ModuleType
 
-__all__ = ["find", "load", "older"]
-
 
 @cache
 def find(name: str) -> ModuleType | str:

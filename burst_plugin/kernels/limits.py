@@ -8,8 +8,6 @@ import torch
 
 from burst_plugin.kernels.protocol import Case, Kernel
 
-__all__ = ["HALVES", "LimitedKernel", "Limits"]
-
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from burst_plugin.scores import Scores
 from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight
 
-__all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Lengths", "Queries"]
-
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "windows": "works on a window as one tile; without it, windows are cut into full and causal tiles",

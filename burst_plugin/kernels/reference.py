@@ -13,8 +13,6 @@ from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
 from burst_plugin.kernels.varlen import backward_looped, forward_looped
 from burst_plugin.types import FULL
 
-__all__ = ["ReferenceKernel", "largest_scores"]
-
 # Scores of query rows that are worked on at a time, so that memory does not grow with the square of the sequence.
 _SCORES = 2**26
 _ROWS = 512  # at a time, at most

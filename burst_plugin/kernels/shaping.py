@@ -11,8 +11,6 @@ from torch.nn.functional import pad
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Queries
 from burst_plugin.types import CAUSAL
 
-__all__ = ["backward_reversed", "expand_heads", "fit", "forward_reversed", "round_up", "sum_heads"]
-
 
 def round_up(number: int, multiple: int) -> int:
     """Return the first multiple from `number` on."""

@@ -19,8 +19,6 @@ from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed
 from burst_plugin.types import ANTICAUSAL, CAUSAL
 
-__all__ = ["TorchCpuKernel", "flash_backward"]
-
 
 class TorchCpuKernel:
     """Full and causal tiles on CPUs, in float32 or float64.

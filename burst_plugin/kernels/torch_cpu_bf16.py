@@ -24,8 +24,6 @@ from burst_plugin.kernels.shaping import backward_reversed, expand_heads, sum_he
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel, flash_backward
 from burst_plugin.types import ANTICAUSAL, FULL, Band
 
-__all__ = ["TorchCpuBf16Kernel"]
-
 _ROWS = 1024  # queries and keys of a square
 
 

@@ -29,8 +29,6 @@ from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.kernels.trial import problem_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL
 
-__all__ = ["TorchCudnnKernel"]
-
 _OLDEST = (
     91501  # before it backward kernels for 192 and 128 (9.13), and for keys that fill no block of 128, are faulty
 )

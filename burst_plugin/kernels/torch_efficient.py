@@ -17,8 +17,6 @@ from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed, round_up, sum_heads
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 
-__all__ = ["TorchEfficientKernel"]
-
 _ALIGN_BYTES = 16
 _LSE_ROWS = 32
 _BIAS_COLUMNS = 16

@@ -16,8 +16,6 @@ from burst_plugin.kernels.flash import Ask, FlashAttention2
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
-__all__ = ["TorchFlashKernel"]
-
 _Sequences = tuple[Tensor | None, Tensor | None, int, int]  # cum_seq_q, cum_seq_k, max_q, max_k
 
 

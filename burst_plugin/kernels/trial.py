@@ -15,8 +15,6 @@ from burst_plugin.kernels.protocol import Case, How, Kernel, Queries
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL, Band
 
-__all__ = ["RESULTS", "TOLERANCE", "difference", "problem_of"]
-
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
 _ROWS = 256

@@ -21,18 +21,6 @@ from burst_plugin.kernels.trial import RESULTS, TOLERANCE, difference
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 
-__all__ = [
-    "DQ_ROWS",
-    "VarlenKernel",
-    "backward_looped",
-    "forward_looped",
-    "in_rows",
-    "in_rows_of_heads",
-    "is_right",
-    "lengths_of",
-    "sent",
-]
-
 DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of every sequence, at most, where it sums dq
 
 _LOG = logging.getLogger(__name__)

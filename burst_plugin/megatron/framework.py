@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from burst_plugin.frameworks.framework import Framework
+from burst_plugin.frameworks.description import Framework
 from burst_plugin.megatron.flags.arguments import written
 from burst_plugin.megatron.releases import about, parse_version, tree_version
 

@@ -13,7 +13,8 @@ from burst_plugin.comm.transport import Message, Pending, Transport
 from burst_plugin.compute.accumulators import SUM, Accumulator, Given, Storage, Tensors
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
-from burst_plugin.schedule.schedule import RankSchedule, Schedule
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.schedule.steps import RankSchedule
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.types import Rows, Side, row_count
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.cluster import Links
-from burst_plugin.schedule.schedule import Schedule, Transfer
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.schedule.steps import Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Direction, Side, row_count
 

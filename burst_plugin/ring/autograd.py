@@ -19,8 +19,6 @@ from burst_plugin.ring.request import Inputs
 T = TypeVar("T")
 _BIAS = Inputs._fields.index("bias")
 
-__all__ = ["RingAttention", "completed", "refuse_second_derivatives"]
-
 
 class RingAttention(torch.autograd.Function):
     """The ring of one rank, and heads exchanged before and after it.

@@ -27,8 +27,6 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.strategy.presets import presets_with
 from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
-__all__ = ["choose_moving_side", "features_of", "is_deterministic", "kernel_for", "make_plan", "moving_sides"]
-
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 

@@ -15,8 +15,6 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["opaque"]
-
 
 @torch.compiler.disable(reason="burst attention communicates around a ring")  # type: ignore[untyped-decorator,no-untyped-call]
 def opaque(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

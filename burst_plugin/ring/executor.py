@@ -27,14 +27,12 @@ from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transpo
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
 from burst_plugin.compute.rows import take_rows
 from burst_plugin.ring.send_recv_plan import P2POp, SendRecvPlan
-from burst_plugin.schedule.schedule import Step
+from burst_plugin.schedule.steps import Step
 from burst_plugin.topology import Traffic
 from burst_plugin.types import NOTHING_IN_FLIGHT, InFlight, Side
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
-
-__all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
 T = TypeVar("T")
 

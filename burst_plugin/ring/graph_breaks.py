@@ -14,8 +14,6 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["between_graphs"]
-
 
 def between_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` as one opaque step between two graphs of `torch.compile`."""

@@ -9,8 +9,6 @@ import torch
 from burst_plugin.ring.request import Inputs, Outputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.sequence.masks import Mask
 
-__all__ = ["by_head_group", "joined", "why_uncut"]
-
 
 def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Request]]:
     """Return a call for each group of heads, of which there may be one.

@@ -13,8 +13,6 @@ from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Outputs
 
-__all__ = ["KeptOutputs"]
-
 _NOTHING = Outputs(torch.empty(0, device="cpu"), None)
 
 

@@ -205,8 +205,8 @@ class Extras(NamedTuple):
 class Plan:
     """One attention call of one rank, all choices made; see `choices.make_plan`.
 
-    shapes: those of the ring, after heads have been exchanged, with the lengths of the longest block.
-    scores: those of all heads.
+    shapes: the shapes of tensors on the ring, after heads have been exchanged, with the lengths of the longest block.
+    scores: how scores are computed, of all heads.
     ranks_per_kv_head: how many ranks of a Ulysses group share a key/value head.
     spans: the rows of tiles that are made of several documents.
     run_pass: runs either pass; see `attention_pass.run_pass`.

@@ -1,6 +1,6 @@
 """One rank's place in a ring, and what it notes of its calls.
 
-A `ContextParallel` has one; a `VirtualRing` has those of all ranks, in one process.
+A `ContextParallel` has one `RankState`; a `VirtualRing` has one for every rank, all in one process.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RankState:
 
     @property
     def pools(self) -> tuple[BufferPool, BufferPool]:
-        """Return the buffers of the ring, and those of its group."""
+        """Return two pools of buffers: of messages around the ring, and of messages within the rank's group."""
         return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:

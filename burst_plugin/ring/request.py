@@ -14,24 +14,6 @@ from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 
-__all__ = [
-    "BackwardOperands",
-    "ExtraTensors",
-    "Inputs",
-    "Outputs",
-    "Request",
-    "as_tokens",
-    "both_sides",
-    "check_extras",
-    "check_kinds",
-    "check_mask",
-    "check_tensors",
-    "has_gradients",
-    "scaled",
-    "token_dim",
-]
-
-
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

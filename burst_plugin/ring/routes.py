@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from burst_plugin.ring.systems.rank_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
-from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.schedule.steps import RankSchedule, Required
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows

@@ -13,11 +13,9 @@ import torch
 
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.transport import Channel
-from burst_plugin.schedule.schedule import RankSchedule, Step, Transfer
+from burst_plugin.schedule.steps import RankSchedule, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Direction, Rows, Side
-
-__all__ = ["Batch", "P2POp", "SendRecvPlan"]
 
 
 class P2POp(NamedTuple):

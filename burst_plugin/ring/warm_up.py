@@ -27,8 +27,6 @@ from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import Inputs, has_gradients
 from burst_plugin.types import Direction
 
-__all__ = ["warm_up", "warm_up_backward", "warm_up_forward"]
-
 _CALL = CallId(0, "warm-up")
 
 
@@ -44,14 +42,14 @@ def warm_up(plan: Plan, inputs: Inputs) -> None:
 
 
 def warm_up_forward(plan: Plan, inputs: Inputs) -> None:
-    """Do the same for the forward pass, in this thread."""
+    """Run the forward pass without its messages in this thread, unless a pass of its kind has run here."""
     if _is_new(plan, plan.forward):
         with _unnoticed(plan, plan.forward):
             _forward(plan, inputs)
 
 
 def warm_up_backward(plan: Plan, saved: Saved, dout: Tensor) -> None:
-    """Do the same for the backward pass, in this thread, with what that is given: it takes no more memory then."""
+    """Run the backward pass without its messages in this thread, on its own tensors, which take no memory more."""
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.backward):
             lockstep([backward_program(_alone(plan, "backward"), _CALL, dout, saved)])

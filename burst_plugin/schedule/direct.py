@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
-from burst_plugin.schedule.schedule import Required, Schedule, Transfer
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.schedule.steps import Required, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Rows, union
-
-__all__ = ["direct"]
 
 
 def direct(

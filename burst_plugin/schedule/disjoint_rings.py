@@ -25,8 +25,6 @@ from itertools import pairwise
 
 from burst_plugin.topology import Topology
 
-__all__ = ["disjoint_ring", "ring_count"]
-
 _HUB, _LAST = -1, -2  # the ranks that are in no zigzag, until ranks are named by the first ring
 
 

@@ -53,22 +53,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from burst_plugin.schedule.direct import direct
-from burst_plugin.schedule.schedule import Required, Schedule, Transfer
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.schedule.steps import Required, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
-
-__all__ = [
-    "BY_NODE",
-    "SCHEDULES",
-    "SPARSE",
-    "Draw",
-    "default_schedule_name",
-    "direct",
-    "flat_ring",
-    "sample",
-    "sample_ranks",
-    "tasp",
-    "two_level_ring",
-]
 
 
 def flat_ring(

@@ -21,8 +21,6 @@ from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 if TYPE_CHECKING:
     from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
 
-__all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
-
 PLANNED = ("schedule", "ulysses_degree", "ulysses_placement", "mesh_degree", "parts", "forward", "backward")
 
 

@@ -17,8 +17,6 @@ from burst_plugin.checks import check_one_of
 from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE, PLACEMENTS
 from burst_plugin.topology import Groups
 
-__all__ = ["PRESETS", "Preset", "check_groups", "presets_with", "presets_without_groups", "with_preset"]
-
 _HEAD_FIRST, _CONTEXT_FIRST = PLACEMENTS
 _RING = {
     "schedule": "flat_ring",

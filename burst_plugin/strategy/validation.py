@@ -9,8 +9,6 @@ from typing import Any
 from burst_plugin.checks import as_number, as_positive, shown, whole_number
 from burst_plugin.types import BOTH, DIRECTIONS
 
-__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "PLACEMENTS", "about", "check_kernel", "kept_share", "validated"]
-
 AUTO = "auto"
 OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
 PLACEMENTS = ("head_first", "context_first")  # of LoongTrain, arXiv 2406.18485

@@ -12,7 +12,7 @@ import pytest
 
 from burst_plugin import frameworks, run
 from burst_plugin.cli import main
-from burst_plugin.frameworks.framework import Framework
+from burst_plugin.frameworks.description import Framework
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.ring.executor import RingPass, lockstep
 from burst_plugin.ring.routes import Attending
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.schedule.schedule import Step
+from burst_plugin.schedule.steps import Step
 from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.masks import Causal
 from tests.support.reference import Problem, Result, errors, reference, relative

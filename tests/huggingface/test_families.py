@@ -33,7 +33,7 @@ from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
 from burst_plugin.huggingface.chunked_modules import chunk_modules
-from burst_plugin.huggingface.masks import MaskRecipe, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, shard_of_forward
 from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
 from tests.support.families import families, hybrids

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from burst_plugin import Causal, ContextParallel, Scores, Topology
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.generation import name_of_cache, ring_for_generation
-from burst_plugin.huggingface.masks import MaskRecipe
+from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.inference import decode_bytes
 from tests.support.deepspeed_run import VOCAB, Run, build, llama
 from tests.support.families import families

@@ -20,7 +20,7 @@ from burst_plugin.compute.passes import ForwardPart
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.profiling.summary import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.ring.executor import RingPass, Visit
-from burst_plugin.schedule.schedule import Step
+from burst_plugin.schedule.steps import Step
 from burst_plugin.topology import Link, Traffic
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem

@@ -23,7 +23,7 @@ from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.send_recv_plan import P2POp
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.schedule.schedule import Step
+from burst_plugin.schedule.steps import Step
 from burst_plugin.topology import Traffic
 from burst_plugin.types import SIDES
 from tests.support.races import RaceError

@@ -27,7 +27,7 @@ from burst_plugin.ring.attention_pass import work
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.routes import Attending, RouteTable
-from burst_plugin.schedule.schedule import Required
+from burst_plugin.schedule.steps import Required
 from burst_plugin.types import SIDES, Side
 
 

@@ -104,7 +104,7 @@ class GroupExchange:
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def move(self, pieces: Sequence[Piece], sides: Sequence[Side]) -> Generator[None, None, None]:
+    def move(self, pieces: Sequence[ExchangedTensor], sides: Sequence[Side]) -> Generator[None, None, None]:
         """Send pieces, each of a side, between the ranks of the group, all in one message to each of the others."""
         log = None if self.profile is None else self.profile.begin_pass("exchange", pieces[0].local.device)
         transport = self.transport if log is None else log.watch(self.transport)
@@ -133,7 +133,7 @@ class GroupExchange:
             raise lost_peer_error(transport, rank, self.what, lost) from lost
 
     def _begin(
-        self, transport: Transport, pieces: Sequence[Piece], packings: Sequence[Packing]
+        self, transport: Transport, pieces: Sequence[ExchangedTensor], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
         """P2POp what goes to and comes from every other member; what stays with this rank is copied meanwhile.
 
@@ -163,9 +163,9 @@ class GroupExchange:
         return leased, in_flight
 
     def _begin_at_once(
-        self, transport: Transport, pieces: Sequence[Piece], packing: Packing, rows: Sequence[Tensor]
+        self, transport: Transport, pieces: Sequence[ExchangedTensor], packing: Packing, rows: Sequence[Tensor]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
-        """Do what `_begin` does in a few launches for each tensor; all messages are in one buffer each way."""
+        """Pack and send all messages in a few launches for each tensor, in one buffer each way."""
         group, traffic, count = self.group, pieces[0].traffic, self.group.degree - 1
         device = pieces[0].local.device
         leaving, arriving = (transport.pool.lease(count * packing.nbytes, device) for _ in range(2))
@@ -185,12 +185,12 @@ class GroupExchange:
     def _finish_at_once(
         self,
         transport: Transport,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ExchangedTensor],
         packing: Packing,
         rows: Sequence[Tensor],
         leased: tuple[Buffer, Buffer],
     ) -> None:
-        """Do what `_finish` does, of all messages at once."""
+        """Unpack all messages at once, and give their buffers back."""
         leaving, arrived = leased
         views = arrived.views(packing, self.group.degree - 1)
         for piece, messages, here in zip(pieces, views, rows, strict=True):
@@ -201,7 +201,7 @@ class GroupExchange:
     def _finish(
         self,
         transport: Transport,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ExchangedTensor],
         packings: Sequence[Packing],
         leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
@@ -217,7 +217,7 @@ class GroupExchange:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Piece(ABC):
+class ExchangedTensor(ABC):
     """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
 
     Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
@@ -274,7 +274,7 @@ class Piece(ABC):
 
     @abstractmethod
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Do what `stay` does, in one go."""
+        """Put this rank's own rows where they belong, in one launch; see `stay`."""
 
     def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
@@ -289,7 +289,7 @@ class Piece(ABC):
             yield slice(place, None), by_member[place + 1 :]
 
 
-class ToHeads(Piece):
+class ToHeads(ExchangedTensor):
     """A message has the sender's rows of the receiver's heads."""
 
     traffic = Traffic.GATHER
@@ -330,7 +330,7 @@ class ToHeads(Piece):
         _put_rows(self.joint, rows[-1], self.local_heads(place))
 
 
-class ToTokens(Piece):
+class ToTokens(ExchangedTensor):
     """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
 
     traffic = Traffic.REDUCE

@@ -42,7 +42,7 @@ from torch import Tensor
 from burst_plugin.compute.online_softmax import merge_, project
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.request import BackwardOperands, Inputs
-from burst_plugin.ring.systems.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
+from burst_plugin.ring.systems.group_exchange import ExchangedTensor, GroupExchange, ToHeads, ToTokens
 from burst_plugin.ring.systems.rank_groups import GroupBlock
 from burst_plugin.types import OTHER_SIDE, Side
 
@@ -100,7 +100,7 @@ class MeshExchange(GroupExchange):
 
     def _gather(self, tensors: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
         """Return the rows of the whole group, [B, S_group, H, D], of tensors [B, S_local, H, D]."""
-        pieces: list[Piece] = []
+        pieces: list[ExchangedTensor] = []
         for x in tensors:
             joint = x.new_empty(x.shape[0], self._block.length, *x.shape[2:])
             pieces.append(ToHeads(x, joint, self._block, self.group.degree))
@@ -109,7 +109,7 @@ class MeshExchange(GroupExchange):
 
     def _reduce(self, tensors: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
         """Return this rank's rows of tensors with the rows of the whole group, all members' added up."""
-        pieces: list[Piece] = []
+        pieces: list[ExchangedTensor] = []
         for x in tensors:
             local = x.new_zeros(x.shape[0], self._block.counts[self.group.place], *x.shape[2:])
             pieces.append(ToTokens(local, x, self._block, self.group.degree))
@@ -128,7 +128,7 @@ class _Merged(ToTokens):
     `of_members` is the piece with the lse of every member side by side, which is before this one in messages.
     """
 
-    of_members: Piece
+    of_members: ExchangedTensor
     lse: Tensor
 
     def arrive(self, sender: int, message: Tensor) -> None:
@@ -146,7 +146,7 @@ class _Merged(ToTokens):
         self.lse.copy_(self._lse_of(place))
 
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Do the same, in one go."""
+        """Put this rank's own partial outputs into the tensors of all places, in one go."""
         super().stay_at(rows, place)
         self.lse.copy_(self._lse_of(place))
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.ring.request import Inputs, Outputs
-from burst_plugin.ring.systems.group_exchange import GroupExchange, Piece, ToHeads, ToTokens
+from burst_plugin.ring.systems.group_exchange import ExchangedTensor, GroupExchange, ToHeads, ToTokens
 from burst_plugin.types import Side
 
 
@@ -101,7 +101,7 @@ class HeadExchange(GroupExchange):
         yield from self.move(pieces, sides)
         return [piece.result for piece in pieces]
 
-    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> Piece:
+    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> ExchangedTensor:
         block, ranks_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
         different = self.group.degree // ranks_per_head
         batch, _, heads, dim = x.shape

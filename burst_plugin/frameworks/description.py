@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Framework"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:

@@ -25,8 +25,6 @@ from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, S
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
 
-__all__ = ["MaskRecipe", "cache_of_forward", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
-
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
