@@ -37,8 +37,8 @@ def _entered(run: Callable[[], Any]) -> tuple[set[tuple[str, str]], set[str]]:
 
 @pytest.fixture(scope="module")
 def entered() -> dict[str, tuple[set[tuple[str, str]], set[str]]]:
-    """Return what a steady call on one rank enters, by direction: a tile, no message."""
-    cp, outs = ContextParallel(), []
+    """Return what a steady call on one rank enters, by direction: a tile, no message, and a kernel of every CPU."""
+    cp, outs = ContextParallel(kernel="torch_cpu"), []
     for _ in range(3):
         q, k, v = (torch.randn(1, 64, 4, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         forward = _entered(lambda q=q, k=k, v=v: outs.append(burst_attention(q, k, v, cp)))  # type: ignore[misc]
