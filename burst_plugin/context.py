@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
-from burst_plugin.comm.given_groups import as_group, levels_of, place_in
+from burst_plugin.comm.process_groups import as_group, levels_of, place_in
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.ring.agreement import Agreement, consistency_check, prepared_together
 from burst_plugin.ring.choices import make_plan

@@ -19,8 +19,7 @@ from burst_plugin.check.links import SLOW, MeasuredLink, measure_links, slow_edg
 from burst_plugin.check.problem import Problem
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import World
-from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.null_transport import NullTransport
+from burst_plugin.comm.copies import CopyNetwork, NullTransport
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
 from burst_plugin.planning.measured import rate_at
 from burst_plugin.profiling.cluster_profile import KernelRate

@@ -1,21 +1,31 @@
-"""How ranks compare their calls before attention data moves, in one exchange of fixed size."""
+"""How ranks compare their calls before attention data moves, in one exchange of fixed size.
+
+Rings may have process groups of their own, and on different groups ranks never meet. So in the first exchange of a
+ring a rank that waits writes into the store of the job which ring it waits on, and reads what others have written:
+ranks that are about to begin different rings get an error, instead of waiting.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillWaiting
 from functools import cached_property, partial
 from hashlib import blake2b
+from time import monotonic
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from burst_plugin.checks import SUMMARY
 from burst_plugin.comm.call_identity import by_rank
 from burst_plugin.comm.differences import differences
 from burst_plugin.comm.failure_watch import Board
-from burst_plugin.comm.first_exchange import first_exchange
 from burst_plugin.comm.process_groups import group_device, is_alive, launches_batches, timeout_of
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, lost_peer_error
@@ -239,3 +249,61 @@ def _decode(data: bytes) -> str:
 def _is_cut(text: str) -> bool:
     """Return whether a text from `_decode` was too long, or has a value in it whose text is."""
     return SUMMARY in text
+
+
+T = TypeVar("T")
+
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # first exchanges of this process, by the global ranks that take part
+_PERIOD_S = 0.2
+_FOR_ALL_S = 2.0  # to wait for the places of all ranks, so that the error names each
+
+
+def first_exchange(
+    exchange: Callable[[], T],
+    global_ranks: Sequence[int],
+    rank: int,
+    place: str,
+    raise_if_apart: Callable[[Mapping[int, str]], None],
+) -> T:
+    """Return what `exchange` returns, or raise what `raise_if_apart` does with the places of ranks that wait.
+
+    Ranks count the first exchanges among `global_ranks`, and look only at those of the same number; where their
+    histories differ, they wait for the time-out of `exchange`.
+    """
+    key = tuple(global_ranks)
+    _BEGUN[key] += 1
+    name = f"burst_plugin/first_exchange/{hash(key):x}/{_BEGUN[key]}"
+    result = _in_a_thread(exchange)
+    store, since = None, monotonic()
+    while True:
+        try:
+            return result.result(timeout=_PERIOD_S)
+        except StillWaiting:
+            if result.done():  # with an error of this kind
+                raise
+        if store is None:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store.set(f"{name}/{rank}", place)
+        places = _places(store, name, len(key))
+        if len(places) == len(key) or monotonic() - since > _FOR_ALL_S:
+            raise_if_apart(places)
+
+
+def _places(store: Store, name: str, ranks: int) -> dict[int, str]:
+    """Return by rank where those that wait are."""
+    waiting = [rank for rank in range(ranks) if store.check([f"{name}/{rank}"])]
+    return {rank: store.get(f"{name}/{rank}").decode() for rank in waiting}
+
+
+def _in_a_thread(fn: Callable[[], T]) -> Future[T]:
+    """Run `fn` in a daemon thread, which the end of the process does not wait for. Return its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="burst_plugin first exchange", daemon=True).start()
+    return future

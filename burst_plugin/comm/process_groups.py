@@ -4,11 +4,19 @@ There is one for each of (gather | reduce) x (intra | inter) where a schedule us
 of frameworks are used for gather traffic where they serve for it; the others are made here. With NCCL every one of
 them takes multiprocessors from the attention that hides it, and memory for each peer: so their thread blocks (CTAs)
 are limited.
+
+A rank also ends where it would wait for ever, as with NCCL: what another one owes it never comes. An abort of
+communicators ends the kernels that wait. But what these were to receive is garbage then, and whatever the host has
+enqueued behind them computes with it. So the thread that trains gets an error first, which is raised before it runs
+another line: also where it waits for the GPU, as soon as that wait returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
+from torch.distributed.device_mesh import DeviceMesh
 
-from burst_plugin.comm.abort import abort_groups
-from burst_plugin.comm.transport import Channel
+from burst_plugin.checks import as_listed, shown, whole_number
+from burst_plugin.comm.transport import Channel, RingError
 from burst_plugin.topology import Link, Traffic
 
 _CTAS = {Link.INTRA: 32, Link.INTER: 4}  # that NCCL takes for a peer without a limit (paths.cc): between H100s
@@ -259,3 +268,93 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
                 )
             return here
     return torch.device("cpu")
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort process groups, without the other ranks and without waiting.
+
+    In a thread each: an abort may wait for its GPU, on which the kernels of another group wait for theirs.
+    """
+    for group in groups:
+        threading.Thread(target=_abort, args=(group,), name="burst_plugin abort", daemon=True).start()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _LOG.error("a process group could not be aborted (%s): PyTorch's time-out ends this process", error)
+
+
+def end_waiting(thread: int, abort: Callable[[], None], text: str) -> None:
+    """Abort what this rank waits for; with a text, which says why, have `thread` raise RingError before that."""
+    if text:
+        _raise_in(thread, text)
+    abort()
+
+
+def _raise_in(thread: int, text: str) -> None:
+    """Have `thread`, by its identifier, raise RingError before the next line of Python that it runs."""
+
+    class Ended(RingError):  # noqa: N818
+        def __init__(self) -> None:  # the interpreter makes the error, from its class alone
+            super().__init__(text)
+
+    Ended.__name__ = Ended.__qualname__ = RingError.__name__
+    Ended.__module__ = RingError.__module__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
+
+
+def as_group(group: object) -> dist.ProcessGroup | None:
+    """Return the group, or that of a mesh's only dimension. Raise ValueError for larger meshes and anything else."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"got a mesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass the one of the "
+                'context-parallel ranks, such as mesh["cp"]'
+            )
+        return group.get_group()
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's, where a rank is left out
+        raise _outsider(group)
+    raise ValueError(
+        f"group is {shown(group)}, not a process group; pass the context-parallel ProcessGroup, such as "
+        'torch.distributed.group.WORLD, or a DeviceMesh of one dimension, mesh["cp"]'
+    )
+
+
+def _outsider(group: object) -> ValueError:
+    here = f" (global rank {dist.get_rank()})" if dist.is_initialized() else ""
+    return ValueError(
+        f"this process{here} is not in the group it was given ({group}); pass the context-parallel group that this "
+        "rank belongs to"
+    )
+
+
+def levels_of(
+    hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None,
+) -> list[dist.ProcessGroup | int] | None:
+    """Return hierarchical groups or their sizes as a list. Raise ValueError for anything else."""
+    if hierarchy is None:
+        return None
+    expected = "give a list of sizes or of process groups, innermost first, such as [8, 2]"
+    levels: list[dist.ProcessGroup | int] = []
+    for level in as_listed("hierarchy={}", hierarchy, expected):
+        if isinstance(level, dist.ProcessGroup):
+            levels.append(level)
+        else:
+            levels.append(whole_number("hierarchy=[...] with a level of {}", level, expected, None))
+    return levels
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """Return the number of this rank within the group, and the global ranks of all of its ranks."""
+    if group is None:
+        return 0, [0]
+    if dist.get_rank(group) < 0:
+        raise _outsider(group)
+    return dist.get_rank(group), dist.get_process_group_ranks(group)

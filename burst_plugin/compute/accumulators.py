@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.compute.online_softmax import add_, fan_in, merge_
-from burst_plugin.compute.rows import rows_of, token_dim
+from burst_plugin.compute.varlen import rows_of, token_dim
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Rows, Side, Spec
 

@@ -1,4 +1,6 @@
-"""The rows of tiles with spans: taken together for a kernel, and put back among the rows between them.
+"""Token rows of tensors [B, S, H, D] and [B, H, S], and those of tiles with spans.
+
+Rows of spans are taken together for a kernel, and put back among the rows between them:
 
     rows of a visit    a a a . . b b c c . .       spans of a, b and c; `.`: rows that have no part in it
     for the kernel     a a a b b c c               a copy, where there are rows between; else a view
@@ -16,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.rows import token_dim
 from burst_plugin.kernels import Lengths
 from burst_plugin.kernels.varlen import lengths_of, sent
 from burst_plugin.sequence.tiles import Tile
+from burst_plugin.types import Rows
 
 
 class SpanRows(NamedTuple):
@@ -70,3 +72,23 @@ def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -
         return x
     dim = token_dim(x)
     return x.new_full((*x.shape[:dim], count, *x.shape[dim + 1 :]), nothing).index_copy_(dim, rows, x)
+
+
+def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Tensor:
+    """Return a range of token rows, of all batch rows or some, as a view; x itself where that is all of it."""
+    if batch is not None:
+        x = x.narrow(0, batch[0], batch[1] - batch[0])
+    dim = 1 if x.dim() == 4 else 2  # as `token_dim` says; ten times per visit, so without a call
+    length = rows.stop - rows.start
+    return x if length == x.size(dim) else x.narrow(dim, rows.start, length)
+
+
+def take_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Return some token rows; a view where they are one range."""
+    parts = [rows_of(x, slice(start, stop)) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, token_dim(x))
+
+
+def token_dim(x: Tensor) -> int:
+    """Return which dim has the tokens."""
+    return 1 if x.dim() == 4 else 2

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.rules import Rule, broken_rules, off
+from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.strategy import AUTO, Strategy
 
 BLOCK = "burst_attention"

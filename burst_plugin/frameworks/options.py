@@ -1,12 +1,17 @@
-"""The options of `Strategy` as command-line flags, from its fields."""
+"""Flags of scripts: the options of `Strategy`, rules about other options beside it, and one message for a refusal."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import Field
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from burst_plugin.strategy import AUTO
 
@@ -45,3 +50,73 @@ def _whole_or(words: Collection[str]) -> dict[str, Any]:
         return text if text in words else int(text)
 
     return {"type": whole_or_word, "metavar": f"{{N,{','.join(words)}}}"}
+
+
+_ABSENT = object()
+
+
+class Rule(NamedTuple):
+    """A rule about an option. allowed: returns whether a value can be honoured. instead: what to write if not."""
+
+    allowed: Callable[[Any], bool]
+    instead: str
+
+
+def off(value: Any) -> bool:
+    """Return whether an option is switched off, or not set."""
+    return not value
+
+
+def one_of(*names: str | None) -> Callable[[Any], bool]:
+    """Return a function that allows these values, and enum members of these names; None stands for not set."""
+    return lambda value: getattr(value, "name", value) in names
+
+
+def broken_rules(rules: Mapping[str, Rule], options: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield options with values that cannot be honoured: name, value, and what to write instead.
+
+    options: values by name, or an object that has them as attributes; not all rules need have one.
+    """
+    for name, rule in rules.items():
+        value = options.get(name, _ABSENT) if isinstance(options, Mapping) else getattr(options, name, _ABSENT)
+        if value is not _ABSENT and not rule.allowed(value):
+            yield name, value, rule.instead
+
+
+_KEY = "burst_plugin/refused"
+_PATIENCE = timedelta(seconds=10)  # ranks have met already, and rank 0 refuses what all of them refuse
+
+
+@contextmanager
+def exit_if_refused() -> Iterator[None]:
+    """Turn a ValueError that every rank raises into exit status 1 and one message on stderr, without tracebacks.
+
+    Rank 0 prints the message. The other ranks wait for that, since a launcher ends all ranks once the first has
+    failed; a rank that has waited in vain prints the message itself.
+
+    Raises:
+        SystemExit: the block has raised a ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        _tell_once(f"burst_plugin: {error}")
+        raise SystemExit(1) from None
+
+
+def _tell_once(message: str) -> None:
+    if not dist.is_initialized():
+        print(message, file=sys.stderr, flush=True)
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+        with suppress(RuntimeError):  # of a store whose host has gone: nobody waits there
+            store.set(_KEY, "")
+        return
+    try:
+        store.wait([_KEY], _PATIENCE)
+    except dist.DistNetworkError:  # the store has gone with rank 0, which had said so before
+        return
+    except RuntimeError:
+        print(message, file=sys.stderr, flush=True)

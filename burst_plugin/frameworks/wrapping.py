@@ -1,4 +1,4 @@
-"""What adapters share: wrapping a framework's functions, arguments by name, and announcing a ring."""
+"""What adapters share: wrapping functions, whose hooks a module has, arguments by name, announcing a ring."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
@@ -55,3 +57,25 @@ def announce(cp: ContextParallel, **asked: str) -> None:
     if dist.get_rank() == 0:
         described = ", ".join(f"{name} {value}" for name, value in (cp.describe() | asked).items())
         print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)
+
+
+_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+def hooks_of_others(module: torch.nn.Module, harmless: tuple[str, ...]) -> list[str]:
+    """Return the hooks of a module, described, but for those defined in modules that begin with one of `harmless`."""
+    found = []
+    for kind in _KINDS:
+        for hook in getattr(module, f"_{kind}_hooks").values():
+            home, name = _origin(hook)
+            if not home.startswith(harmless):
+                found.append(f"{kind} hook {home}.{name}")
+    return found
+
+
+def _origin(hook: Any) -> tuple[str, str]:
+    """Return the module in which a hook is defined, and its name there."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(named.__module__), named.__qualname__

@@ -24,7 +24,7 @@ from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
-from burst_plugin.frameworks.hooks import hooks_of_others
+from burst_plugin.frameworks.wrapping import hooks_of_others
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns

@@ -1,22 +1,25 @@
-"""The models of transformers that can run on a ring: those where tokens meet in attention only, as far as known."""
+"""The models of transformers that can run on a ring: those where tokens meet in attention only, as far as known.
+
+What a model parks in host memory in a step is known before its first forward.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from burst_plugin.batch import SHARD_KEY, check_shard
+from burst_plugin.activations.host_memory import host_memory
+from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
-from burst_plugin.huggingface.host_room import expect_on_host
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.ring_cache import ring_cache_of
 
@@ -333,3 +336,28 @@ def _is_peft(module: torch.nn.Module) -> bool:
 
 def _peft_configs(module: Any) -> list[Any]:
     return list(module.peft_config.values())
+
+
+def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
+    """Raise MemoryError if this host has no room for what the checkpoints of `model` park of a sharded batch."""
+    strategy = shard.cp.strategy
+    tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
+    if not (strategy.offload and model.training and _recomputes(model)) or tokens is None:
+        return
+    memory, config = host_memory(tokens.device), model.config.get_text_config()
+    if memory is None or not torch.is_grad_enabled():
+        return
+    hidden, heads, share = config.hidden_size, config.num_attention_heads, strategy.kept_share
+    kind = tokens.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    out = heads * (getattr(config, "head_dim", None) or hidden // heads) * dtype.itemsize
+    chunks = heads // (strategy.head_chunk or heads)
+    of_chunk = [share * out / chunks, share * heads * torch.float32.itemsize / chunks]
+    nbytes = [tokens.numel() * each for each in (hidden * model.dtype.itemsize, *(of_chunk * chunks))]
+    memory.expect(nbytes, config.num_hidden_layers, shard.cp.topology.ranks_per_node)
+
+
+def _recomputes(model: Any) -> bool:
+    """Return whether the model's layers are computed again; transformers 5.24 has given that another name."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)

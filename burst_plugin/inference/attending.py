@@ -17,8 +17,8 @@ from burst_plugin.compute.online_softmax import add_sink
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.decode import OwnAttention
+from burst_plugin.inference.gathering import TreeMerge
 from burst_plugin.inference.layer import LayerCache
-from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import RoundRobin, Turn, TurnMask
 from burst_plugin.ring.agreement import error_text, prepared_together

@@ -14,9 +14,8 @@ from burst_plugin.checks import check_one_of, shown, whole_number, whole_numbers
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.attending import Asked, LayerCall, attend_in_tree, attend_on_ring, check_layer
-from burst_plugin.inference.gathering import gathered
+from burst_plugin.inference.gathering import TreeMerge, gathered
 from burst_plugin.inference.layer import LayerCache, checked_windows
-from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.turn import Turn, are_few
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs

@@ -1,16 +1,23 @@
-"""Attention in plain PyTorch: any device, any float type, every feature. Slow; other kernels are compared with it."""
+"""Attention in plain PyTorch: any device, any float type, every feature. Slow; other kernels are compared with it.
+
+Dropout depends only on the seed, the batch row, the head and two positions: every (row, head, query, key) has a
+32-bit hash, so that any tile of the attention matrix can be drawn on its own, by any rank and in any pass. The
+finaliser is a multiply-xorshift of 32 bits (constants: Chris Wellons, "Prospecting for hash functions",
+nullprogram.com, 2018).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
 from burst_plugin.kernels.varlen import backward_looped, forward_looped
+from burst_plugin.scores import Scores
 from burst_plugin.types import FULL
 
 # Scores of query rows that are worked on at a time, so that memory does not grow with the square of the sequence.
@@ -170,3 +177,28 @@ def _dropout_factor(p: Tensor, how: How) -> Tensor | None:
     rows = range(how.first_batch_row, how.first_batch_row + p.shape[0])
     heads = range(how.first_head, how.first_head + p.shape[1])
     return keep(how.scores, rows, heads, how.q_positions, how.k_positions).to(p.dtype)
+
+
+T = TypeVar("T", int, Tensor)
+
+_BITS = 0xFFFFFFFF
+
+
+def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """Return the factor of every probability, 0 or 1 / (1 - dropout), for these rows and heads: [B, H, Sq, Sk]."""
+    device = q_positions.device
+    # Mixed before rows are added: no row of one seed is another row of the next.
+    seed = _mixed((scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS))
+    row = _mixed(seed + _mixed(torch.arange(rows.start, rows.stop, device=device))).view(-1, 1, 1)
+    head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
+    query = _mixed(head ^ _mixed(q_positions))
+    drawn = _mixed(query.unsqueeze(-1) + _mixed(k_positions + 0x85EBCA6B))
+    return (drawn >= int(scores.dropout * (_BITS + 1))).to(torch.float32) / (1 - scores.dropout)
+
+
+def _mixed(x: T) -> T:
+    """Return a bijection of 32-bit numbers, as int64, in which every bit of the input affects every output bit."""
+    x = x & _BITS
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS
+    return x ^ (x >> 16)

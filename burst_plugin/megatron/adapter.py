@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.activations.kept_attention import follow_checkpoint_class
 from burst_plugin.context import ContextParallel
-from burst_plugin.frameworks.refusal import exit_if_refused
+from burst_plugin.frameworks.options import exit_if_refused
 from burst_plugin.frameworks.wrapping import announce, bind, wrap
 from burst_plugin.megatron.batches.distillation import stamp_logits
 from burst_plugin.megatron.batches.documents import hook_documents

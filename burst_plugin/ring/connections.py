@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from burst_plugin.comm.abort import end_waiting
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.comm.consistency import DISAGREE, ConsistencyCheck
 from burst_plugin.comm.failure_watch import Board, FailureWatch
-from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
+from burst_plugin.comm.process_groups import (
+    Communicators,
+    barrier,
+    end_waiting,
+    group_device,
+    is_alive,
+    launches_batches,
+)
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
 from burst_plugin.ring.rank_state import RankState

@@ -25,7 +25,7 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
-from burst_plugin.compute.rows import take_rows
+from burst_plugin.compute.varlen import take_rows
 from burst_plugin.ring.send_recv_plan import P2POp, SendRecvPlan
 from burst_plugin.schedule.steps import Step
 from burst_plugin.topology import Traffic

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.rows import token_dim
+from burst_plugin.compute.varlen import token_dim
 from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Outputs

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
-from burst_plugin.comm.null_transport import NullTransport
+from burst_plugin.comm.copies import NullTransport
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.plan import PassPlan, Plan

@@ -36,8 +36,7 @@ from benchmarks.contenders.protocol import TRIALS, best_of
 from benchmarks.memory import PeakMemory
 from benchmarks.report.files import load
 from burst_plugin.activations.host_memory import HostMemory
-from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.null_transport import NullTransport
+from burst_plugin.comm.copies import CopyNetwork, NullTransport
 
 CPU = torch.device("cpu")
 CASE = Case(1, 2, 32, 4, 2, 8, torch.float32, causal=True)

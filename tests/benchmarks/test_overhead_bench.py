@@ -12,8 +12,7 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 from benchmarks import overhead
 from benchmarks.attention_ranks import Whole
 from burst_plugin import Strategy, Topology, VirtualRing
-from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.null_transport import NullTransport
+from burst_plugin.comm.copies import CopyNetwork, NullTransport
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.topology import Link, Traffic
 

@@ -17,10 +17,9 @@ from torch._C._distributed_c10d import ErrorType
 from burst_plugin import ContextParallel, RingError, burst_attention
 from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups
-from burst_plugin.comm.abort import end_waiting
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.failure_watch import FIRST_FAILURE, Board, FailureWatch
-from burst_plugin.comm.process_groups import Communicators
+from burst_plugin.comm.process_groups import Communicators, end_waiting
 from burst_plugin.ring import connections
 from tests.support.ranks import run_ranks
 

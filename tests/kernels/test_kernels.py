@@ -12,8 +12,8 @@ import torch
 from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow, Strategy, Topology, VirtualRing
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
-from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.flash import Ask
+from burst_plugin.kernels.reference import keep
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.kernels.torch_flash import TorchFlashKernel

@@ -26,7 +26,7 @@ from burst_plugin import (
     Scores,
     SlidingWindow,
 )
-from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.reference import keep
 from burst_plugin.sequence.mask import Both
 
 __all__ = [

@@ -24,7 +24,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 
-from burst_plugin.frameworks.rules import Rule, off, one_of
+from burst_plugin.frameworks.options import Rule, off, one_of
 from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.flags.arguments import PACKS, RESETS, flag_of, parsed_arguments, unsupported
 

@@ -9,8 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.options import flag_keywords
-from burst_plugin.frameworks.rules import Rule, broken_rules
+from burst_plugin.frameworks.options import Rule, broken_rules, flag_keywords
 from burst_plugin.strategy import Strategy
 from burst_plugin.strategy.presets import PRESETS, with_preset
 

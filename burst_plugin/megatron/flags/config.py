@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.rules import Rule, off, one_of
+from burst_plugin.frameworks.options import Rule, off, one_of
 from burst_plugin.megatron.flags.arguments import option_of, resets_attention_mask, unsupported
 
 HONOURED: Mapping[str, str] = MappingProxyType(

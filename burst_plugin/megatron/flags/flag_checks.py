@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.frameworks.rules import Rule, off
+from burst_plugin.frameworks.options import Rule, off
 from burst_plugin.megatron.flags.arguments import (
     PACKS,
     RESETS,

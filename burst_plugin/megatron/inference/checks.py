@@ -11,7 +11,7 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_config
 
-from burst_plugin.frameworks.rules import Rule, off, one_of
+from burst_plugin.frameworks.options import Rule, off, one_of
 from burst_plugin.frameworks.wrapping import bind
 from burst_plugin.megatron.flags.arguments import option_of, unsupported
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid

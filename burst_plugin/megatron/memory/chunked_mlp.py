@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_plugin.activations.chunked_mlp import chunked_mlp
 from burst_plugin.activations.replaced_forward import ReplacedForward
-from burst_plugin.frameworks.rules import Rule, broken_rules, off
+from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.strategy import Strategy
 

@@ -30,9 +30,8 @@ from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
-from burst_plugin.frameworks.hooks import hooks_of_others
-from burst_plugin.frameworks.rules import Rule, broken_rules, off
-from burst_plugin.frameworks.wrapping import bind, wrap
+from burst_plugin.frameworks.options import Rule, broken_rules, off
+from burst_plugin.frameworks.wrapping import bind, hooks_of_others, wrap
 from burst_plugin.megatron.registry import Registry
 
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
