@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from burst_plugin.activations.host_room import check_room, ranks_here
-from burst_plugin.activations.pages import Pages, copy_from_pages, copy_to_pages, whole_pages
+from burst_plugin.activations.pages import Pages, check_room, copy_from_pages, copy_to_pages, ranks_here, whole_pages
 
 _UNDER_WAY = 2
 _LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy

@@ -4,17 +4,21 @@ PyTorch makes pinned memory in powers of two, so that a tensor of another size w
 such a power, and a tensor takes as many as it needs, of which only the last may not be full. Pages are large enough
 to keep the link to a GPU busy: 16 MiB take 0.3 ms at 50 GB/s, during which some ten copies can be started. They are
 small enough to waste little: half a page per tensor on average, 1 % of tensors of 1 GiB.
+
+Whether this host has the memory that offloading needs is asked before the kernel would end the process. What is
+available is what the kernel says, and what the limits of this process's cgroup leave; in a container those are the
+container's. Where neither can be read, nothing is known, and nothing is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from math import ceil
+from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from burst_plugin.activations.host_room import check_room, ranks_here
 
 PAGE_BYTES = 16 << 20
 
@@ -73,3 +77,67 @@ def _pairs(x: Tensor, pages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         (piece, page if len(piece) == PAGE_BYTES else page[: len(piece)])
         for piece, page in zip(pieces, pages, strict=True)
     ]
+
+
+_GIB = 2**30
+# Of cgroups: the folder of the hierarchy; files of the limit and of what is used; what of that is a cache of files
+_VERSIONS = {
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+
+
+def check_room(needed: float, held: float, ranks: int) -> None:
+    """Raise MemoryError unless each of the `ranks` of this host can have the bytes that it lacks of those needed."""
+    available = available_bytes()
+    if available is None or (needed - held) * ranks <= available:
+        return
+    raise MemoryError(
+        f"offload needs at least {needed * ranks / _GIB:.1f} GiB on this host, {needed / _GIB:.1f} GiB for each of "
+        f"{ranks} rank{'s' if ranks > 1 else ''}, which have {held * ranks / _GIB:.1f} GiB of it, but only "
+        f"{available / _GIB:.1f} GiB are available: use a shorter sequence, more nodes, keep_attention='none' or a "
+        "smaller share, a host or container with more memory, or offload=False"
+    )
+
+
+def ranks_here() -> int:
+    """Return how many ranks the launcher has started on this host; 1 if it does not say."""
+    told = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # torchrun's, DeepSpeed's
+    return max((int(number) for number in told if number.isdecimal()), default=1) or 1
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process and others may still take; None if it is not known."""
+    found = [line.split() for line in _read(root / "proc/meminfo").splitlines()]
+    left = [int(words[1]) * 1024 for words in found if words[:1] == ["MemAvailable:"]]
+    return min([*left, *_left_by_cgroups(root)], default=None)
+
+
+def _left_by_cgroups(root: Path) -> Iterator[int]:
+    """Yield what each limit on this process's cgroup, and on those around it, leaves."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        top, limit_file, usage_file, caches = _VERSIONS[2 if number == "0" else 1]
+        # A container may find its own cgroup at the top, and be told the path on the host: inner folders are absent.
+        inner = Path(path.lstrip("/"))
+        for folder in (root / top / each for each in (inner, *inner.parents)):
+            limit, usage = (_read(folder / name).strip() for name in (limit_file, usage_file))
+            if limit.isdecimal() and usage.isdecimal():
+                stat = (words.split() for words in _read(folder / "memory.stat").splitlines())
+                cached = sum(int(words[1]) for words in stat if words[0] in caches)
+                yield max(0, int(limit) - int(usage) + cached)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file; nothing if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shifted
 from burst_plugin.deepspeed.engine_session import Session
-from burst_plugin.deepspeed.outputs import (
+from burst_plugin.deepspeed.losses import (
+    OwnLosses,
     check_form_of_loss,
     for_reading_only,
     refuse_backward,
     summed_loss,
     tolerance_of,
 )
-from burst_plugin.deepspeed.own_losses import OwnLosses
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 

@@ -11,8 +11,7 @@ import torch
 from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Message, Pending, Transport
 from burst_plugin.compute.accumulators import SUM, Accumulator, Given, Storage, Tensors
-from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.send_recv_plan import SendRecvPlan
+from burst_plugin.ring.executor import RingPass, SendRecvPlan
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.schedule.steps import RankSchedule
 from burst_plugin.topology import Topology, Traffic

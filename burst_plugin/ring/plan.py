@@ -23,11 +23,10 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
 from burst_plugin.kernels.varlen import DQ_ROWS, sent
-from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.executor import RingPass, SendRecvPlan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
 from burst_plugin.ring.routes import Attending, PassKey, Route, Visits
-from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.ring.systems.group_exchange import GroupExchange
 from burst_plugin.ring.systems.rank_groups import GroupBlock, member_rows
 from burst_plugin.scores import Scores

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_plugin.activations import host_room, pages
+from burst_plugin.activations import pages
 from burst_plugin.activations.host_memory import HostMemory
-from burst_plugin.activations.host_room import available_bytes, check_room, ranks_here
+from burst_plugin.activations.pages import available_bytes, check_room, ranks_here
 
 GIB = 2**30
 MEMINFO = {"proc/meminfo": f"MemTotal: {900 * 2**20} kB\nMemAvailable:   {800 * 2**20} kB\n"}
@@ -81,7 +81,7 @@ def test_ranks_that_a_launcher_has_started(
 
 
 def test_the_error_says_what_is_needed_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_room, "available_bytes", lambda: 200 * GIB)
+    monkeypatch.setattr(pages, "available_bytes", lambda: 200 * GIB)
     check_room(25 * GIB, 0, ranks=8)
     check_room(64.5 * GIB, 39.5 * GIB, ranks=8)
     expected = (
@@ -96,7 +96,7 @@ def test_a_step_is_checked_once_and_again_when_it_needs_more(monkeypatch: pytest
     """Ranks take their memory meanwhile, so that later less is available."""
     monkeypatch.setattr(pages, "PAGE_BYTES", 1)
     memory, left = HostMemory(torch.device("cpu")), [1000]
-    monkeypatch.setattr(host_room, "available_bytes", lambda: left[0])
+    monkeypatch.setattr(pages, "available_bytes", lambda: left[0])
     memory.expect([30, 20], times=10, ranks=2)
     left[0] = 10
     memory.expect([30, 20], times=10, ranks=2)

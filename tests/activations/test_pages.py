@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_plugin.activations import host_memory, host_room, pages
+from burst_plugin.activations import host_memory, pages
 from burst_plugin.activations.host_memory import HostMemory
 from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.activations.pages import Pages, whole_pages
@@ -174,10 +174,10 @@ def test_a_host_without_room_is_refused_before_pages_are_made(monkeypatch: pytes
     parked = memory.park(_drawn(16))
     del parked
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(host_room, "available_bytes", lambda: 8 * PAGE)
+    monkeypatch.setattr(pages, "available_bytes", lambda: 8 * PAGE)
     memory.park(_drawn(48))
     with pytest.raises(MemoryError, match="offload needs at least"):
         memory.park(_drawn(96))
     assert memory._pages.made == _free(memory) == 3
-    monkeypatch.setattr(host_room, "available_bytes", lambda: None)
+    monkeypatch.setattr(pages, "available_bytes", lambda: None)
     memory.park(_drawn(96))

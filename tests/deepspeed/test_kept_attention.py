@@ -13,7 +13,7 @@ import torch
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
-from burst_plugin.activations import host_memory, host_room, pages
+from burst_plugin.activations import host_memory, pages
 from burst_plugin.activations.host_memory import HostMemory
 from tests.support.deepspeed_run import Result, Run, draw, stop, train
 from tests.support.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_a_host_without_room_is_refused_before_the_first_layer() -> None:
     with (
         mock.patch.object(host_memory, "_LEAST_BYTES", 1),
         mock.patch.object(pages, "PAGE_BYTES", 64),
-        mock.patch.object(host_room, "available_bytes", return_value=2 * of_a_rank - 1),
+        mock.patch.object(pages, "available_bytes", return_value=2 * of_a_rank - 1),
     ):
         assert run_ranks(_refused, 2, run) == [0] * 2, "pages that were made all the same"
 

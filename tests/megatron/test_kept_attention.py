@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from burst_plugin import Strategy
-from burst_plugin.activations import host_memory, host_room, pages
+from burst_plugin.activations import host_memory, pages
 from burst_plugin.megatron import install
 from tests.megatron.test_model_parity import DEEPSEEK, GPT_OSS, MTP, TWO_LAYERS
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, full_grads, leave, random_tokens
@@ -94,7 +94,7 @@ def test_a_host_without_room_is_refused_by_the_first_layer(name: str) -> None:
     with (
         mock.patch.object(host_memory, "_LEAST_BYTES", 1),
         mock.patch.object(pages, "PAGE_BYTES", 64),
-        mock.patch.object(host_room, "available_bytes", return_value=100_000),
+        mock.patch.object(pages, "available_bytes", return_value=100_000),
         mock.patch.dict(host_memory._BY_DEVICE, clear=True),  # ranks are forked, with what other tests made
     ):
         assert run_ranks(_refused, 4, run) == [0] * 4, "bytes that were parked all the same"

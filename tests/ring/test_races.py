@@ -19,9 +19,8 @@ from burst_plugin.comm import in_process, torch_distributed
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.in_process import Parcel
-from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.executor import P2POp, RingPass
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.send_recv_plan import P2POp
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.schedule.steps import Step
 from burst_plugin.topology import Traffic
