@@ -16,6 +16,7 @@ COMMANDS = {
     "auto": ("auto", "clusters drawn at random: what a profile has the planner choose, against all configurations"),
     "attention": ("attention", "forward and backward of the distributed attention: rate, share of a kernel, memory"),
     "overhead": ("overhead", "what the package's own Python costs per visit"),
+    "host": ("host", "what the host takes for a rank's step beside the kernel, at the sizes of a GPU"),
     "train": ("train", "tokens/s, MFU and memory of the training examples, with and without context parallelism"),
     "draw": ("report.pictures", "pictures of the results"),
     "table": ("report.tables", "the tables of the results, in docs/performance.md and docs/peers.md"),

@@ -45,6 +45,11 @@ class InProcessRing:
         each_rank = zip(self.rank_states, self.inputs, strict=True)
         self._plans = [make_plan(rank_state, inputs, request, {}) for rank_state, inputs in each_rank]
 
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Return the kernel of each rank."""
+        return [plan.kernel for plan in self._plans]
+
     def use(self, kernels: Sequence[Kernel]) -> None:
         """Use these kernels from now on, one for each rank."""
         self._plans = [replace(plan, kernel=kernel) for plan, kernel in zip(self._plans, kernels, strict=True)]
