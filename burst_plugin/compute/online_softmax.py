@@ -18,21 +18,7 @@ import torch
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
-LARGEST_WAITING = 1 << 29
-"""Bytes of a result that may wait for others; to add a larger one at once takes under 1 % of its kernel's time."""
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
-
-
-def fan_in(result: Sequence[Tensor]) -> int:
-    """Return how many results like this one are worth waiting for, to be merged or added up in one pass over memory.
-
-    They are read once, and the sum is read and written once for all of them.
-    """
-    narrow = result[0].element_size() == 2  # others would take as much room as the sum
-    if not narrow or sum(x.nbytes for x in result) > LARGEST_WAITING:
-        return 1
-    fused = _fused(result[0])
-    return fused.FAN_IN if fused else 1
 
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool = True) -> None:
@@ -42,7 +28,7 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
     rows where all are -inf stay 0 and -inf. If not `filled`, `out` and `lse` hold nothing yet.
     Source: blockwise softmax, arXiv 2310.01889 section 3; in log form, flash-attention's lse.
     """
-    if len(parts) + filled > 1 and (fused := _fused(out, parts[0][0])):
+    if len(parts) + filled > 1 and (fused := fused_kernels(out, parts[0][0])):
         fused.merge_(out, lse, parts, filled)
         return
     for other_out, other_lse in parts:
@@ -63,7 +49,7 @@ def _merge_one(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
     """Add parts, of the shape of `total` [B, S, H, D], to it in place; if not `filled`, it holds nothing yet."""
-    if len(parts) + filled > 1 and (fused := _fused(total, parts[0])):
+    if len(parts) + filled > 1 and (fused := fused_kernels(total, parts[0])):
         fused.add_(total, parts, filled)
         return
     for part in parts:
@@ -76,7 +62,7 @@ def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """Return `delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
-    if fused := _fused(out, dout):
+    if fused := fused_kernels(out, dout):
         delta: Tensor = fused.row_delta(out, dout)
         return delta
     dtype = torch.promote_types(out.dtype, torch.float32)
@@ -90,7 +76,7 @@ def row_factor(out: Tensor, dout: Tensor) -> Tensor:
     It is 0 where `dout` is 0, and clamped to the largest finite value, which only rows with negligible gradients
     reach.
     """
-    if fused := _fused(out, dout):
+    if fused := fused_kernels(out, dout):
         factor: Tensor = fused.row_factor(out, dout)
         return factor
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
@@ -154,7 +140,7 @@ def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     return -(share * row_delta(out, dout)).sum((0, 2))
 
 
-def _fused(*tensors: Tensor) -> Any:
+def fused_kernels(*tensors: Tensor) -> Any:
     """Return the kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
     first = tensors[0]
     if not first.is_cuda or not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from burst_plugin.compute.online_softmax import LARGEST_WAITING
+from burst_plugin.compute.accumulators import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting

@@ -50,7 +50,7 @@ def test_the_kernels_are_right_on_a_gpu() -> None:
         pytest.skip("no CUDA device")
     assert check_all("cuda") == 20
     x = torch.zeros(1, 1, 1, 1, device="cuda")
-    assert softmax._fused(x) is not None
+    assert softmax.fused_kernels(x) is not None
 
 
 @needs_triton
@@ -120,9 +120,9 @@ def test_what_cannot_be_fused_is_not(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)  # libraries that other tests import raise it
     plain = torch.zeros(1, 1, 1, 1)
     there: Any = plain.as_subclass(_OnGpu)
-    assert softmax._fused(plain) is None
-    assert softmax._fused(there, there.double().as_subclass(_OnGpu)) is None
-    assert softmax._fused(there, plain) is None
+    assert softmax.fused_kernels(plain) is None
+    assert softmax.fused_kernels(there, there.double().as_subclass(_OnGpu)) is None
+    assert softmax.fused_kernels(there, plain) is None
     assert not caplog.records
     for hidden, said in (
         ({"burst_plugin.compute.triton_softmax": None}, "triton_softmax"),
@@ -132,7 +132,7 @@ def test_what_cannot_be_fused_is_not(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         sys.modules.pop("burst_plugin.compute.triton_softmax", None)
         with mock.patch.dict(sys.modules, hidden):  # type: ignore[arg-type]
-            assert softmax._fused(there) is softmax._fused(there) is None
+            assert softmax.fused_kernels(there) is softmax.fused_kernels(there) is None
         (record,) = caplog.records
         assert "several kernels instead of one on cuda:0" in record.getMessage()
         assert said in record.getMessage()
@@ -146,6 +146,6 @@ def test_what_memory_ran_out_for_is_tried_again() -> None:
     softmax._fused_on.cache_clear()
     with mock.patch.dict(sys.modules, {"burst_plugin.compute.triton_softmax": fused}):
         with pytest.raises(torch.OutOfMemoryError):
-            softmax._fused(there)
-        assert softmax._fused(there) is fused
+            softmax.fused_kernels(there)
+        assert softmax.fused_kernels(there) is fused
     softmax._fused_on.cache_clear()

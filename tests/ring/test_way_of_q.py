@@ -15,7 +15,7 @@ import burst_plugin
 from burst_plugin import ContextParallel, burst_attention
 
 PACKAGE = str(Path(burst_plugin.__file__).parent)
-FORWARD, BACKWARD = (60, 16), (50, 12)  # functions, and the files that they are in
+FORWARD, BACKWARD = (60, 15), (50, 12)  # functions, and the files that they are in
 
 
 def _entered(run: Callable[[], Any]) -> tuple[set[tuple[str, str]], set[str]]:

@@ -18,6 +18,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 
+from burst_plugin.compute import accumulators
 from burst_plugin.compute import online_softmax as softmax
 
 __all__ = ["GPU", "FakeOperators", "Launches", "fake_driver", "fake_gpu"]
@@ -172,6 +173,10 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
 def fake_driver() -> Iterator[Launches]:
     """Answer what is asked of the driver and of kernels' libraries, until the end of the block."""
     launches, stream = Launches(), _Stream()
+
+    def fused(*xs: Tensor) -> Launches | None:
+        return launches if all(map(_suits_fused, xs)) else None
+
     answers: list[tuple[Any, str, Any]] = [
         (torch.version, "cuda", "13.0"),
         (torch.backends.cudnn, "version", lambda: CUDNN),
@@ -186,7 +191,7 @@ def fake_driver() -> Iterator[Launches]:
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda.nvtx, "range", lambda _: nullcontext()),
         (torch.Tensor, "pin_memory", lambda x, *_: x),
-        (softmax, "_fused", lambda *xs: launches if all(map(_suits_fused, xs)) else None),
+        *((module, "fused_kernels", fused) for module in (softmax, accumulators)),
     ]
     with ExitStack() as stack:
         for where, name, answer in answers:
