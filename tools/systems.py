@@ -22,8 +22,6 @@ from burst_plugin.strategy.presets import PRESETS
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS, Direction, Side
 
-__all__ = ["SHAPES", "TOPOLOGY", "page", "sent_bytes"]
-
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
 SHAPES = tuple(Shapes(1, 8192, 8192, 32, kv_heads, 128, 128, torch.bfloat16) for kv_heads in (32, 8))
 _IN_WORDS: dict[Side, str] = {"q": "queries", "kv": "keys and values"}

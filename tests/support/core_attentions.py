@@ -8,8 +8,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
-__all__ = ["OneRankBurst", "WrittenOut", "allowed_pairs"]
-
 
 def OneRankBurst(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Burst attention on a single rank, where Megatron would use its own."""

@@ -19,8 +19,6 @@ from typing import NoReturn
 
 from tests.support.processes import undisturbed_fork
 
-__all__ = ["DEVICE", "serve", "start"]
-
 DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000

@@ -31,8 +31,6 @@ from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import LAYOUTS, Layout, in_chunks
 from tests.support.drawn import Drawn
 
-__all__ = ["calls", "cu_seqlens", "layouts", "masks", "prefix_trees", "runnable"]
-
 FEW_RANKS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4)]
 MANY_RANKS = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (3, 3)]
 DTYPES = [torch.float64] * 7 + [torch.float32] * 3 + [torch.bfloat16] * 2 + [torch.float16]

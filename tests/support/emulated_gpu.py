@@ -12,8 +12,6 @@ from torch import Tensor
 from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.types import FULL
 
-__all__ = ["EmulatedDevice", "SleepingKernel", "zeros"]
-
 _PER_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts by thread
 
 

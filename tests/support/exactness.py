@@ -30,18 +30,6 @@ from burst_plugin.check.processes import RankProcesses
 from burst_plugin.check.world import joined
 from tests.support.reference import Problem, Result, errors, reference
 
-__all__ = [
-    "DOCUMENTS",
-    "LENGTH",
-    "MASKS",
-    "RINGS",
-    "Found",
-    "found_by_ranks",
-    "masked_errors",
-    "ring_errors",
-    "train_step",
-]
-
 LENGTH = 61
 DOCUMENTS = (0, 7, 8, 40, 61)
 _PADDED = torch.arange(LENGTH).expand(2, LENGTH) >= torch.tensor([[0], [9]])

@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 from burst_plugin.compute import accumulators
 from burst_plugin.compute import online_softmax as softmax
 
-__all__ = ["GPU", "FakeOperators", "Launches", "fake_driver", "fake_gpu"]
-
 GPU = torch.device("cuda", 0)
 CUDNN = 92000
 _ATEN = torch.ops.aten

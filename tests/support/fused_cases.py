@@ -13,8 +13,6 @@ from torch import Tensor
 
 from burst_plugin.compute import online_softmax as softmax
 
-__all__ = ["check_all"]
-
 _SHAPES = ((2, 67, 3, 24), (1, 1, 1, 1), (1, 40, 2, 128), (2, 9, 2, 192), (1, 2, 1, 4000))
 _FAN_IN = 4
 _TAKEN = (

@@ -11,8 +11,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-__all__ = ["calm_gloo_threads"]
-
 
 def calm_gloo_threads() -> None:
     """Give gloo's groups of each process one device, and let threads wait for their turn; also in forked processes.

@@ -24,8 +24,6 @@ from burst_plugin import ContextParallel
 from burst_plugin.huggingface import fold_rollouts
 from tests.support.deepspeed_run import VOCAB
 
-__all__ = ["Outcome", "make_trainer", "save_model", "train"]
-
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # about rollout_func
 
 GENERATIONS, PROMPTS = 4, 2  # of a step

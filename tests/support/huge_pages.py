@@ -6,8 +6,6 @@ import ctypes
 import re
 from pathlib import Path
 
-__all__ = ["use_huge_pages"]
-
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MAPS = Path("/proc/self/maps")

@@ -21,8 +21,6 @@ from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.in_process import Parcel, PoolOfNaN
 
-__all__ = ["LateNetwork"]
-
 _LATE_COPY, _LATE_WORK = 20_000_000, 4_000_000  # cycles at most: 10 and 2 ms at 2 GHz
 _MESSAGES = 16  # of which either the copies are late, or the work is
 

@@ -21,8 +21,6 @@ from tempfile import TemporaryDirectory
 from tests.support.processes import launch
 from tests.support.ranks import launcher_environment
 
-__all__ = ["free_port", "launched"]
-
 ROOT = Path(__file__).parents[2]
 _HERE = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 

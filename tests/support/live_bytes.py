@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes"]
-
 
 class LiveBytes(TorchDispatchMode):
     """`now` and `peak`: bytes that are alive of what operations returned inside of the block.

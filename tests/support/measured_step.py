@@ -26,8 +26,6 @@ from burst_plugin.planning.setting import Code, Setting
 from tests.support.live_bytes import LiveBytes
 from tests.support.meta_kernels import compiled_meta_kernels
 
-__all__ = ["Prepare", "activation_bytes", "measured_code", "transformers_config"]
-
 Prepare = Callable[[Any, Setting], None]
 """Switches a feature of `setting` on in a model."""
 _NAME = "planned_stand_in"

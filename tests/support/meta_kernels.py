@@ -11,8 +11,6 @@ from torch import _meta_registrations as registered
 from torch._decomp import global_decomposition_table
 from torch._ops import OpOverload
 
-__all__ = ["compiled_meta_kernels"]
-
 _ATTRIBUTE = "_meta_lib_dont_use_me_use_register_meta"  # of the library of kernels in Python
 _Kernels = Mapping[OpOverload, Callable[..., Any]]
 

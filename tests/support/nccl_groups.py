@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from burst_plugin.comm import process_groups
 
-__all__ = ["Config", "NcclGroup", "Options", "nccl"]
-
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
 

@@ -29,8 +29,6 @@ from tests.support.megatron_gpt import GptRun, build, forward_backward, loss_of,
 from tests.support.netns import EmulatedCluster
 from tests.support.ranks import as_on_gpus
 
-__all__ = ["ALONE", "Measured", "PackedTraining"]
-
 ALONE = "data parallel"
 
 

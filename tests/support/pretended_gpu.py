@@ -36,8 +36,6 @@ from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.topology import Topology
 from tests.support.fake_gpu import GPU, FakeOperators, fake_driver
 
-__all__ = ["answers_of_other_ranks", "import_beforehand", "pretended_gpus", "values"]
-
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
 _MESSAGES = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}  # by the thousand; they make nothing

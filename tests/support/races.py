@@ -26,8 +26,6 @@ import burst_plugin
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 
-__all__ = ["Event", "Gpus", "RaceError", "Stream"]
-
 T = TypeVar("T")
 _PACKAGE = str(Path(burst_plugin.__file__).parent)
 _OWN = {str(Path(__file__).with_name(f"{name}.py")) for name in ("races", "recorded_gpu", "fake_gpu")}

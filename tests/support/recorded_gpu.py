@@ -35,8 +35,6 @@ from burst_plugin.topology import Link
 from tests.support.fake_gpu import Launches, fake_gpu
 from tests.support.races import Event, Gpus, Stream
 
-__all__ = ["NcclNetwork", "PlainKernel", "recorded_gpus"]
-
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _FUSED = {"merge_": 2, "add_": 1, "row_delta": 0, "row_factor": 0}  # how many arguments are written to
 

@@ -29,8 +29,6 @@ from tests.support.late_copies import LateNetwork
 from tests.support.races import Gpus
 from tests.support.recorded_gpu import NcclNetwork, PlainKernel, recorded_gpus
 
-__all__ = ["NETWORKS", "SEQ", "train"]
-
 SEQ = 240
 _LAYERS = 2
 _TWO_NODES, _CAUSAL = Topology(2, 2), Causal()

@@ -29,20 +29,6 @@ from burst_plugin import (
 from burst_plugin.kernels.reference import keep
 from burst_plugin.sequence.mask import Both
 
-__all__ = [
-    "NAMES",
-    "Problem",
-    "Result",
-    "attention",
-    "errors",
-    "painted",
-    "positions_of",
-    "reference",
-    "reference_lse",
-    "relative",
-    "tree_paths",
-]
-
 NAMES = ("out", "dq", "dk", "dv", "dsink", "dbias")
 
 

@@ -15,8 +15,6 @@ from burst_plugin.virtual import VirtualRingAttention
 from tests.support.fake_gpu import GPU, fake_gpu
 from tests.support.live_bytes import LiveBytes
 
-__all__ = ["backward_bytes"]
-
 T = TypeVar("T")
 Program = Generator[None, None, T]
 

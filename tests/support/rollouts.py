@@ -13,18 +13,6 @@ from burst_plugin import Causal, Mask, Scores
 from burst_plugin.activations import Head
 from tests.support.reference import Problem, attention
 
-__all__ = [
-    "HEADS",
-    "Attend",
-    "Given",
-    "TinyModel",
-    "alone",
-    "draw_rollouts",
-    "gradients",
-    "grpo_loss",
-    "head_of",
-]
-
 HEADS, DIM, VOCAB = (4, 2), 4, 11
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # q, k, v, the sink, and the number of the layer

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["moba", "nsa"]
-
 
 def _by_group(q: Tensor, k: Tensor) -> Tensor:
     """Return q [B, S, Hkv, query heads of each, D]."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import timeit
 
-__all__ = ["slowness"]
-
 _USUAL_S = 50e-9  # a call of a function that does nothing, on the machine that bounds are meant for
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from burst_plugin.kernels import library, trial
 
-__all__ = ["INSTALL", "Calls", "flash_attn_3", "flash_attn_4"]
-
 
 class Calls(list[dict[str, Any]]):
     """The options of every call, in order."""

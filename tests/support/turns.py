@@ -23,8 +23,6 @@ from burst_plugin.sequence.masks import Causal
 from burst_plugin.virtual import VirtualRingAttention, by_rank
 from tests.support.reference import Problem, reference
 
-__all__ = ["Conversation", "RanksInOne", "Told", "held_by_rank"]
-
 
 class Told(NamedTuple):
     """What a rank saw: the largest error, the last turn's out, bytes held, bytes sent in each turn."""

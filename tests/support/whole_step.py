@@ -35,8 +35,6 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.measured_step import transformers_config
 from tests.support.pretended_gpu import import_beforehand, pretended_gpus, values
 
-__all__ = ["WholeStep", "engine_of", "whole_step"]
-
 _STEPS = 2
 _OPTIMIZERS = "deepspeed.runtime.zero.muon.muon_optimizer"  # engines import it, and it PyTorch's compiler
 
