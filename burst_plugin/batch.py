@@ -68,6 +68,7 @@ class SequenceShard:
     valid_tokens: number of labels that are part of the loss, in the whole batch.
     seed: a seed for dropout, the same on all ranks of `cp`; None if it is not known which forward is computed again.
     name: the name of the batch in errors of ranks that are out of step.
+    real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """
@@ -80,6 +81,7 @@ class SequenceShard:
     seed: int | None = 0
     as_given: bool = False
     name: str = ""
+    real: Tensor | None = None
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
     def __str__(self) -> str:
@@ -139,6 +141,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         valid_tokens=int((tensors["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in tensors else 0,
         seed=(read.checksum + number) % _SEEDS,
         name=f"batch {read.checksum:08x} of comparison {number}",
+        real=None if read.real is None else cp.shard(read.real, 1, tokens),
     )
     if cp.ranks > 1:
         for name in _IDS:
@@ -195,12 +198,14 @@ class _WholeBatch(NamedTuple):
     tensors: [B, S, ...] by name, to be cut along the sequence; position_ids of mRoPE are [3, B, S] or [4, B, S].
     padded: the length S with padding, of which every rank holds equally many tokens.
     mask: padding and document bounds; None if there are neither.
+    real: which tokens of the padded length, [B, S], are no padding; None if all are.
     checksum: what ranks compare to know that they cut the same batch.
     """
 
     tensors: dict[str, Tensor]
     padded: int
     mask: Mask | None
+    real: Tensor | None
     checksum: int
 
 
@@ -215,9 +220,10 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     tensors = _tensors_to_cut(batch)
     padded = even_length(tensors["position_ids"].shape[-1], cp.ranks)
     trees = _trees(batch, tensors)
-    mask = _mask(batch, _positions_in_text(tensors["position_ids"]), padded, trees)
+    positions = _positions_in_text(tensors["position_ids"])
+    mask, real = _mask(batch, positions, padded, trees), _real(batch, positions, padded)
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
-    return _WholeBatch(tensors, padded, mask, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
+    return _WholeBatch(tensors, padded, mask, real, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
 
 def _ids_are_cut(batch: Mapping[str, Any]) -> bool:
@@ -403,11 +409,23 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
     return trees
 
 
+def _valid(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
+    """Return which tokens [B, S] are no padding."""
+    valid = batch.get("attention_mask")
+    return valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
+
+
+def _real(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Tensor | None:
+    """Return which tokens of the padded length are no padding; None if all are."""
+    valid = _valid(batch, positions)
+    real = torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)
+    return None if bool(real.all()) else real
+
+
 def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int, trees: Sequence[PrefixTree]) -> Mask | None:
     """Return the mask of a whole batch: padding, document bounds or trees; None for none of these."""
     masks: list[Mask] = []
-    valid = batch.get("attention_mask")
-    valid = valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
+    valid = _valid(batch, positions)
     if not bool(valid.all()):
         masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))
     if trees:

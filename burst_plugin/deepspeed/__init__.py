@@ -123,7 +123,7 @@ def rollout_log_probs(
     Args:
         rollouts: token ids, [T] each, prompt and answer without padding; the same on all ranks of a ring, unless
             `own=True`: then each rank has its own, and computes its own loss of them.
-        options: `own`, `temperature` and `chunk`, see `burst_plugin.huggingface.rollout_log_probs`.
+        options: `own`, `temperature`, `chunk` and `router_loss`, see `burst_plugin.huggingface.rollout_log_probs`.
 
     Returns:
         See `burst_plugin.huggingface.RolloutLogProbs`. Their gradient is such that `engine.backward(loss)` ends with

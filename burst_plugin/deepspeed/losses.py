@@ -19,6 +19,7 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.frameworks.wrapping import by_name
 
 _LABELS = "shift_labels"
+_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, or of its configuration
 
 
 class OwnLosses:
@@ -207,6 +208,17 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
             "that of the whole batch: have it return a ModelOutput with a scalar loss (in transformers: leave out "
             "return_dict=False)"
         )
+
+
+def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
+    """Return what the router loss of experts has added to the loss that a model returned; None if there is none."""
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if not isinstance(aux_loss, Tensor):
+        return None
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "config", None))]
+    owners += [getattr(owner, "text_config", None) for owner in owners]
+    found = (getattr(owner, name, None) for owner in owners for name in _ROUTER_COEFFICIENTS)
+    return next((each * aux_loss for each in found if isinstance(each, int | float)), None)
 
 
 class _ForReadingOnly(torch.autograd.Function):

@@ -16,6 +16,7 @@ from burst_plugin.deepspeed.losses import (
     check_form_of_loss,
     for_reading_only,
     refuse_backward,
+    router_loss_in,
     summed_loss,
     tolerance_of,
 )
@@ -98,12 +99,6 @@ class ModelHooks:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # without labels models compute no loss
         if self._session.leaves_losses or self._session.computes_edges:
             return kwargs
-        asked = kwargs.get("output_router_logits")
-        if getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked:
-            raise ValueError(
-                "output_router_logits adds a loss that is not a sum over tokens; leave it out of the batch, and "
-                "False in the model's config"
-            )
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
             kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], model.training)
         return kwargs
@@ -174,7 +169,7 @@ class ModelHooks:
         if not isinstance(loss, Tensor) or loss.dim():
             return None
         if model.training:
-            self._check_loss(output, kwargs)
+            self._check_loss(model, output, kwargs)
         output["loss"] = session.of_whole_batch(loss, model.training)
         if not model.training:
             refuse_backward(output["loss"])
@@ -193,7 +188,7 @@ class ModelHooks:
                 "burst_plugin.burst_attention(q, k, v, burst_plugin.deepspeed.context()) in the model's attention"
             )
 
-    def _check_loss(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_loss(self, model: torch.nn.Module, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if the model's own loss is not the mean over `shift_labels`.
 
         It looks at forwards 1, 2, 4, 8, ...; collective.
@@ -212,7 +207,8 @@ class ModelHooks:
             return
         with torch.no_grad():
             expected = summed_loss(logits.flatten(0, 1), labels.flatten()) / float(kwargs["num_items_in_batch"])
-        got = float(output.loss.detach())
+        of_router = router_loss_in(model, output)
+        got = float(output.loss.detach()) - (0.0 if of_router is None else float(of_router.detach()))
         problem = ""
         if abs(got - expected) > tolerance_of(logits) * max(abs(expected), 1.0):
             problem = (

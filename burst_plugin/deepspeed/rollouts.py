@@ -41,7 +41,9 @@ def rollout_log_probs(
     if options.get("own"):  # the gradient is that of all ranks' losses already
         return found
     log_probs, entropies = ([_with_gradient_of_ring(x, session) for x in each] for each in found[:2])
-    return found._replace(log_probs=log_probs, entropies=entropies)
+    in_ring = found._replace(log_probs=log_probs, entropies=entropies)
+    in_ring.router_loss = None if found.router_loss is None else _with_gradient_of_ring(found.router_loss, session)
+    return in_ring
 
 
 def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: SequenceShard) -> tuple[Tensor, Tensor]:

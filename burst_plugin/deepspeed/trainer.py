@@ -24,6 +24,7 @@ from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Bloc
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
+from burst_plugin.deepspeed.losses import router_loss_in
 from burst_plugin.frameworks.wrapping import wrap
 
 _TESTED = ("5.20", "5.24")
@@ -189,6 +190,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
         _check_options(trainer)
     if not batches or not all(SHARD_KEY in batch for batch in batches):
         return batches, items
+    session.batches_of_step = len(batches)
     session.only_caller = f"{type(trainer).__name__}.compute_loss"
     labels = session.valid_tokens(*(batch[SHARD_KEY] for batch in batches))
     share = max(labels, 1.0) / session.ranks  # DeepSpeed takes the mean over ranks
@@ -265,7 +267,21 @@ def _compute_loss(
         raise ValueError(
             f"{type(model).__name__} computed no loss: the batch has no labels, only {', '.join(inputs)}"
         )
+    if inputs.get("fused_lm_head"):
+        outputs.loss = _with_mean_router_loss(session, model, outputs)
     return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def _with_mean_router_loss(session: Session, model: torch.nn.Module, outputs: Any) -> torch.Tensor:
+    """Return the loss of a batch of SFTTrainer, which takes the mean of router losses over the batches of a step.
+
+    It does so where it is not told of sequence parallelism. Trainer itself takes their sum, also without a ring.
+    """
+    loss: torch.Tensor = outputs.loss
+    added = router_loss_in(model, outputs)
+    if added is None or session.batches_of_step == 1:
+        return loss
+    return loss + session.of_whole_batch(added * (1 / session.batches_of_step - 1), True)
 
 
 def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,10 +43,15 @@ __all__ = [
 Model = TypeVar("Model", bound="torch.nn.Module")
 
 
-def prepare(model: Model) -> Model:
+def prepare(model: Model, *, averages_gradients: bool = False) -> Model:
     """Put `model`, perhaps wrapped, on the ring: it trains on sharded batches, and may evaluate on whole ones.
 
     Add adapters (PEFT) before, so that they are examined as well.
+
+    Args:
+        model: a model of transformers, perhaps wrapped.
+        averages_gradients: whether the training loop averages gradients over the ranks of the ring, as DDP, FSDP and
+            ZeRO do. Router losses of experts (`output_router_logits=True`) need it: they are no sums over tokens.
 
     Returns:
         The same model.
@@ -58,7 +63,7 @@ def prepare(model: Model) -> Model:
     """
     from burst_plugin.huggingface.models import prepare_model
 
-    prepare_model(model)
+    prepare_model(model, averages_gradients)
     return model
 
 

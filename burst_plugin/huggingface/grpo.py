@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from burst_plugin.checks import shown
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.models import prepare_model
 from burst_plugin.huggingface.rollouts import rollout_log_probs
+from burst_plugin.huggingface.router_losses import problem_of_router_loss
 from burst_plugin.ring.agreement import prepared_together
 
 Trainer = TypeVar("Trainer")
@@ -79,7 +81,7 @@ def _prepared(trainer: Any, cp: ContextParallel) -> float:
         raise ValueError(problem)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
-            prepare_model(model)
+            prepare_model(model, averages_gradients=True)
     return float(trainer.temperature)
 
 
@@ -99,8 +101,9 @@ def _problem(trainer: Any, cp: ContextParallel) -> str:
             f"{type(trainer).__name__} of TRL {trl.__version__} {lacks}, which fold_rollouts does not know; use TRL "
             "1.16, or fold in a loop of your own with rollout_log_probs"
         )
-    if trainer.aux_loss_enabled:
-        return "router_aux_loss_coef adds a loss that is not one of tokens; set it to 0.0"
+    models = [module for module in trainer.model.modules() if isinstance(module, PreTrainedModel)]
+    if trainer.aux_loss_enabled and (unknown := problem_of_router_loss(models[0], True)):
+        return unknown
     if getattr(trainer.args, "use_liger_kernel", False):
         return "use_liger_kernel changes models after they are examined; set it to False"
     accelerator = trainer.accelerator
@@ -139,16 +142,15 @@ class _FoldedLogProbs:
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **others: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probabilities and entropies of the last tokens, [B, `logits_to_keep`]; 0 where masked.
 
-        `batch_size` rows of each rank are folded at a time, by default all. Collective.
+        Also returns the router loss, that of this rank's rows. `batch_size` rows of each rank are folded at a time,
+        by default all. Collective.
         """
         given = [name for name, value in others.items() if value is not None]
-        if compute_aux_loss:
-            given.append("compute_aux_loss")
         size = batch_size or max(1, len(input_ids))
-        parts = []
+        parts, routers = [], []
         for start in range(0, len(input_ids), size):
             rows = slice(start, start + size)
             ids, mask = input_ids[rows], attention_mask[rows].bool()
@@ -159,10 +161,13 @@ class _FoldedLogProbs:
                     self._cp,
                     own=True,
                     temperature=trainer.temperature,
+                    router_loss=compute_aux_loss,
                 )
+            routers.append(values.router_loss)
             parts.append(tuple(_padded(each, mask)[:, -logits_to_keep:] for each in values[:2]))
         log_probs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
-        return log_probs, entropies if compute_entropy else None, None
+        aux_loss = torch.stack(routers).mean() if compute_aux_loss else None  # type: ignore[arg-type]
+        return log_probs, entropies if compute_entropy else None, aux_loss
 
 
 def _texts(ids: Tensor, mask: Tensor, completion: int, given: list[str]) -> Iterator[Tensor]:

@@ -46,7 +46,7 @@ _KNOWN = frozenset(
 )
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """A forward of `model` in progress. shard: what its batch is part of, None for a whole batch, or with a cache."""
 
     model: torch.nn.Module
@@ -55,7 +55,7 @@ class _Forward(NamedTuple):
     cache: RingCache | None
 
 
-_FORWARDS: ContextVar[tuple[_Forward, ...]] = ContextVar("burst_plugin_forwards", default=())  # innermost last
+_FORWARDS: ContextVar[tuple[Forward, ...]] = ContextVar("burst_plugin_forwards", default=())  # innermost last
 _REPORTED: set[str] = set()  # names of models that were reported, for their documents
 _LOG = logging.getLogger(__name__)
 
@@ -70,19 +70,25 @@ def enter_forward(
     outer = _FORWARDS.get()
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
         shard, positions, cache = outer[-1][1:]
-    _FORWARDS.set((*outer, _Forward(model, shard, positions, cache)))
+    _FORWARDS.set((*outer, Forward(model, shard, positions, cache)))
+
+
+def forward_in_progress() -> Forward | None:
+    """Return the forward in progress, the innermost one."""
+    forwards = _FORWARDS.get()
+    return forwards[-1] if forwards else None
 
 
 def shard_of_forward() -> SequenceShard | None:
     """Return the shard of the forward in progress."""
-    forwards = _FORWARDS.get()
-    return forwards[-1].shard if forwards else None
+    forward = forward_in_progress()
+    return None if forward is None else forward.shard
 
 
 def cache_of_forward() -> RingCache | None:
     """Return the cache of the forward in progress, if ranks share its keys and values."""
-    forwards = _FORWARDS.get()
-    return forwards[-1].cache if forwards else None
+    forward = forward_in_progress()
+    return None if forward is None else forward.cache
 
 
 def leave_forward(model: torch.nn.Module) -> None:

@@ -22,6 +22,12 @@ from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.ring_cache import ring_cache_of
+from burst_plugin.huggingface.router_losses import (
+    asks_for_router_loss,
+    check_router_loss,
+    problem_of_router_loss,
+    use_router_losses,
+)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -34,22 +40,26 @@ _MIXING = {  # options by which embeddings depend on more than their own token
 }
 
 
-def prepare_model(model: torch.nn.Module) -> None:
+def prepare_model(model: torch.nn.Module, averages_gradients: bool = False) -> None:
     """Put `model` on the ring, or raise ValueError with all reasons; see `burst_plugin.huggingface.prepare`."""
-    reasons = problems(model)
+    reasons = problems(model, averages_gradients=averages_gradients)
     if reasons:
         raise ValueError("; ".join(reasons))
-    use_burst(model)
+    use_burst(model, averages_gradients)
 
 
-def use_burst(model: torch.nn.Module) -> None:
-    """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`."""
+def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
+    """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`.
+
+    `averages_gradients` is whether gradients are averaged over ranks, as DeepSpeed does.
+    """
     register_attention()
     watch_generate()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
         _switch_copied_layers(pretrained)
+        use_router_losses(pretrained, averages_gradients)
         _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
@@ -90,6 +100,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
 def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note the shard of a forward, and the number of attention calls before it; prepare for its strategy."""
     check_shard(kwargs)
+    check_router_loss(model, kwargs)
     given = shard = kwargs.get(SHARD_KEY)
     if shard is not None:
         shard = shard.of_forward() if model.training else shard
@@ -140,11 +151,14 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
-def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False) -> list[str]:
+def problems(
+    model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False, averages_gradients: bool = True
+) -> list[str]:
     """Return what in a model cannot be computed on shards of its sequences, each with a reason.
 
     is_whole: on a ring of one rank, batches stay as they are, and only masks and the counting of labels matter.
     is_own_mean: labels are not counted there, and any loss will do.
+    averages_gradients: gradients are averaged over ranks, as DeepSpeed does.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -158,6 +172,8 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: boo
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
+                if asks_for_router_loss(pretrained, {}):
+                    reasons += filter(None, [problem_of_router_loss(pretrained, averages_gradients)])
             for reason in reasons:
                 by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
     return [*by_reason.values(), *([] if is_whole else _problems_of_peft(model))]
@@ -264,11 +280,6 @@ def _problems_of_config(config: Any) -> list[str]:
         reasons.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
     if getattr(text, "use_bidirectional_attention", None):
         reasons.append("use_bidirectional_attention is set; leave it out")
-    if getattr(text, "output_router_logits", False):
-        reasons.append(
-            "output_router_logits adds a loss that is not a sum over tokens; set it to False, in TRL by "
-            "router_aux_loss_coef=0.0"
-        )
     rope = _rope_types(text) & set(_LENGTH_DEPENDENT_ROPE)
     if rope:
         kinds_of_rope = ", ".join(sorted(rope))

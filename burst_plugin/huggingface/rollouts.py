@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,21 +21,28 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
 from burst_plugin.huggingface.mask_recipes import shard_of_forward
+from burst_plugin.huggingface.router_losses import RouterLosses, asks_for_router_loss, problem_of_router_loss
 from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.trajectories import Edges, Folded, edge_log_probs, fold, unfold
 
 
-class RolloutLogProbs(NamedTuple):
-    """What a model says of rollouts.
+class _Values(NamedTuple):
+    log_probs: list[Tensor]
+    entropies: list[Tensor]
+    tokens: int
+
+
+class RolloutLogProbs(_Values):
+    """What a model says of rollouts: a tuple of three, with a fourth value beside.
 
     log_probs: for each rollout [T - 1], float32 or float64, entry t being that of its token t + 1.
     entropies: likewise, of the distributions that its tokens were drawn from.
     tokens: the number of tokens that the model computed, over all ranks, without padding.
+    router_loss: the load-balancing loss of its experts over all tokens of the rollouts, as if these were a padded
+        batch; None if that was not asked for.
     """
 
-    log_probs: list[Tensor]
-    entropies: list[Tensor]
-    tokens: int
+    router_loss: Tensor | None = None
 
 
 def rollout_log_probs(
@@ -45,6 +53,7 @@ def rollout_log_probs(
     own: bool = False,
     temperature: float = 1.0,
     chunk: int = 1024,
+    router_loss: bool | None = None,
 ) -> RolloutLogProbs:
     """Return the log-probabilities of rollouts, each of whose common beginnings is computed once; collective.
 
@@ -59,6 +68,8 @@ def rollout_log_probs(
             give the same rollouts, and compute the same loss.
         temperature: what logits are divided by.
         chunk: logits of so many tokens exist at a time.
+        router_loss: whether to return the load-balancing loss of experts, of this rank's rollouts with `own`. By
+            default if the model's configuration has `output_router_logits`.
 
     Returns:
         See `RolloutLogProbs`. Gradients of parameters on a rank are those of its tokens, of the loss or, with `own`,
@@ -75,41 +86,91 @@ def rollout_log_probs(
         loss.backward()  # then gradients are added up over the ranks of cp
     """
     pretrained = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    given, mine = _of_all_ranks(rollouts, cp) if own else (rollouts, slice(None))
+    given, sizes = _of_all_ranks(rollouts, cp) if own else (rollouts, [])
 
-    def agree(folded: Folded | None, problem: str) -> None:
-        compared = {} if folded is None else {"temperature": float(temperature), "own": bool(own)}
+    def agree(folded: Any, problem: str) -> None:
+        named = {"temperature": float(temperature), "own": bool(own), "router_loss": router_loss}
+        compared = {} if folded is None else named
         cp.agree(compared, problem, "rollouts")
 
+    routers: Tensor | None = None
     try:
-        folded, _ = prepared_together(partial(_prepared, pretrained, given, (temperature, chunk), cp), agree)
-        ids, _, tree, edges = folded
+        prepare = partial(_prepared, pretrained, given, (temperature, chunk), cp, router_loss)
+        (ids, _, tree, edges), adds = prepared_together(prepare, agree)[0]
         local = shard_batch({"input_ids": ids, "tree": tree}, cp)
-        # What models return as their loss goes through hooks, and wrappers such as those of data parallelism.
-        values = model(**local, labels=local["input_ids"], shift_labels=local["input_ids"], use_cache=False).loss
+        asked = {} if adds is None else {"output_router_logits": adds}
+        labels = local["input_ids"]
+        with _router_losses(pretrained if adds else None, edges, ids.shape[1], sizes) as losses:
+            # What models return as their loss goes through hooks, and wrappers such as those of data parallelism.
+            values = model(**local, labels=labels, shift_labels=labels, use_cache=False, **asked).loss
+            routers = None if losses is None else losses.of_groups(cp)
     finally:
         if pretrained is not None:
             restore_head(pretrained)
     if own and cp.ranks > 1:
         values = _LossOfAll.apply(values, cp)  # type: ignore[no-untyped-call]
+        routers = None if routers is None else _LossOfAll.apply(routers, cp)  # type: ignore[no-untyped-call]
+    start = sum(sizes[: cp.rank])
+    mine = slice(start, start + sizes[cp.rank]) if own else slice(None)
     log_probs, entropies = (unfold(each, edges)[mine] for each in values.unbind(-1))
-    return RolloutLogProbs(log_probs, entropies, ids.shape[1])
+    found = RolloutLogProbs(log_probs, entropies, ids.shape[1])
+    found.router_loss = None if routers is None else routers[cp.rank if own else 0]
+    return found
+
+
+@contextmanager
+def _router_losses(
+    pretrained: PreTrainedModel | None, edges: Edges, length: int, sizes: Sequence[int]
+) -> Iterator[RouterLosses | None]:
+    """Have the forward in this context leave router losses to what is returned; None if `pretrained` is None."""
+    if pretrained is None:
+        yield None
+        return
+    losses = RouterLosses(pretrained, _rows_of_ranks(edges, length, sizes or [len(edges.paths)]))
+    try:
+        yield losses
+    finally:
+        losses.end()
+
+
+def _rows_of_ranks(edges: Edges, length: int, sizes: Sequence[int]) -> Tensor:
+    """Return how many rollouts of each rank [ranks, S] go through each token of the folded sequence.
+
+    sizes: the number of rollouts of each rank, which follow one another.
+    """
+    counts = torch.zeros(len(sizes), length)
+    owners = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    for owner, path in zip(owners, edges.paths, strict=True):
+        counts[owner, path.cpu()] += 1
+    return counts
 
 
 def _prepared(
-    pretrained: PreTrainedModel | None, rollouts: Iterable[Any], options: tuple[float, int], cp: ContextParallel
-) -> Folded:
-    """Return the rollouts folded, and have the next forward of the model compute what is asked for of its head."""
+    pretrained: PreTrainedModel | None,
+    rollouts: Iterable[Any],
+    options: tuple[float, int],
+    cp: ContextParallel,
+    router_loss: bool | None,
+) -> tuple[Folded, bool | None]:
+    """Return the rollouts folded, and have the next forward of the model compute what is asked for of its head.
+
+    Also returns whether it adds a router loss; None if it has none to add.
+    """
     temperature, chunk = options
     if pretrained is None or not hasattr(pretrained, EXAMINED):
         raise ValueError("rollout_log_probs is for models on the ring; call burst_plugin.huggingface.prepare(model)")
     if number("temperature={}", temperature, "use a positive number") <= 0:
         raise ValueError(f"temperature={shown(temperature)} is not valid; use a positive number")
+    has_routers = hasattr(pretrained.config.get_text_config(), "output_router_logits")
+    adds = asks_for_router_loss(pretrained, {"output_router_logits": router_loss})
+    problem = problem_of_router_loss(pretrained, True) if adds else ""
+    if problem:
+        raise ValueError(f"{type(pretrained).__name__} cannot run on a ring: {problem}")
     folded = fold(rollouts)
     device = pretrained.get_input_embeddings().weight.device
     folded = folded._replace(ids=folded.ids.to(device))
     take_head(pretrained, _EdgeValues(pretrained, chunk, folded.edges, 1 / temperature, cp))
-    return folded
+    return folded, adds if has_routers else None
 
 
 class _EdgeValues(ChunkedLoss):
@@ -150,8 +211,8 @@ class _LossOfAll(torch.autograd.Function):
         return total, None
 
 
-def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Tensor], slice]:
-    """Return the rollouts of all ranks in their order, on the CPU, and which of them are this rank's; collective.
+def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Tensor], list[int]]:
+    """Return the rollouts of all ranks in their order, on the CPU, and how many each rank has; collective.
 
     Raises ValueError on every rank for what are no rollouts on any.
     """
@@ -170,5 +231,4 @@ def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Te
     problems = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if isinstance(each, str)]
     if problems:
         raise ValueError("; ".join(problems))
-    start = sum(map(len, gathered[: cp.rank]))
-    return [x for each in gathered for x in each], slice(start, start + len(gathered[cp.rank]))
+    return [x for each in gathered for x in each], [*map(len, gathered)]

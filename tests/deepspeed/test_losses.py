@@ -32,6 +32,7 @@ from tests.support.deepspeed_run import (
     train_unmodified,
     worst,
 )
+from tests.support.families import experts
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
@@ -40,6 +41,8 @@ STAGES = range(4)
 GRADS = 1e-5  # relative
 RINGS = 2
 RUN = Run(accumulation=2, config={"gradient_clipping": 0.0})
+ROUTER = 0.5
+EXPERTS = replace(RUN, model=experts(output_router_logits=True, router_aux_loss_coef=ROUTER))
 
 
 def _uneven() -> list[Batch]:
@@ -57,16 +60,21 @@ def _count(rows: Batch) -> int:
     return int((rows["labels"][:, 1:] != IGNORED_LABEL).sum())
 
 
-def _reference(loss: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses by ring and micro-batch, and gradients, from the definition on one rank."""
-    model = build(RUN)
+def _reference(loss: str, run: Run = RUN) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Losses by ring and micro-batch, and gradients, from the definition on one rank.
+
+    To either mean comes the mean of what the routers of rings have, if there are any.
+    """
+    model = build(run)
     values: list[list[float]] = [[], []]
     for batch in BATCHES:
         rings = [{name: x[ring : ring + 1] for name, x in batch.items()} for ring in range(RINGS)]
         total = sum(map(_count, rings))
-        sums = [model(**rows, num_items_in_batch=1, use_cache=False).loss for rows in rings]
-        means = [each / _count(rows) for each, rows in zip(sums, rings, strict=True)]
-        both = sum(sums) / total if loss == "token_mean" else sum(means) / RINGS
+        outputs = [model(**rows, num_items_in_batch=1, use_cache=False) for rows in rings]
+        routers = [ROUTER * output.aux_loss if "aux_loss" in output else 0.0 for output in outputs]
+        sums = [output.loss - router for output, router in zip(outputs, routers, strict=True)]
+        means = [x / _count(rows) + router for x, rows, router in zip(sums, rings, routers, strict=True)]
+        both = sum(sums) / total + sum(routers) / RINGS if loss == "token_mean" else sum(means) / RINGS
         (both / RUN.accumulation).backward()
         for ring in range(RINGS):
             values[ring].append(float((both if loss == "token_mean" else means[ring]).detach()))
@@ -78,7 +86,7 @@ def _several(rank: int, runs: Sequence[Run], plain: bool) -> list[Result]:
 
 
 def _check(runs: Sequence[Run], ranks: int, loss: str, *, plain: bool = False) -> None:
-    values, grads = _reference(loss)
+    values, grads = _reference(loss, runs[0])
     found = run_ranks(_several, ranks, runs, plain, timeout_s=120.0)
     for rank, results in enumerate(found):
         for run, result in zip(runs, results, strict=True):
@@ -201,24 +209,23 @@ def test_a_mean_over_all_tokens_is_refused_for_other_losses() -> None:
     assert "its loss is that of ForMaskedLM, but labels are counted as ForCausalLM" in reason
 
 
-def _router(rank: int) -> float:
-    """A loss with something beside it, which stays in."""
-    engine = start(Run(cp=1, config=RUN.config), 2)
-    return float(engine(**BATCHES[0], output_router_logits=True).loss)
+@pytest.mark.parametrize("loss", ["token_mean", "mean_of_ranks"])
+def test_losses_of_routers(loss: str) -> None:
+    _check([replace(EXPERTS, cp=2, stage=stage, block={"loss": loss}) for stage in STAGES], 4, loss)
 
 
-def test_rings_of_one_take_what_rings_refuse() -> None:
-    assert run_ranks(_router, 1)[0] > 1.0
+def test_losses_of_routers_on_rings_of_one() -> None:
+    _check([replace(EXPERTS, cp=1, stage=stage) for stage in STAGES], 2, "mean_of_ranks")
 
 
 def _router_set_late(rank: int) -> None:
     engine = start(RUN, 2)
     engine.module.config.output_router_logits = True
-    with pytest.raises(ValueError, match=r"output_router_logits adds a loss .* False in the model's config"):
+    with pytest.raises(ValueError, match="output_router_logits adds a loss to it that is not the load-balancing"):
         engine(**burst.shard_batch(BATCHES[0]))
 
 
-def test_losses_of_routers_are_refused_whenever_they_are_switched_on() -> None:
+def test_other_losses_of_routers_are_refused_whenever_they_are_switched_on() -> None:
     run_ranks(_router_set_late, 2)
 
 

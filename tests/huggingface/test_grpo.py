@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("trl", reason="trl is not installed")
 
+from transformers import Qwen3MoeConfig
 from trl import GRPOTrainer
 
 from burst_plugin import ContextParallel
@@ -81,6 +82,16 @@ def test_over_a_ring_as_on_as_many_ranks(directory: str, options: dict[str, Any]
     assert found.eval_loss == pytest.approx(truth.eval_loss, abs=1e-5)
 
 
+def test_router_losses_of_experts(tmp_path: Path) -> None:
+    """TRL adds them by default, each rank's of its own completions."""
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
+    directory = save_model(tmp_path, Qwen3MoeConfig, **fields, head_dim=8, experts_implementation="eager")
+    found, truth = trained(directory, 2, 2, **OPTIONS)[1], trained(directory, 2, **OPTIONS)[1]
+    check(found, truth)
+    assert found.eval_loss == pytest.approx(truth.eval_loss, abs=1e-5)
+    assert truth.losses[0] > 0.4, "the router's loss is the most of it"
+
+
 def test_with_zero_3(directory: str, on_one_rank: Outcome) -> None:
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -130,7 +141,7 @@ def _refused(rank: int, directory: str, kind: str) -> None:
     [
         ("another trainer", 1, "is for TRL's GRPOTrainer, got SimpleNamespace"),
         ("another release", 1, r"_Other of TRL .* has _get_per_token_logps_and_entropies\(model, inputs\), which"),
-        ("router", 2, "rank 1: router_aux_loss_coef adds a loss that is not one of tokens; set it to 0.0"),
+        ("router", 2, "rank 1: output_router_logits adds a loss to it that is not the load-balancing loss"),
         ("liger", 1, "use_liger_kernel changes models after they are examined"),
         ("split", 1, "leave sp_size=2 of ParallelismConfig out"),
         ("block", 1, "the burst_attention block of DeepSpeed's config cuts batches itself"),

@@ -15,8 +15,18 @@ from transformers import Trainer
 import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed.trainer import _check_mean
 from tests.support.deepspeed_run import Run, draw, llama, worst
+from tests.support.families import experts
 from tests.support.ranks import run_ranks
-from tests.support.trainer_run import Rows, Setup, arguments, load, save_model, weights
+from tests.support.trainer_run import (
+    Rows,
+    Setup,
+    Supervised,
+    SupervisedInChunks,
+    arguments,
+    load,
+    save_model,
+    weights,
+)
 
 pytestmark = pytest.mark.huggingface
 
@@ -55,20 +65,26 @@ class CountsTokens(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+EXPERTS = experts(num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5)
+
+
 @dataclass(frozen=True)
 class Case:
     """A step of Trainer; labels: the number of labels in the row of each micro-batch, from its second token on."""
 
     labels: tuple[int, ...]
-    trainer: type[Trainer] = Trainer
+    trainer: type[Any] = Trainer
     stage: int = 1
     averages_tokens: bool = True
+    has_experts: bool = False
 
     def setup(self, directory: str) -> Setup:
         """Return what Trainer is given; gradients are not clipped, which would hide a wrong scale."""
         rows = len(self.labels)
-        run = Run(stage=self.stage, accumulation=rows, lr=0.1, model=llama(num_hidden_layers=1))
+        model = EXPERTS if self.has_experts else llama(num_hidden_layers=1)
+        run = Run(stage=self.stage, accumulation=rows, lr=0.1, model=model)
         options = {"max_grad_norm": 1e9, "average_tokens_across_devices": self.averages_tokens}
+        directory += "/experts" if self.has_experts else "/dense"
         return Setup(run, directory, rows, 16, 1, options, trainer=self.trainer)
 
 
@@ -85,6 +101,10 @@ CASES = [
     Case(MANY, AddsWeights),
     Case(FEW, CountsTokens, 3),
     Case(MANY, CountsTokens),
+    Case(MANY, has_experts=True),
+    Case(FEW, stage=3, has_experts=True),
+    Case(MANY, Supervised, has_experts=True),
+    Case(FEW, SupervisedInChunks, 3, has_experts=True),
 ]
 NO_LABELS = Case((0, 0))  # of which plain Trainer's mean is not a number
 
@@ -127,7 +147,8 @@ def _outcome(case: Case, directory: str, deepspeed: bool) -> Outcome:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Outcome, ...]]:
     """What two ranks come to in each case, and one rank without the plugin where that is a number."""
     directory = str(tmp_path_factory.mktemp("model"))
-    save_model(CASES[0].setup(directory))
+    for case in {case.has_experts: case for case in CASES}.values():
+        save_model(case.setup(directory))
     ranks = run_ranks(_train, 2, [*CASES, NO_LABELS], directory, True, timeout_s=150.0)
     [truth] = run_ranks(_train, 1, CASES, directory, False, timeout_s=60.0)
     return dict(zip([*CASES, NO_LABELS], zip(*ranks, [*truth, None], strict=True), strict=True))

@@ -23,6 +23,17 @@ _SHAPE = {
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 
+def shape() -> dict[str, Any]:
+    """Fields that most configurations have, of a tiny model."""
+    return {**_SHAPE}
+
+
+def experts(**changes: Any) -> Any:
+    """Return the configuration of a Qwen3-MoE."""
+    fields = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return transformers.Qwen3MoeConfig(**{**_SHAPE, **fields, "experts_implementation": "eager", **changes})
+
+
 def families() -> dict[str, Any]:
     """Configurations by name."""
     t = transformers

@@ -16,7 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import burst_plugin.deepspeed
@@ -41,10 +41,10 @@ class Outcome:
     eval_loss: float = 0.0
 
 
-def save_model(directory: Path) -> str:
-    """Write a tiny Qwen2 down, as TRL's tests have one, and return where."""
+def save_model(directory: Path, kind: type[PreTrainedConfig] = transformers.Qwen2Config, **fields: Any) -> str:
+    """Write a tiny model down, a Qwen2, as TRL's tests have one, or one of another kind, and return where."""
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    config = kind(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -56,8 +56,9 @@ def save_model(directory: Path) -> str:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
+        **fields,
     )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
 
 

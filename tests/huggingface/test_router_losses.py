@@ -1,0 +1,130 @@
+"""Router losses of experts on a ring against those of the whole batch on one rank, without the plugin."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import Batch, Run, build, draw, worst
+from tests.support.families import shape
+from tests.support.ranks import last_lines, run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_PLAIN = {"experts_implementation": "eager", "router_aux_loss_coef": 0.5, "output_router_logits": True}
+FAMILIES = {
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "granitemoe": transformers.GraniteMoeConfig,
+    "granitemoeshared": transformers.GraniteMoeSharedConfig,
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
+    "flex_olmo": transformers.FlexOlmoConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
+    "jetmoe": transformers.JetMoeConfig,  # which does not checkpoint
+}
+
+
+def config(name: str, **changes: Any) -> Any:
+    special = {"jetmoe": {"num_key_value_heads": 2, "kv_channels": 8, "aux_loss_coef": 0.5}}.get(name, {})
+    return FAMILIES[name](**{**shape(), **_EXPERTS, **_PLAIN, "head_dim": 8, **special, **changes})
+
+
+def uneven() -> Batch:
+    """Return a batch padded on the left, of 31 tokens, with labels near its beginning only: some ranks have none."""
+    batch = draw(1, rows=2, length=31)[0]
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :5] = 0
+    batch["labels"][0, :6] = batch["labels"][:, 9:] = IGNORED_LABEL
+    return batch
+
+
+BATCHES = {"plain": draw(1, rows=2, length=32)[0], "uneven": uneven()}
+
+
+def on_one_rank(name: str, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return gradients by parameter, and losses, without the plugin."""
+    model = build(Run(model=config(name)), attention="eager").train()
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    return {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads(model)
+
+
+def grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+
+
+def on_ring(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size(), **options)
+    found = {}
+    for name in names:
+        for kind, batch in BATCHES.items():
+            model = build(Run(model=config(name), checkpointing=name != "jetmoe"))
+            prepare(model, averages_gradients=True)
+            local = shard_batch(batch, cp)
+            tokens = local["burst"].valid_tokens / cp.ranks
+            output = model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, use_cache=False)
+            output.loss.backward()
+            values = {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads(model)
+            for each in values.values():
+                dist.all_reduce(each)
+                each /= cp.ranks
+            found[f"{name} {kind}"] = values
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "options"),
+    [
+        (1, ["mixtral"], {}),
+        (2, sorted(FAMILIES), {}),
+        (2, ["mixtral"], {"loss_chunk": 8}),
+        (4, ["qwen3_moe", "gpt_oss"], {}),
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_rank(ranks: int, names: list[str], options: dict[str, Any]) -> None:
+    found = run_ranks(on_ring, ranks, names, options, timeout_s=120.0)[0]
+    for name in names:
+        for kind, batch in BATCHES.items():
+            error, where = worst(found[f"{name} {kind}"], on_one_rank(name, batch))
+            assert error < 1e-5, (name, kind, where)
+
+
+def unknown_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:
+    """Stand for the function of another model, of the same name."""
+    return torch.stack(gate_logits).square().mean()
+
+
+def test_what_is_no_load_balancing_loss_of_whole_rings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(Run(model=config("mixtral")))
+    assert problems(model) == []
+    (reason,) = problems(model, averages_gradients=False)
+    assert "say so by burst_plugin.huggingface.prepare(model, averages_gradients=True)" in reason
+    monkeypatch.setattr(sys.modules[type(model).__module__], "load_balancing_loss_func", unknown_loss)
+    (reason,) = problems(model)
+    assert "adds a loss to it that is not the load-balancing loss of Mixtral; leave output_router_logits" in reason
+
+
+def asked_late(rank: int) -> None:
+    model = prepare(build(Run(model=config("mixtral", output_router_logits=False))))
+    local = shard_batch(BATCHES["plain"], ContextParallel(dist.group.WORLD))
+    del local["shift_labels"]
+    model(**local)
+    model(**local, output_router_logits=True)
+
+
+def test_a_router_loss_that_is_asked_for_in_a_forward_is_refused_too() -> None:
+    for line in last_lines(asked_late, 2):
+        assert line.startswith("ValueError: MixtralForCausalLM cannot run on a ring: output_router_logits adds"), line
