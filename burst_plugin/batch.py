@@ -69,6 +69,7 @@ class SequenceShard:
     seed: a seed for dropout, the same on all ranks of `cp`; None if it is not known which forward is computed again.
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
+    longest: the largest position of the whole batch.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """
@@ -82,6 +83,7 @@ class SequenceShard:
     as_given: bool = False
     name: str = ""
     real: Tensor | None = None
+    longest: int = 0
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
     def __str__(self) -> str:
@@ -142,6 +144,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         seed=(read.checksum + number) % _SEEDS,
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=None if read.real is None else cp.shard(read.real, 1, tokens),
+        longest=int(tensors["position_ids"].max()),
     )
     if cp.ranks > 1:
         for name in _IDS:

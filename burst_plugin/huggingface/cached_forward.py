@@ -40,10 +40,12 @@ class _NewTokens(NamedTuple):
 
     given: its arguments by name.
     real: which of the tokens are no padding, [B, n], bool on the CPU.
+    longest: the largest position in a row.
     """
 
     given: dict[str, Any]
     real: Tensor
+    longest: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, given: dict[str, Any], cache: RingCache) -> _NewTokens:
@@ -54,7 +56,8 @@ class _NewTokens(NamedTuple):
         tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
         real = _real(given.get("attention_mask"), tokens, cache.seen)
         _check_positions(given.get("position_ids"), real, cache.seen)
-        return cls(given, real)
+        counts = real.sum(1) + (cache.seen.sum(1) if len(cache.seen) else 0)
+        return cls(given, real, int(counts.max()) - 1)
 
     @property
     def ids(self) -> Tensor:
@@ -163,6 +166,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise
     try:
         windows = _windows(model.config.get_text_config())
+        cache.longest = tokens.longest
         turn = cache.begin_turn(windows, tokens.real, tokens.ids, given.get("logits_to_keep") == 1)
     except ValueError as error:
         if "ids" in str(error):

@@ -22,6 +22,7 @@ from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.ring_cache import ring_cache_of
+from burst_plugin.huggingface.rotary import problem_of_rotary, use_longest_positions
 from burst_plugin.huggingface.router_losses import (
     asks_for_router_loss,
     check_router_loss,
@@ -30,7 +31,6 @@ from burst_plugin.huggingface.router_losses import (
 )
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
@@ -60,6 +60,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
         _switch_copied_layers(pretrained)
         use_router_losses(pretrained, averages_gradients)
+        use_longest_positions(pretrained)
         _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
@@ -168,13 +169,14 @@ def problems(
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in (module_taking_batches(model) if is_whole else model).modules():
-        if _is_pretrained(pretrained):
+        if isinstance(pretrained, PreTrainedModel):
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
+                reasons.append(problem_of_rotary(pretrained))
                 if asks_for_router_loss(pretrained, {}):
-                    reasons += filter(None, [problem_of_router_loss(pretrained, averages_gradients)])
-            for reason in reasons:
+                    reasons.append(problem_of_router_loss(pretrained, averages_gradients))
+            for reason in filter(None, reasons):
                 by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
     return [*by_reason.values(), *([] if is_whole else _problems_of_peft(model))]
 
@@ -280,13 +282,6 @@ def _problems_of_config(config: Any) -> list[str]:
         reasons.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
     if getattr(text, "use_bidirectional_attention", None):
         reasons.append("use_bidirectional_attention is set; leave it out")
-    rope = _rope_types(text) & set(_LENGTH_DEPENDENT_ROPE)
-    if rope:
-        kinds_of_rope = ", ".join(sorted(rope))
-        reasons.append(
-            f"its rotary embedding ({kinds_of_rope}) depends on the longest position of each rank; use another "
-            "rope_type, such as linear, yarn or llama3"
-        )
     return reasons
 
 
@@ -332,13 +327,6 @@ def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[A
 
 def _is_pretrained(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary embedding in a configuration, of all its layer types."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
 
 
 def _is_peft(module: torch.nn.Module) -> bool:

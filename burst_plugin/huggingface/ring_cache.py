@@ -62,6 +62,7 @@ class RingCache(Cache):
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
         self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
+        self.longest = 0  # position in the forward in progress, of any rank
         self.in_forward = False  # whether a forward began and has not ended well
         self._layer: int | None = None  # that has new keys and values, and is about to attend
         self._attended = 0

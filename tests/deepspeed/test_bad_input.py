@@ -570,8 +570,6 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "carries a state along the sequence" in found(transformers.MambaForCausalLM(mamba))
     bloom = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
     assert "does not go through transformers' AttentionInterface" in found(transformers.BloomForCausalLM(bloom))
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert "rotary embedding (dynamic)" in found(build(Run(model=llama(rope_parameters=rope))))
     chunked = llama()
     chunked.layer_types = ["chunked_attention", "full_attention"]
     assert "layers of type chunked_attention" in found(build(Run(model=chunked)))
