@@ -14,6 +14,7 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.llama4 import chunk_mask, with_temperature
 from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, mask_recipe, shard_of_forward
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
@@ -124,6 +125,7 @@ def forward(
         dropout=dropout,
         seed=_seed(shard, module) if dropout else 0,
     )
+    query = with_temperature(module, query, shard)
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     mask = _mask(module, shard, attention_mask, options)
     tag = (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard)
@@ -221,6 +223,8 @@ def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: M
             f"{type(module).__name__} attends to later tokens too, and a token in a tree has none of its own: at a "
             "branch it has several; use a causal model, or leave the tree out"
         )
+    if isinstance(recipe, MaskRecipe) and recipe.chunk is not None:
+        masks.append(chunk_mask(shard, recipe.chunk))
     if own.looks_ahead and shard.tokens.length > shard.length:  # padding is not attended to
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)

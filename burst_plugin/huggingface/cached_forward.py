@@ -82,6 +82,8 @@ class _NewTokens(NamedTuple):
 def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     """Return what a forward asks for that a `RingCache` does not have; empty if nothing."""
     config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "it has attention in chunks, which the cache does not cut; generate on one rank"
     if model.training or torch.is_grad_enabled():
         return "it has no gradients and no dropout; call model.eval(), and the model under torch.no_grad()"
     if given.get("labels") is not None:

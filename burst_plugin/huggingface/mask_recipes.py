@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
 _DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # made of positions by transformers, then always
 _IN_DOCUMENTS = (
     "remap_positions_for_packed_sequence.<locals>.inner_mask"  # together with this; by models of ids of their own
@@ -38,6 +39,7 @@ _KNOWN = frozenset(
         "bidirectional_mask_function",
         _WINDOW,
         _WINDOW_BOTH_WAYS,
+        _CHUNKS,
         _DOCUMENTS,
         _IN_DOCUMENTS,
         "packed_sequence_compatibility_function.<locals>.inner_mask",
@@ -146,6 +148,7 @@ class MaskRecipe:
     def unknown(self) -> list[str]:
         """Return the rules in this mask, by their names in transformers, that a ring does not know."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
+        unsized |= self._rules.keys() & {_CHUNKS} if self.chunk is None else set()
         from transformers import masking_utils
 
         remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # not in earlier releases
@@ -163,8 +166,13 @@ class MaskRecipe:
         return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
 
     @property
+    def chunk(self) -> int | None:
+        """Return how many tokens attend to each other in attention in chunks; None for other attention."""
+        return self._asked.get("local_size") if _CHUNKS in self._rules else None
+
+    @property
     def mask(self) -> Mask:
-        """Return the mask of a layer in one sequence, apart from padding and documents."""
+        """Return the mask of a layer in one sequence, apart from padding, documents and chunks."""
         causal, window = _CAUSAL in self._rules, self.window
         if window is None:
             return Causal() if causal else Full()

@@ -30,7 +30,7 @@ from burst_plugin.huggingface.router_losses import (
     use_router_losses,
 )
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
@@ -278,8 +278,6 @@ def _problems_of_config(config: Any) -> list[str]:
     for option, what in _MIXING.items():
         if getattr(text, option, None):
             reasons.append(f"{option} {what}; switch it off, or use another model")
-    if getattr(text, "attn_temperature_tuning", None) and not all(getattr(text, "no_rope_layers", None) or (1,)):
-        reasons.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
     if getattr(text, "use_bidirectional_attention", None):
         reasons.append("use_bidirectional_attention is set; leave it out")
     return reasons

@@ -570,9 +570,6 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "carries a state along the sequence" in found(transformers.MambaForCausalLM(mamba))
     bloom = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
     assert "does not go through transformers' AttentionInterface" in found(transformers.BloomForCausalLM(bloom))
-    chunked = llama()
-    chunked.layer_types = ["chunked_attention", "full_attention"]
-    assert "layers of type chunked_attention" in found(build(Run(model=chunked)))
     assert problems(build(Run())) == []
     tagger = transformers.LlamaForTokenClassification(llama(num_hidden_layers=1))
     assert "its loss is that of ForTokenClassification, but labels are shifted by one token" in found(tagger)

@@ -1,0 +1,69 @@
+"""What Llama 4 has beside other models: attention in chunks, and temperatures that grow along a row.
+
+    chunks of 3, of a row that is padded on the left by 2:   . . a b c | d e f | g
+    documents a b c d and e f, packed:                       a b c | d | e f
+
+Chunks of a row are documents of equal length, counted from the first real token or from the start of a document.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.sequence.mask import Both
+from burst_plugin.sequence.masks import Documents, Keys, Mask, PerRow
+
+
+def chunk_mask(shard: SequenceShard, size: int) -> Mask:
+    """Return the mask of attention in chunks of `size` tokens. Raises ValueError for a shard of a prefix tree."""
+    if shard.mask is not None and shard.mask.trees:
+        raise ValueError(
+            "attention in chunks is not supported with a tree, whose tokens have several places; leave the tree out"
+        )
+    return _chunks(shard.mask, shard.tokens.length, size)
+
+
+@cache
+def _chunks(mask: Mask | None, length: int, size: int) -> Mask:
+    """Return the mask of chunks in a batch with the padding and the documents of `mask`."""
+    rows = 1 if mask is None or mask.rows is None else mask.rows
+    masks = []
+    for row in range(rows):
+        bounds = [*sorted({0} if mask is None else _starts(mask.of_row(row)) | {0}), length]
+        starts = [at for start, end in pairwise(bounds) for at in range(start, end, size)]
+        masks.append(Documents((*starts, length)))
+    return masks[0] if len(set(masks)) == 1 else PerRow(tuple(masks))
+
+
+def _starts(mask: Mask) -> set[int]:
+    """Return where documents of a row start, and its first real token is."""
+    if isinstance(mask, Both):
+        return _starts(mask.one) | _starts(mask.other)
+    if isinstance(mask, Documents):
+        return set(mask.cu_seqlens[:-1])
+    return {mask.spans[0][0]} if isinstance(mask, Keys) and mask.spans else set()
+
+
+def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShard) -> Tensor:
+    """Return queries [B, heads, S, D] with the temperatures of their places in the whole row.
+
+    A layer has given them those of their places in this rank's part of it.
+    """
+    if not getattr(module, "attn_temperature_tuning", None) or module.use_rope:
+        return query
+    given = torch.arange(query.shape[2], device=query.device)
+    places = shard.cp.positions(shard.tokens, query.device)
+    ratio = _temperature(module, places) / _temperature(module, given)
+    return (query * ratio[:, None]).to(query.dtype)
+
+
+def _temperature(module: torch.nn.Module, places: Tensor) -> Tensor:
+    """Return by what queries at these places in a row are multiplied."""
+    every, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+    found: Tensor = torch.log1p(torch.floor((places.double() + 1.0) / every)) * scale + 1.0
+    return found
