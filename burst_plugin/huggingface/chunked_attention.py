@@ -21,7 +21,9 @@ _GATED = re.compile(r"Qwen3(Next|_5\w*)Attention")  # q_proj: of each head queri
 _BY_HEAD = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # norms of one head, whose weights all heads share
 _SINKS = "sinks"
 _CACHES = ("past_key_values", "past_key_value")
-_LORA = ("base_layer", "lora_A", "lora_B")  # the parts of PEFT's linear layers that have parameters
+_DORA, _IA3 = "lora_magnitude_vector", "ia3_l"
+# The parts of PEFT's linear layers that have parameters, of LoRA, DoRA and IA3.
+_ADAPTERS = ("base_layer", "lora_A", "lora_B", _DORA, _IA3)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _refused(module: Any, head_chunk: int) -> str | None:
     for name in _PROJECTIONS:
         if not _rows_of(children[name]):
             kind = _described(children[name])
-            return f"has a {name} that is neither an nn.Linear nor one with plain LoRA, but a {kind}"
+            return f"has a {name} that is neither an nn.Linear nor one with LoRA, DoRA or IA3, but a {kind}"
     dim = getattr(module, "head_dim", 0)
     widths = [int(getattr(module, name).out_features) for name in _PROJECTIONS]
     outputs = int(getattr(module, output).in_features)
@@ -115,17 +117,17 @@ def _rows_of(projection: Any) -> list[torch.nn.Linear]:
     if type(projection) is torch.nn.Linear:
         return [projection]
     parts = {name.partition(".")[0] for name, _ in projection.named_parameters()}
-    if "base_layer" not in parts or not parts <= set(_LORA):
+    if "base_layer" not in parts or not parts <= set(_ADAPTERS):
         return []
     found = [projection.base_layer, *getattr(projection, "lora_B", {}).values()]
     return found if all(type(each) is torch.nn.Linear for each in found) else []
 
 
 def _described(projection: torch.nn.Module) -> str:
-    """Return the class of a projection, with the parts that LoRA does not have, for an error message."""
+    """Return the class of a projection, with the parts that known adapters do not have, for an error message."""
     kind = f"{type(projection).__module__}.{type(projection).__qualname__}"
     parts = {name.partition(".")[0] for name, _ in projection.named_parameters()}
-    others = sorted(parts - set(_LORA)) if _LORA[0] in parts else []
+    others = sorted(parts - set(_ADAPTERS)) if _ADAPTERS[0] in parts else []
     return f"{kind} with {', '.join(others)}" if others else kind
 
 
@@ -167,6 +169,8 @@ class ChunkedAttention(ReplacedForward):
             rows = slice(number * size, (number + 1) * size)
             for linear in _rows_of(getattr(module, name)):
                 stack.enter_context(in_place_of(linear, {"forward": _projection(linear, rows, project)}))
+            for owner, values in _scales(getattr(module, name), rows):
+                stack.enter_context(in_place_of(owner, values))
         if _SINKS in module._parameters:
             sinks = module.sinks[number * self.chunk : (number + 1) * self.chunk]
             stack.enter_context(in_place_of(module, {_SINKS: sinks}))
@@ -190,9 +194,40 @@ def _projection(linear: torch.nn.Linear, rows: slice, project: Linear) -> Callab
     """Return the `forward` of some of the output features of a layer."""
 
     def forward(x: Tensor) -> Tensor:
+        if "weight" in vars(linear):  # of these rows, since DoRA reads them itself
+            return project(x, linear.weight, linear.bias)
         return project(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
     return forward
+
+
+def _scales(projection: Any, rows: slice) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
+    """Yield what scales some of the output features of a projection, by the adapter that has it.
+
+    DoRA compares its magnitudes with the norms of the weights of the layer below.
+    """
+    if hasattr(projection, _IA3) and not projection.is_feedforward:
+        yield projection, {_IA3: _SomeRows(getattr(projection, _IA3), rows)}
+    for dora in getattr(projection, _DORA, {}).values():
+        base = projection.base_layer
+        if dora.weight.numel() != base.out_features:
+            raise ValueError(
+                "head_chunk is not supported with DoRA where ZeRO-3 has partitioned its magnitudes; use head_chunk=0"
+            )
+        yield dora, {"weight": dora.weight[rows]}
+        yield base, {name: x[rows] for name, x in base.named_parameters(recurse=False)}
+
+
+class _SomeRows:
+    """Takes the place of a dictionary of parameters, and returns some of their rows."""
+
+    def __init__(self, parameters: Any, rows: slice) -> None:
+        self.keys = parameters.keys
+        self._parameters, self._rows = parameters, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows: Tensor = self._parameters[name][self._rows]
+        return rows
 
 
 def _without_cache(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

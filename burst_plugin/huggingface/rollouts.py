@@ -138,7 +138,7 @@ def _rows_of_ranks(edges: Edges, length: int, sizes: Sequence[int]) -> Tensor:
 
     sizes: the number of rollouts of each rank, which follow one another.
     """
-    counts = torch.zeros(len(sizes), length)
+    counts = torch.zeros(len(sizes), length, device="cpu")
     owners = [rank for rank, size in enumerate(sizes) for _ in range(size)]
     for owner, path in zip(owners, edges.paths, strict=True):
         counts[owner, path.cpu()] += 1

@@ -180,17 +180,12 @@ def test_models_whose_heads_do_not_come_in_chunks_are_refused_by_name() -> None:
         chunk_modules(build(Run(model=FAMILIES["llama"])), Strategy(head_chunk=3))
 
 
-def test_adapters_other_than_plain_lora_are_named_with_heads_in_chunks() -> None:
+def test_other_adapters_are_named_with_heads_in_chunks() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    adapters = {
-        "lora.layer.Linear with lora_magnitude_vector": peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
-        "ia3.layer.Linear with ia3_l": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-    }
-    for kind, config in adapters.items():
-        model = peft.get_peft_model(build(Run(model=FAMILIES["llama"])), config)
-        message = rf"has a q_proj that is neither an nn.Linear nor one with plain LoRA, but a peft.tuners.{kind};"
-        with pytest.raises(ValueError, match=message):
-            chunk_modules(model, Strategy(head_chunk=2))
+    model = peft.get_peft_model(build(Run(model=FAMILIES["llama"])), peft.LoHaConfig(target_modules=["q_proj"]))
+    message = "has a q_proj that is neither an nn.Linear nor one with LoRA, DoRA or IA3, but a peft.tuners.loha.layer"
+    with pytest.raises(ValueError, match=message):
+        chunk_modules(model, Strategy(head_chunk=2))
 
 
 def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
