@@ -70,6 +70,8 @@ class SequenceShard:
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
+    counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
+        batch had positions of its own.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """
@@ -84,6 +86,7 @@ class SequenceShard:
     name: str = ""
     real: Tensor | None = None
     longest: int = 0
+    counted: Tensor | None = None
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
     def __str__(self) -> str:
@@ -135,6 +138,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
     tensors, tokens = read.tensors, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in tensors.items()}
+    counted = _counted(batch, tensors["position_ids"])
     shard = SequenceShard(
         cp,
         length=tensors["position_ids"].shape[-1],
@@ -145,6 +149,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=None if read.real is None else cp.shard(read.real, 1, tokens),
         longest=int(tensors["position_ids"].max()),
+        counted=None if counted is None else _shard("position_ids", counted, cp, tokens, pad_token_id),
     )
     if cp.ranks > 1:
         for name in _IDS:
@@ -282,6 +287,17 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
         x = torch.cat([x, tail], dim)
     return cp.shard(x, dim, tokens)
+
+
+def _counted(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
+    """Return positions [B, S] counted without padding, which is at -1; None for a batch with positions of its own."""
+    if batch.get("position_ids") is not None or batch.get("tree") is not None:
+        return None
+    padding = batch.get("attention_mask")
+    if not isinstance(padding, Tensor):
+        return positions
+    real = padding.to(positions.device).bool()
+    return real.cumsum(1) * real - 1
 
 
 def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:

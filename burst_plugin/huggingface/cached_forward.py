@@ -19,6 +19,7 @@ from burst_plugin.batch import SHARD_KEY
 from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import cache_of_forward
+from burst_plugin.huggingface.positions import problem_with_cache
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.inference import Turn
 
@@ -102,7 +103,7 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     strange = sorted(name for name, x in given.items() if isinstance(x, Tensor) and name not in _KNOWN)
     if strange:
         return f"does not know how to cut {', '.join(strange)}; leave it out"
-    return ""
+    return problem_with_cache(model)
 
 
 def _windows(config: Any) -> list[int | None]:

@@ -93,6 +93,14 @@ def cache_of_forward() -> RingCache | None:
     return None if forward is None else forward.cache
 
 
+def given_positions() -> Tensor | None:
+    """Return the positions of this rank's tokens in the forward in progress, if that has a shard of a batch."""
+    forwards = _FORWARDS.get()
+    if not forwards or forwards[-1].shard is None or forwards[-1].shard.as_given:
+        return None
+    return forwards[-1].positions
+
+
 def leave_forward(model: torch.nn.Module) -> None:
     """Note that the forward of `model` has ended, whichever way, if it had begun."""
     forwards = _FORWARDS.get()

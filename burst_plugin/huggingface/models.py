@@ -21,6 +21,7 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
+from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
 from burst_plugin.huggingface.ring_cache import ring_cache_of
 from burst_plugin.huggingface.rotary import problem_of_rotary, use_longest_positions
 from burst_plugin.huggingface.router_losses import (
@@ -34,9 +35,11 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
-_MIXING = {  # options by which embeddings depend on more than their own token
+_MIXING = {  # options by which ranks compute otherwise than one would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
+    "layerdrop": "leaves out whole layers at random, and on every rank others",
+    "decoder_layerdrop": "leaves out whole layers at random, and on every rank others",
 }
 
 
@@ -61,6 +64,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         _switch_copied_layers(pretrained)
         use_router_losses(pretrained, averages_gradients)
         use_longest_positions(pretrained)
+        watch_positions(pretrained)
         _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
@@ -107,10 +111,11 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
+    own, kwargs = kwargs, with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
     begin_chunked_loss(model, kwargs)
-    return None if shard is given else (args, {**kwargs, SHARD_KEY: shard})
+    return None if shard is given and kwargs is own else (args, {**kwargs, SHARD_KEY: shard})
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -244,7 +249,7 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     if scanning:
         reasons.append(f"it carries a state along the sequence (in {scanning}); use a model of attention layers only")
     parameters = inspect.signature(type(pretrained).forward).parameters
-    if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
+    if counts_unknown(pretrained):
         reasons.append(
             "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
             "position_ids as they are"
@@ -306,14 +311,6 @@ def _is_part(config: Any, text: Any) -> bool:
     if config is None or config is text:
         return False
     return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
-
-
-def _counts_positions(module: torch.nn.Module) -> bool:
-    """Return whether embeddings count positions: from the padding index on, as RoBERTa's, or by padding, as OPT's."""
-    if any(hasattr(module, f"create_position_ids_from_input{of}") for of in ("_ids", "s_embeds")):
-        return True
-    by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
-    return by_mask and type(module).__name__.endswith("PositionalEmbedding")
 
 
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:

@@ -98,7 +98,7 @@ def test_it_computes_what_the_model_does_alone(
 def _cut_before(rank: int) -> str:
     """A batch that was cut, for a model that wants whole ones."""
     burst.install()
-    model = _roberta().train()
+    model = _mamba().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(Run(cp=1), 1))
     with pytest.raises(ValueError, match="got a batch that was cut") as raised:
@@ -108,5 +108,5 @@ def _cut_before(rank: int) -> str:
 
 def test_a_model_that_wants_whole_batches_is_given_no_shard() -> None:
     (text,) = run_ranks(_cut_before, 1)
-    assert "it counts positions by itself" in text
+    assert "it carries a state along the sequence" in text
     assert text.endswith("On a ring of one rank give it whole batches")

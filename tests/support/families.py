@@ -132,3 +132,45 @@ def hybrids(kinds: list[str] | None = None) -> dict[str, Any]:
             shared_intermediate_size=16,
         ),
     }
+
+
+_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True}
+
+
+def counting() -> dict[str, Any]:
+    """Families that count positions by themselves, unless they are given some."""
+    t = transformers
+    decoder = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "init_std": 0.15,
+    }
+    decoder |= {"decoder_ffn_dim": 48, "pad_token_id": 0, **_NO_DROPOUT}
+    learned = {**decoder, "max_position_embeddings": 256}
+    return {
+        "opt": t.OPTConfig(**_without("intermediate_size"), ffn_dim=48, init_std=0.15, **_NO_DROPOUT),
+        "biogpt": t.BioGptConfig(**_SHAPE, **_BERT, activation_dropout=0.0),
+        "roberta": t.RobertaConfig(**_SHAPE, **_BERT),
+        "xmod": t.XmodConfig(**_SHAPE, **_BERT, languages=["en_XX"], default_language="en_XX"),
+        "roberta-prelayernorm": t.RobertaPreLayerNormConfig(**_SHAPE, **_BERT),
+        "xlm-roberta": t.XLMRobertaConfig(**_SHAPE, **_BERT),
+        "xlm-roberta-xl": t.XLMRobertaXLConfig(**_SHAPE, **_BERT),
+        "camembert": t.CamembertConfig(**_SHAPE, **_BERT),
+        "data2vec-text": t.Data2VecTextConfig(**_SHAPE, **_BERT),
+        "bart": t.BartConfig(**learned),
+        "mbart": t.MBartConfig(**learned),
+        "plbart": t.PLBartConfig(**learned),
+        "blenderbot": t.BlenderbotConfig(**learned),
+        "blenderbot-small": t.BlenderbotSmallConfig(**learned),
+        "bigbird_pegasus": t.BigBirdPegasusConfig(**learned),
+        "pegasus": t.PegasusConfig(**learned),
+        "marian": t.MarianConfig(**learned),
+        "whisper": t.WhisperConfig(**decoder, max_target_positions=256),
+    }
+
+
+def _without(name: str) -> dict[str, Any]:
+    return {each: value for each, value in _SHAPE.items() if each != name}

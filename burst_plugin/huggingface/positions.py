@@ -1,0 +1,119 @@
+"""Positions that models of transformers count by themselves: for shards as they are in the whole batch.
+
+who counts, and how                            what is done on shards
+OPT, without padding                           it is given `SequenceShard.counted`
+RoBERTa and the like, ids other than padding   it is given a count of the ids of all ranks
+decoders like BART's, that take no positions   the shard's positions are looked up in their table
+Bloom's ALiBi, without padding                 nothing; padding between tokens is refused
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.mask_recipes import given_positions
+
+_BY_PADDING = re.compile(r"OPTLearnedPositionalEmbedding")
+_FROM_ZERO = re.compile(r"BioGptLearnedPositionalEmbedding")  # its model gives it positions that count padding, too
+_BY_IDS = re.compile(r"(Roberta|RobertaPreLayerNorm|XLMRoberta(XL)?|Camembert|Data2VecText|Xmod)Embeddings")
+_TABLES = re.compile(
+    r"((|M|PL)Bart|Blenderbot(Small)?|BigBirdPegasus|Marian|Pegasus|Whisper)(Learned|Sinusoidal)?PositionalEmbedding"
+)
+_EXAMINED = "_burst_plugin_counts"  # of a model: which of its modules counts positions, and how
+
+
+def counts_unknown(pretrained: PreTrainedModel) -> bool:
+    """Return whether a model counts positions in a way that ranks cannot follow."""
+    kinds = {type(module) for module in pretrained.modules()}
+    if any(map(_counts_otherwise, kinds)):
+        return True
+    takes_positions = "position_ids" in inspect.signature(type(pretrained).forward).parameters
+    return not takes_positions and not any(_is_one(kind, _TABLES) for kind in kinds)
+
+
+def _counts_otherwise(kind: type[torch.nn.Module]) -> bool:
+    """Return whether modules of a kind count positions as none does that is known."""
+    parameters = inspect.signature(kind.forward).parameters
+    if any(hasattr(kind, f"create_position_ids_from_input{of}") for of in ("_ids", "s_embeds")):
+        return not _is_one(kind, _BY_IDS) or "position_ids" not in parameters
+    if "attention_mask" not in parameters or not kind.__name__.endswith("PositionalEmbedding"):
+        return False
+    return "position_ids" not in parameters or not (_is_one(kind, _BY_PADDING) or _is_one(kind, _FROM_ZERO))
+
+
+def _is_one(kind: type, names: re.Pattern[str]) -> bool:
+    return any(names.fullmatch(each.__name__) for each in kind.__mro__)
+
+
+def watch_positions(pretrained: PreTrainedModel) -> None:
+    """Find what counts positions in a model, once and for all its forwards."""
+    found: dict[re.Pattern[str], torch.nn.Module] = {}
+    for module in pretrained.modules():
+        for names in (_BY_PADDING, _BY_IDS, _TABLES):
+            if _is_one(type(module), names):
+                found[names] = module
+        if _is_one(type(module), _TABLES) and _look_up not in module._forward_hooks.values():
+            module.register_forward_hook(_look_up, prepend=True)  # before ZeRO-3 lets go of the table
+    counts = {names.pattern: getattr(module, "padding_idx", None) for names, module in found.items()}
+    setattr(pretrained, _EXAMINED, counts)
+
+
+def problem_with_cache(model: PreTrainedModel) -> str:
+    """Return why a model's positions do not suit a `RingCache`, whose tokens count from 0; empty if they do."""
+    counts = getattr(model, _EXAMINED, {})
+    if _BY_IDS.pattern in counts or _TABLES.pattern in counts:
+        return "it counts positions by itself, and not from 0 on without padding, as a cache does; use another model"
+    return ""
+
+
+def with_positions(
+    model: PreTrainedModel, shard: SequenceShard | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the keyword arguments of a forward, with positions as the model would count them in the whole batch.
+
+    Collective for models that count ids. Raises ValueError on every rank for what shards would count otherwise.
+    """
+    counts = getattr(model, _EXAMINED, None)
+    if not counts or shard is None:
+        return kwargs
+    if _BY_IDS.pattern in counts and shard.mask is not None and shard.mask.trees:
+        raise ValueError(
+            f"{type(model).__name__} counts positions by ids that are no padding, and those of a tree count from 0 "
+            "along each path; leave the tree out"
+        )
+    if shard.counted is None:  # the batch has positions of its own
+        return kwargs
+    if _BY_PADDING.pattern in counts:
+        return {**kwargs, "position_ids": shard.counted}
+    if _BY_IDS.pattern in counts:
+        given = by_name(model.forward, args, kwargs)
+        return {**kwargs, "position_ids": _count_ids(shard, given, counts[_BY_IDS.pattern])}
+    return kwargs
+
+
+def _count_ids(shard: SequenceShard, given: Mapping[str, Any], padding: int) -> Tensor:
+    """Return the positions of this rank's tokens, [B, S_local], those that are padding by their ids not counted."""
+    if "input_ids" not in given:
+        positions: Tensor = given["position_ids"]
+        return positions + padding + 1
+    real = shard.unshard(given["input_ids"] != padding)
+    counted = torch.nn.functional.pad(real.cumsum(1) * real, (0, shard.tokens.length - shard.length))
+    return shard.cp.shard(counted + padding, 1, shard.tokens)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _look_up(table: Any, args: tuple[Any, ...], found: Tensor) -> Tensor:
+    """Return the embeddings of a shard's positions, in place of those that a decoder has counted for itself."""
+    positions = given_positions()
+    if positions is None:
+        return found
+    return torch.nn.functional.embedding(positions + getattr(table, "offset", 0), table.weight, table.padding_idx)

@@ -1,0 +1,193 @@
+"""Models of transformers that count positions by themselves: a ring against eager attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.trajectories import fold
+from tests.support.deepspeed_run import Batch, Run, build, draw, worst
+from tests.support.families import counting
+from tests.support.ranks import last_lines, run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+FAMILIES = counting()
+FEW = ("opt", "biogpt", "roberta", "xmod", "bart", "pegasus", "whisper")
+BY_IDS = [name for name in FAMILIES if "roberta" in name or name in ("xmod", "camembert", "data2vec-text")]
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _plain() -> Batch:
+    """With a token in the text that has the id of padding."""
+    batch = draw(1, rows=2, length=32)[0]
+    batch["input_ids"][0, 5] = 0
+    return batch
+
+
+def _packed() -> Batch:
+    batch = draw(1, rows=1, length=32, seed=1)[0]
+    positions = torch.cat([torch.arange(length) for length in (13, 1, 18)])[None]
+    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
+
+
+def _padded() -> Batch:
+    """One row padded on the left, one on the right, one not at all; of a length that does not divide."""
+    batch = draw(1, rows=3, length=27, seed=2)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :7] = mask[1, -11:] = 0
+    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
+    labels = batch["labels"].masked_fill(hidden, IGNORED_LABEL)
+    return {"input_ids": batch["input_ids"] * mask, "attention_mask": mask, "labels": labels}
+
+
+BATCHES = {"plain": _plain(), "packed": _packed(), "padded": _padded(), "checkpointed": _plain()}
+
+
+def _of_family(name: str, batch: Batch) -> Batch:
+    if name in BY_IDS and "position_ids" in batch:  # the first token is at position 1, after that of padding
+        return {**batch, "position_ids": batch["position_ids"] + 1}
+    return batch
+
+
+def _grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
+    cps = {"kept": ContextParallel(dist.group.WORLD, keep_attention="all"), "": ContextParallel(dist.group.WORLD)}
+    found = {}
+    for name in names:
+        model = prepare(build(Run(model=FAMILIES[name])))
+        for kind, batch in BATCHES.items():
+            cp = cps["kept" if kind == "checkpointed" else ""]
+            if kind == "checkpointed" and model.supports_gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            local = shard_batch(_of_family(name, batch), cp)
+            labels = local.pop("shift_labels")
+            logits = model(**local, use_cache=False).logits
+            grads = _grads(model, logits, labels)
+            for grad in grads.values():
+                dist.all_reduce(grad)
+            found[name, kind] = local["burst"].unshard(logits.detach()), grads
+    return found
+
+
+def _on_one_rank(name: str, batch: Batch) -> Found:
+    model = build(Run(model=FAMILIES[name]))
+    inputs = {each: x for each, x in batch.items() if each not in ("labels", "position_ids")}
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), 32] if "position_ids" in batch else []
+    documents = [{"input_ids": batch["input_ids"][:, a:b]} for a, b in pairwise(starts)] or [inputs]
+    logits = torch.cat([model(**document, use_cache=False).logits for document in documents], 1)
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    return logits.detach(), _grads(model, logits, labels)
+
+
+def _with_key_biases(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Biases of keys together with weights: their own gradient is 0, but for rounding."""
+    merged = {}
+    for name, grad in grads.items():
+        bias = grads.get(name.replace("weight", "bias")) if name.endswith((".k_proj.weight", ".key.weight")) else None
+        merged[name] = grad if bias is None else torch.cat([grad.flatten(), bias])
+    return {name: grad for name, grad in merged.items() if not name.endswith((".k_proj.bias", ".key.bias"))}
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[tuple[str, str], Found]:
+    return {(name, kind): _on_one_rank(name, batch) for name in FAMILIES for kind, batch in BATCHES.items()}
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(2, tuple(FAMILIES)), (4, FEW)], ids=["2", "4"])
+def test_logits_and_gradients_equal_eager_on_one_rank(
+    ranks: int, names: Sequence[str], truths: dict[tuple[str, str], Found]
+) -> None:
+    by_rank = run_ranks(_on_ring, ranks, names, timeout_s=240.0)
+    for (name, kind), (found, others) in by_rank[0].items():
+        logits, grads = truths[name, kind]
+        real = BATCHES[kind].get("attention_mask", torch.ones(found.shape[:2])).bool()
+        torch.testing.assert_close(found[real], logits[real], rtol=2e-5, atol=2e-5, msg=f"{name}, {kind}")
+        error, parameter = worst(_with_key_biases(others), _with_key_biases(grads))
+        assert error <= 1e-5, (name, kind, parameter, error)
+
+
+def test_whole_batches_in_evaluation_and_generation_are_as_ever() -> None:
+    for name, config in FAMILIES.items():
+        eager = build(Run(model=config)).eval()
+        ring = prepare(copy.deepcopy(eager))
+        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        prompt = {each: x[:1, :16] for each, x in batch.items()}
+        with torch.no_grad():
+            real = batch["attention_mask"].bool()
+            expected, logits = (model(**batch).logits[real] for model in (eager, ring))
+            torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5, msg=name)
+            words, written = (
+                model.generate(**prompt, max_new_tokens=4, do_sample=False, eos_token_id=None)
+                for model in (eager, ring)
+            )
+            assert torch.equal(written, words), name
+
+
+def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
+    for name, config in FAMILIES.items():
+        eager = build(Run(model=config))
+        ring = prepare(copy.deepcopy(eager))
+        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
+        real = batch["attention_mask"].bool()
+        expected = eager(**batch, use_cache=False).logits
+        torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=2e-5, msg=name)
+
+
+def test_embeddings_in_place_of_ids_have_no_padding() -> None:
+    eager = build(Run(model=FAMILIES["roberta"]))
+    ring = prepare(copy.deepcopy(eager))
+    embedded = eager.get_input_embeddings()(_plain()["input_ids"]).detach()
+    found = ring(**shard_batch({"inputs_embeds": embedded}, ContextParallel()), use_cache=False).logits
+    expected = eager(inputs_embeds=embedded, use_cache=False).logits
+    torch.testing.assert_close(found[:, :16], expected[:, :16], rtol=2e-5, atol=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def _folded(rank: int) -> None:
+    folded = fold([[7, 7, 3, 4], [7, 7, 5, 5]])
+    model = prepare(build(Run(model=FAMILIES["roberta"])))
+    batch = {"input_ids": folded.ids, "position_ids": folded.position_ids, "tree": folded.tree}
+    model(**shard_batch(batch, ContextParallel(dist.group.WORLD)), use_cache=False)
+
+
+def test_trees_whose_positions_begin_at_zero_are_refused_for_models_that_count_from_padding_on() -> None:
+    for line in last_lines(_folded, 2):
+        assert (
+            "RobertaForCausalLM counts positions by ids that are no padding, and those of a tree count from 0" in line
+        )
+
+
+def test_caches_hold_what_attends_by_positions_from_zero_on_and_others_are_refused() -> None:
+    ids, usual = (
+        _plain()["input_ids"],
+        {"max_new_tokens": 3, "do_sample": False, "use_cache": True, "eos_token_id": None},
+    )
+    refused = dict.fromkeys(counting().keys() - {"biogpt"}, "it counts positions by itself")
+    refused["opt"] = "computed logits without its layers"
+    for name in FAMILIES:
+        model = prepare(build(Run(model=FAMILIES[name]))).eval()
+        cache = {"past_key_values": RingCache(ContextParallel())}
+        if name in refused:
+            with pytest.raises(ValueError, match=refused[name]):
+                model.generate(ids, **usual, **cache)
+        else:
+            assert torch.equal(model.generate(ids, **usual), model.generate(ids, **usual, **cache)), name
