@@ -84,7 +84,8 @@ def forward(
     Args:
         module: the layer. query, key, value: [B, heads, S, D].
         attention_mask: a `MaskRecipe`. On the ring padding and documents come from the batch's `SequenceShard`.
-        options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux`, `is_causal`; and what a model hands on.
+        options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux`, `is_causal`, `alibi_slopes` (on the ring
+            only); and what a model hands on.
 
     Returns:
         [B, S, heads, D], and None in place of weights.
@@ -96,8 +97,7 @@ def forward(
     if shard is None:
         if cache_of_forward() is not None:
             return _cached(module, (query, key, value), attention_mask, options), None
-        if module.training and torch.is_grad_enabled():
-            raise ValueError(f"{type(module).__name__} {_missing_shard()}")
+        check_not_training(module)
         return _whole(module, (query, key, value), attention_mask, options), None
     if not hasattr(module, EXAMINED):
         raise ValueError(
@@ -122,6 +122,7 @@ def forward(
     scores = Scores(
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
+        alibi_slopes=options.get("alibi_slopes"),
         dropout=dropout,
         seed=_seed(shard, module) if dropout else 0,
     )
@@ -160,6 +161,12 @@ def is_on_ring(values: Iterable[Any], options: Mapping[str, Any]) -> bool:
     """Return whether a layer attends on the ring, given its positional and keyword arguments."""
     masks = (each for each in (*values, *options.values()) if isinstance(each, MaskRecipe))
     return options.get(SHARD_KEY) is not None or any(each.shard is not None for each in masks)
+
+
+def check_not_training(module: torch.nn.Module) -> None:
+    """Raise ValueError for a layer in training that has no shard."""
+    if module.training and torch.is_grad_enabled():
+        raise ValueError(f"{type(module).__name__} {_missing_shard()}")
 
 
 def _missing_shard() -> str:

@@ -139,6 +139,17 @@ class MaskRecipe:
         assert whole is not None, "always"
         return whole[index]
 
+    def to(self, *args: Any) -> MaskRecipe:
+        """Return the recipe itself, which is of no type and on no device; MPT asks for a mask of booleans."""
+        return self
+
+    def within(self, window: int) -> MaskRecipe:
+        """Return the recipe of this mask in layers that have a window of so many tokens, the query's own included."""
+        from transformers.masking_utils import and_masks, sliding_window_overlay
+
+        rule = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
+        return MaskRecipe(shard=self.shard, **{**self._asked, "mask_function": rule, "local_size": window})
+
     def tensor(self, *, always: bool) -> Tensor | None:
         """Return the mask [B, 1, S_q, S_k], True where a query may attend; None for a causal one unless `always`."""
         if always not in self._made:

@@ -21,6 +21,7 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
+from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
 from burst_plugin.huggingface.ring_cache import ring_cache_of
 from burst_plugin.huggingface.rotary import problem_of_rotary, use_longest_positions
@@ -59,6 +60,8 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
     register_attention()
     watch_generate()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
+        if adapt(pretrained):  # transformers would leave them as they are
+            pretrained.config._attn_implementation = ATTN_IMPLEMENTATION
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
         _switch_copied_layers(pretrained)
@@ -76,7 +79,7 @@ def _switch_copied_layers(pretrained: PreTrainedModel) -> None:
     PEFT's `layer_replication` and other ways to deepen a model copy a layer together with its configuration.
     """
     models = [module for module in pretrained.modules() if _is_pretrained(module)]
-    fixed = [model for model in models if not model._can_set_attn_implementation()]
+    fixed = [each for each in models if not (each._can_set_attn_implementation() or old_attention(each))]
     left_alone = {id(part) for model in fixed for part in model.modules()}
     for module in pretrained.modules():
         config = getattr(module, "config", None)
@@ -237,12 +240,7 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """Return what a model would compute differently on shards than on whole sequences."""
-    reasons = []
-    if not pretrained._can_set_attn_implementation():
-        reasons.append(
-            "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
-            "there"
-        )
+    reasons = problems_of_old_attention(pretrained)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     scanning = _scanning(pretrained)

@@ -1,10 +1,12 @@
 """Positions that models of transformers count by themselves: for shards as they are in the whole batch.
 
-who counts, and how                            what is done on shards
-OPT, without padding                           it is given `SequenceShard.counted`
-RoBERTa and the like, ids other than padding   it is given a count of the ids of all ranks
-decoders like BART's, that take no positions   the shard's positions are looked up in their table
-Bloom's ALiBi, without padding                 nothing; padding between tokens is refused
+    who counts, and how                            what is done on shards
+    OPT, without padding                           it is given `SequenceShard.counted`
+    RoBERTa and the like, ids other than padding   it is given a count of the ids of all ranks
+    decoders like BART's, that take no positions   the shard's positions are looked up in their table
+    Bloom's ALiBi, without padding                 nothing; padding between tokens is refused
+
+Any other way to count is refused by name.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import given_positions
+from burst_plugin.sequence.mask import Both
+from burst_plugin.sequence.masks import Keys, Mask, PerRow
 
 _BY_PADDING = re.compile(r"OPTLearnedPositionalEmbedding")
 _FROM_ZERO = re.compile(r"BioGptLearnedPositionalEmbedding")  # its model gives it positions that count padding, too
@@ -28,6 +32,8 @@ _BY_IDS = re.compile(r"(Roberta|RobertaPreLayerNorm|XLMRoberta(XL)?|Camembert|Da
 _TABLES = re.compile(
     r"((|M|PL)Bart|Blenderbot(Small)?|BigBirdPegasus|Marian|Pegasus|Whisper)(Learned|Sinusoidal)?PositionalEmbedding"
 )
+_BY_ALIBI = re.compile(r"BloomAttention")
+_NO_POSITIONS = re.compile(r"(Bloom|Mpt)Attention")  # but for distances, which attention knows
 _EXAMINED = "_burst_plugin_counts"  # of a model: which of its modules counts positions, and how
 
 
@@ -37,7 +43,7 @@ def counts_unknown(pretrained: PreTrainedModel) -> bool:
     if any(map(_counts_otherwise, kinds)):
         return True
     takes_positions = "position_ids" in inspect.signature(type(pretrained).forward).parameters
-    return not takes_positions and not any(_is_one(kind, _TABLES) for kind in kinds)
+    return not takes_positions and not any(_is_one(kind, _TABLES) or _is_one(kind, _NO_POSITIONS) for kind in kinds)
 
 
 def _counts_otherwise(kind: type[torch.nn.Module]) -> bool:
@@ -58,7 +64,7 @@ def watch_positions(pretrained: PreTrainedModel) -> None:
     """Find what counts positions in a model, once and for all its forwards."""
     found: dict[re.Pattern[str], torch.nn.Module] = {}
     for module in pretrained.modules():
-        for names in (_BY_PADDING, _BY_IDS, _TABLES):
+        for names in (_BY_PADDING, _BY_IDS, _TABLES, _BY_ALIBI, _NO_POSITIONS):
             if _is_one(type(module), names):
                 found[names] = module
         if _is_one(type(module), _TABLES) and _look_up not in module._forward_hooks.values():
@@ -70,6 +76,8 @@ def watch_positions(pretrained: PreTrainedModel) -> None:
 def problem_with_cache(model: PreTrainedModel) -> str:
     """Return why a model's positions do not suit a `RingCache`, whose tokens count from 0; empty if they do."""
     counts = getattr(model, _EXAMINED, {})
+    if _NO_POSITIONS.pattern in counts:
+        return "its ALiBi is not supported there; use a model with positions"
     if _BY_IDS.pattern in counts or _TABLES.pattern in counts:
         return "it counts positions by itself, and not from 0 on without padding, as a cache does; use another model"
     return ""
@@ -85,6 +93,11 @@ def with_positions(
     counts = getattr(model, _EXAMINED, None)
     if not counts or shard is None:
         return kwargs
+    if _BY_ALIBI.pattern in counts and _is_torn(shard.mask):
+        raise ValueError(
+            f"attention_mask has padding between the tokens of a row, which the ALiBi of {type(model).__name__} does "
+            "not count: pad rows on the left or on the right"
+        )
     if _BY_IDS.pattern in counts and shard.mask is not None and shard.mask.trees:
         raise ValueError(
             f"{type(model).__name__} counts positions by ids that are no padding, and those of a tree count from 0 "
@@ -117,3 +130,12 @@ def _look_up(table: Any, args: tuple[Any, ...], found: Tensor) -> Tensor:
     if positions is None:
         return found
     return torch.nn.functional.embedding(positions + getattr(table, "offset", 0), table.weight, table.padding_idx)
+
+
+def _is_torn(mask: Mask | None) -> bool:
+    """Return whether there is padding between the tokens of a row."""
+    if isinstance(mask, Both):
+        return _is_torn(mask.one) or _is_torn(mask.other)
+    if isinstance(mask, PerRow):
+        return any(map(_is_torn, mask.masks))
+    return isinstance(mask, Keys) and len(mask.spans) > 1

@@ -568,8 +568,8 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     )
     mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
     assert "carries a state along the sequence" in found(transformers.MambaForCausalLM(mamba))
-    bloom = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
-    assert "does not go through transformers' AttentionInterface" in found(transformers.BloomForCausalLM(bloom))
+    gpt = transformers.OpenAIGPTConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2)
+    assert "does not go through transformers' AttentionInterface" in found(transformers.OpenAIGPTLMHeadModel(gpt))
     assert problems(build(Run())) == []
     tagger = transformers.LlamaForTokenClassification(llama(num_hidden_layers=1))
     assert "its loss is that of ForTokenClassification, but labels are shifted by one token" in found(tagger)

@@ -1,4 +1,4 @@
-"""Models of transformers that count positions by themselves: a ring against eager attention."""
+"""Models of transformers that count positions or compute scores by themselves: a ring against eager attention."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.models import problems
 from burst_plugin.trajectories import fold
-from tests.support.deepspeed_run import Batch, Run, build, draw, worst
-from tests.support.families import counting
+from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
+from tests.support.families import counting, old_attention
 from tests.support.ranks import last_lines, run_ranks
 
 pytestmark = pytest.mark.huggingface
 
-FAMILIES = counting()
-FEW = ("opt", "biogpt", "roberta", "xmod", "bart", "pegasus", "whisper")
+FAMILIES = counting() | old_attention()
+FEW = ("opt", "biogpt", "roberta", "xmod", "bart", "pegasus", "whisper", *old_attention())
 BY_IDS = [name for name in FAMILIES if "roberta" in name or name in ("xmod", "camembert", "data2vec-text")]
 Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -159,7 +161,26 @@ def test_embeddings_in_place_of_ids_have_no_padding() -> None:
     torch.testing.assert_close(found[:, :16], expected[:, :16], rtol=2e-5, atol=2e-5)
 
 
+def test_training_on_whole_batches_is_refused() -> None:
+    for name in old_attention():
+        with pytest.raises(ValueError, match=r"Attention got a batch that is not sharded: pass what"):
+            prepare(build(Run(model=FAMILIES[name])))(_plain()["input_ids"])
+
+
 # ------------------------------------------------------------------------------------------------------ refused
+
+
+def _torn(rank: int) -> None:
+    batch = _plain()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, 9] = 0
+    model = prepare(build(Run(model=FAMILIES["bloom"])))
+    model(**shard_batch(batch, ContextParallel(dist.group.WORLD)), use_cache=False)
+
+
+def test_padding_between_tokens_that_alibi_does_not_count_is_refused_on_every_rank() -> None:
+    for line in last_lines(_torn, 2):
+        assert "the ALiBi of BloomForCausalLM does not count: pad rows on the left or on the right" in line
 
 
 def _folded(rank: int) -> None:
@@ -182,7 +203,7 @@ def test_caches_hold_what_attends_by_positions_from_zero_on_and_others_are_refus
         {"max_new_tokens": 3, "do_sample": False, "use_cache": True, "eos_token_id": None},
     )
     refused = dict.fromkeys(counting().keys() - {"biogpt"}, "it counts positions by itself")
-    refused["opt"] = "computed logits without its layers"
+    refused |= dict.fromkeys(("bloom", "mpt"), "its ALiBi") | {"opt": "computed logits without its layers"}
     for name in FAMILIES:
         model = prepare(build(Run(model=FAMILIES[name]))).eval()
         cache = {"past_key_values": RingCache(ContextParallel())}
@@ -191,3 +212,11 @@ def test_caches_hold_what_attends_by_positions_from_zero_on_and_others_are_refus
                 model.generate(ids, **usual, **cache)
         else:
             assert torch.equal(model.generate(ids, **usual), model.generate(ids, **usual, **cache)), name
+
+
+def test_what_a_ring_would_compute_otherwise_is_refused_by_name() -> None:
+    shape = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**shape, alibi=True))
+    assert "its ALiBi is rounded to bfloat16" in "; ".join(problems(falcon))
+    rembert = transformers.RemBertForCausalLM(transformers.RemBertConfig(**shape, is_decoder=True))
+    assert "does not go through transformers' AttentionInterface" in "; ".join(problems(rembert))

@@ -172,5 +172,30 @@ def counting() -> dict[str, Any]:
     }
 
 
+def old_attention() -> dict[str, Any]:
+    """Families whose attention modules compute scores by themselves."""
+    t = transformers
+    alibi = {
+        "vocab_size": VOCAB,
+        "initializer_range": 0.15,
+        "pad_token_id": 0,
+    }  # of six heads, which no power of two is
+    return {
+        "falcon": t.FalconConfig(**_SHAPE),
+        "falcon_new": t.FalconConfig(**_SHAPE, new_decoder_architecture=True, num_kv_heads=2, bias=True),
+        "falcon_each": t.FalconConfig(**_SHAPE, multi_query=False, parallel_attn=False),
+        "bloom": t.BloomConfig(**alibi, hidden_size=48, n_layer=2, n_head=6),
+        "mpt": t.MptConfig(**alibi, d_model=48, n_layers=2, n_heads=6, max_seq_len=64),
+        "gpt_neo": t.GPTNeoConfig(
+            **_SHAPE, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=9
+        ),
+        "xglm": t.XGLMConfig(
+            vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, init_std=0.15, pad_token_id=0,
+            **_NO_DROPOUT,
+        ),
+        "gpt_neox_japanese": t.GPTNeoXJapaneseConfig(**_without("intermediate_size"), attention_dropout=0.0),
+    }  # fmt: skip
+
+
 def _without(name: str) -> dict[str, Any]:
     return {each: value for each, value in _SHAPE.items() if each != name}
