@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,8 +26,9 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
+from burst_plugin.sequence.batch_masks import batch_mask, real_tokens
 from burst_plugin.sequence.layout import Tokens, even_length
-from burst_plugin.sequence.masks import Causal, Documents, Mask, PerRow, key_padding
+from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.strategy import AUTO
 
@@ -229,7 +229,7 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     padded = even_length(tensors["position_ids"].shape[-1], cp.ranks)
     trees = _trees(batch, tensors)
     positions = _positions_in_text(tensors["position_ids"])
-    mask, real = _mask(batch, positions, padded, trees), _real(batch, positions, padded)
+    mask, real = batch_mask(batch, positions, padded, trees), real_tokens(batch, positions, padded)
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     return _WholeBatch(tensors, padded, mask, real, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
@@ -426,74 +426,6 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
         raise ValueError("position_ids are not those of the tree, which count along each path; leave them out")
     tensors["position_ids"] = logical.to(positions.device)
     return trees
-
-
-def _valid(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
-    """Return which tokens [B, S] are no padding."""
-    valid = batch.get("attention_mask")
-    return valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
-
-
-def _real(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Tensor | None:
-    """Return which tokens of the padded length are no padding; None if all are."""
-    valid = _valid(batch, positions)
-    real = torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)
-    return None if bool(real.all()) else real
-
-
-def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int, trees: Sequence[PrefixTree]) -> Mask | None:
-    """Return the mask of a whole batch: padding, document bounds or trees; None for none of these."""
-    masks: list[Mask] = []
-    valid = _valid(batch, positions)
-    if not bool(valid.all()):
-        masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))
-    if trees:
-        own = tuple(tree.padded(padded) for tree in trees)
-        return reduce(and_, [*masks, own[0] if len(own) == 1 else PerRow(own)])
-    if isinstance(batch.get("cu_seq_lens_q"), Tensor):
-        masks.append(_documents(batch["cu_seq_lens_q"].tolist(), positions.shape, padded))
-        return reduce(and_, masks)
-    packed = batch.get("attention_mask") is None  # only then does transformers take any break for a document
-    rows = [Documents((*_starts(*row, packed), padded)) for row in zip(positions, valid, strict=True)]
-    if any(len(row.cu_seqlens) > 2 for row in rows):
-        masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
-    return reduce(and_, masks) if masks else None
-
-
-def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask:
-    """Return the mask of documents packed into one row of `shape` [1, S]."""
-    if shape[0] != 1 or bounds[0] != 0 or bounds[-1] != shape[1]:
-        raise ValueError(
-            f"cu_seq_lens_q from {bounds[0]} to {bounds[-1]} does not fit a batch of shape {list(shape)}; expected "
-            "one packed row, and bounds from 0 to its length"
-        )
-    return Documents((*bounds[:-1], padded))
-
-
-def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
-    """Return where documents start in a row of positions [S].
-
-    They start at token 0, and at every real token whose position is not one more than that of the token before it,
-    nor than that of the last real one: padding in between may count or not. Unless the row is `packed`, positions
-    have to start again there: others are shared ones, of images or branches.
-
-    Raises ValueError where it is not clear whether a document starts.
-    """
-    breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
-    real = valid.nonzero().flatten()
-    follows = real[1:][positions[real][1:] - positions[real][:-1] == 1]
-    breaks[follows - 1] = False
-    unclear = positions[1:] > positions[:-1]
-    if not packed and len(real):
-        unclear = (positions[1:] != 0) & (positions[1:] != positions[real[0]])
-    unclear &= breaks & valid[:-1]
-    if bool(unclear.any()):
-        at = int(unclear.nonzero()[0]) + 1
-        raise ValueError(
-            f"position_ids go from {int(positions[at - 1])} to {int(positions[at])} at token {at}: whether that "
-            "begins a document is not clear; give documents as positions that start again, or as cu_seq_lens_q"
-        )
-    return (0, *(breaks.nonzero().flatten() + 1).tolist())
 
 
 def _checksum_of(tensors: Sequence[Tensor]) -> int:

@@ -596,16 +596,6 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
         **small, embedding_size=8, intra_bottleneck_size=8, true_hidden_size=8, trigram_input=True
     )
     assert "trigram_input joins neighbouring tokens" in found(transformers.MobileBertModel(mobile))
-    llama4 = transformers.Llama4TextConfig(
-        **small,
-        num_key_value_heads=2,
-        intermediate_size_mlp=8,
-        head_dim=4,
-        num_local_experts=1,
-        layer_types=["full_attention"],
-        no_rope_layers=[0],
-    )
-    assert "attn_temperature_tuning counts positions" in found(transformers.Llama4ForCausalLM(llama4))
     opt = transformers.OPTConfig(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, layerdrop=0.1
     )
