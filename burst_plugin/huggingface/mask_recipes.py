@@ -33,6 +33,8 @@ _DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # made of posi
 _IN_DOCUMENTS = (
     "remap_positions_for_packed_sequence.<locals>.inner_mask"  # together with this; by models of ids of their own
 )
+_EITHER = "or_masks.<locals>.or_mask"
+_IN_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
 _KNOWN = frozenset(
     {
         _CAUSAL,
@@ -160,8 +162,12 @@ class MaskRecipe:
         return self._made[always]
 
     @cached_property
+    def _parts(self) -> list[tuple[str, list[Any]]]:
+        return list(_parts(self._asked["mask_function"]))
+
+    @cached_property
     def _rules(self) -> Counter[str]:
-        return Counter(_names(self._asked["mask_function"]))
+        return Counter(name for name, _ in self._parts)
 
     @cached_property
     def unknown(self) -> list[str]:
@@ -182,7 +188,12 @@ class MaskRecipe:
     @property
     def window(self) -> int | None:
         """Return how many keys back a query attends to, itself included; for windows both ways, to either side."""
-        return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
+        if not self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS}:
+            return None
+        size: int | None = self._asked.get("local_size")
+        if size is None and self._rules[_WINDOW] == 1:  # a window that a model has put around its own rule
+            (size,) = next(enclosed for name, enclosed in self._parts if name == _WINDOW)
+        return size
 
     @property
     def chunk(self) -> int | None:
@@ -241,15 +252,30 @@ def _has_documents(mask: Mask | None) -> bool:
     return isinstance(mask, Documents)
 
 
-def _names(rule: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of all functions that a rule is made of, and of callables in it."""
-    name = getattr(rule, "__qualname__", type(rule).__qualname__)
-    yield _names_by_code().get(getattr(rule, "__code__", None), name)
-    for cell in getattr(rule, "__closure__", None) or ():
-        inner = cell.cell_contents
-        for part in inner if isinstance(inner, tuple | list) else (inner,):
-            if callable(part) and not isinstance(part, torch.nn.Module):
-                yield from _names(part)
+def _parts(rule: Callable[..., Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the names of all functions that a rule is made of, with what each encloses, and of callables in it.
+
+    What lets no token attend to any is left out where another rule does the same without.
+    """
+    own = getattr(rule, "__qualname__", type(rule).__qualname__)
+    name = _names_by_code().get(getattr(rule, "__code__", None), own)
+    inner = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    enclosed = [part for each in inner for part in (each if isinstance(each, tuple | list) else (each,))]
+    rules = [part for part in enclosed if callable(part) and not isinstance(part, torch.nn.Module)]
+    if name == _EITHER:
+        rules = [part for part in rules if not _is_empty(part)]
+    if name != _EITHER or len(rules) != 1:
+        yield name, enclosed
+    for part in rules:
+        yield from _parts(part)
+
+
+def _is_empty(rule: Callable[..., Any]) -> bool:
+    """Return whether a rule lets no token attend to any: that of tokens of an image, where there is none."""
+    if _names_by_code().get(getattr(rule, "__code__", None)) != _IN_BLOCKS:
+        return False
+    (blocks,) = (cell.cell_contents for cell in rule.__closure__ or ())
+    return bool((blocks < 0).all())
 
 
 @cache

@@ -611,7 +611,7 @@ CHUNKED = chunked_causal_mask_function(4, torch.zeros(1))
 REMAPS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 CHAINS = packed_sequence_mask_function(torch.zeros(1, 8))  # by ids of a model's own, which a ring is not told
 PARTIAL = and_masks(causal_mask_function, partial(causal_mask_function))
-WINDOW = sliding_window_causal_mask_function(4)  # without its size beside it
+WINDOWS = and_masks(*map(sliding_window_causal_mask_function, (4, 3)))  # two, without a size beside them
 BLOCKS = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1)))
 
 
@@ -814,7 +814,7 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
         ),
         ({"attention_mask": MaskRecipe(mask_function=PARTIAL)}, "know: partial"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
-        ({"attention_mask": MaskRecipe(mask_function=WINDOW)}, "sliding_window_overlay.<locals>.inner_mask"),
+        ({"attention_mask": MaskRecipe(mask_function=WINDOWS)}, "sliding_window_overlay.<locals>.inner_mask"),
         ({"indices": torch.zeros(1)}, "_Layer passes indices, which attn_implementation"),
         (
             {"attention_mask": MaskRecipe(mask_function=causal_mask_function), "sliding_window": 3},
