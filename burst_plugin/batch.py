@@ -42,6 +42,7 @@ SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 _IDS = ("input_ids", "inputs_embeds")
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
+NOT_YET = "images, audio and video are not supported on a ring yet"
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
 _LOOKS = 10  # batches to look at until one is uneven; each look takes as long as making a new mask's plan
 _looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # by ring: batches looked at so far
@@ -310,14 +311,18 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"a batch needs input_ids of shape [batch, tokens], got {got}")
     tensors: dict[str, Tensor] = {}
     for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() < 2 or name in _MASK_KEYS:
+        if name in _MASK_KEYS:
+            continue
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            _check_passed_on(name, value)
             continue
         if name == "position_ids":
             _check_positions(value, ids)
         elif value.shape[:2] != ids.shape[:2]:
             raise ValueError(
                 f"{name} of shape {list(value.shape)} cannot be cut along the sequence: the first two dims of a "
-                f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
+                f"batch's tensors have to be {list(ids.shape[:2])}, those of the input ({NOT_YET}); take {name} out "
+                "of the batch"
             )
         tensors[name] = value
     for name in ("position_ids", "labels", "shift_labels"):
@@ -338,6 +343,18 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             )
         tensors.setdefault("shift_labels", shifted(labels))
     return tensors
+
+
+def _check_passed_on(name: str, value: object) -> None:
+    """Raise ValueError for tensors in a list or dict, as images may be given, which would be passed on whole."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    if any(isinstance(part, Tensor) and part.dim() > 1 for part in parts):
+        raise ValueError(
+            f"{name}, tensors in a {type(value).__name__}, cannot be cut along the sequence ({NOT_YET}); take {name} "
+            "out of the batch"
+        )
+    for part in parts:
+        _check_passed_on(name, part)
 
 
 def _check_positions(positions: Tensor, ids: Tensor) -> None:
