@@ -12,6 +12,7 @@ from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import wide_dtype
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of, restore_forward
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
+from burst_plugin.huggingface.text_only import named_text_modules, text_modules
 from burst_plugin.strategy import Strategy
 
 _MLPS = ("mlp", "feed_forward", "ffn", "ff")  # names of attributes of layers
@@ -37,7 +38,7 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.M
     mlps = _dense_mlps(model) if of_tokens else []  # which raises before anything is changed
     attention = attention_modules(model, of_heads) if of_heads else []
     restore_modules(model)
-    norms = [module for module in model.modules() if _is_plain_norm(module)] if of_tokens else []
+    norms = [module for module in text_modules(model) if _is_plain_norm(module)] if of_tokens else []
     for mlp in mlps:
         mlp.forward = ChunkedForward(mlp, of_tokens)
     for norm in norms:
@@ -68,7 +69,7 @@ def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
     name = type(model).__name__
     with_experts = {
         type(module).__name__
-        for module in model.modules()
+        for module in text_modules(model)
         if any(child in _EXPERTS for child, _ in module.named_children())
     }
     if with_experts:
@@ -78,7 +79,7 @@ def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
         )
     mlps = {
         id(module): module
-        for path, module in model.named_modules()
+        for path, module in named_text_modules(model)
         if path.rpartition(".")[2] in _MLPS and any(True for _ in module.parameters())
     }
     others = sorted({type(mlp).__name__ for mlp in mlps.values() if _required_arguments(mlp) != 1})

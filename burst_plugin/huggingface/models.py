@@ -31,11 +31,13 @@ from burst_plugin.huggingface.router_losses import (
     problem_of_router_loss,
     use_router_losses,
 )
+from burst_plugin.huggingface.text_only import check_is_text, other_parts, text_modules, text_part, watch_towers
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
+_REFUSED = {"molmo2": "its language model asks for the shape of its mask, which is a rule here; use another model"}
 _MIXING = {  # options by which ranks compute otherwise than one would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
@@ -63,14 +65,20 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         if adapt(pretrained):  # transformers would leave them as they are
             pretrained.config._attn_implementation = ATTN_IMPLEMENTATION
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
-            pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
+            pretrained.set_attn_implementation(_implementations(pretrained.config))
         _switch_copied_layers(pretrained)
         use_router_losses(pretrained, averages_gradients)
         use_longest_positions(pretrained)
         watch_positions(pretrained)
         _watch(pretrained)
-        for number, module in enumerate(pretrained.modules()):
+        for number, module in enumerate(text_modules(pretrained)):
             setattr(module, EXAMINED, number)
+
+
+def _implementations(config: Any) -> str | dict[str, str]:
+    """Return what attention a model is to have: the ring, but for parts besides its language model their own."""
+    text = text_part(config)
+    return {"": ATTN_IMPLEMENTATION, text: ATTN_IMPLEMENTATION} if text else ATTN_IMPLEMENTATION
 
 
 def _switch_copied_layers(pretrained: PreTrainedModel) -> None:
@@ -81,7 +89,7 @@ def _switch_copied_layers(pretrained: PreTrainedModel) -> None:
     models = [module for module in pretrained.modules() if _is_pretrained(module)]
     fixed = [each for each in models if not (each._can_set_attn_implementation() or old_attention(each))]
     left_alone = {id(part) for model in fixed for part in model.modules()}
-    for module in pretrained.modules():
+    for module in text_modules(pretrained):
         config = getattr(module, "config", None)
         if not isinstance(config, PreTrainedConfig) or id(module) in left_alone:
             continue
@@ -96,6 +104,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
     """
     if _note_shard not in pretrained._forward_pre_hooks.values():
         watch_turns(pretrained)
+        watch_towers(pretrained)
         pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
         pretrained.register_forward_hook(_without_logits, prepend=True)  # before those that read what is returned
         pretrained.register_forward_hook(_check_calls, with_kwargs=True)
@@ -111,6 +120,8 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     check_router_loss(model, kwargs)
     given = shard = kwargs.get(SHARD_KEY)
     if shard is not None:
+        if not shard.as_given:
+            check_is_text(model, args, kwargs)
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
@@ -176,7 +187,7 @@ def problems(
         names = ", ".join(type(each).__name__ for each in outermost)
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
-    for pretrained in (module_taking_batches(model) if is_whole else model).modules():
+    for pretrained in text_modules(module_taking_batches(model) if is_whole else model):
         if isinstance(pretrained, PreTrainedModel):
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
@@ -219,6 +230,11 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
             f"its loss is that of {head[0]}, but labels are {'counted' if is_whole else 'shifted by one token'} as "
             f"{_LOSS} has them; train a causal language model, or its body without a head on a loss of your own"
         )
+    elif head and _has_own_loss(pretrained):
+        reasons.append(
+            "its forward computes a loss of labels by itself, which counts and shifts them in its own way; train its "
+            "language model by itself"
+        )
     elif not is_whole and not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
         reasons.append(
@@ -230,7 +246,7 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
 
 def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
     """Return what a model adds to scores, which matters on a ring of one rank as well."""
-    if not any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
+    if not any(hasattr(module, "prepare_dynamic_mask") for module in text_modules(pretrained)):
         return []
     return [
         "its attention makes a mask of the values of all keys (prepare_dynamic_mask), of which a ring's rank has its "
@@ -240,7 +256,7 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """Return what a model would compute differently on shards than on whole sequences."""
-    reasons = problems_of_old_attention(pretrained)
+    reasons = [] if text_part(pretrained.config) else problems_of_old_attention(pretrained)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     scanning = _scanning(pretrained)
@@ -252,9 +268,24 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
             "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
             "position_ids as they are"
         )
+    if "shared_kv_states" in parameters and re.search(r"For[A-Z]\w*$", type(pretrained).__name__):
+        reasons.append("it is a draft of another model, whose keys and values it attends to; train that model")
+    if "encoder_inputs_embeds" in parameters and not pretrained.config.is_encoder_decoder:
+        reasons.append("it adds features of audio to every token, and a shard has none; train its language model")
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         reasons.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
     return reasons
+
+
+def _has_own_loss(pretrained: PreTrainedModel) -> bool:
+    """Return whether a forward of transformers computes a loss without its `loss_function`, which takes shift_labels.
+
+    Models of one's own may do that: they are given shift_labels, too.
+    """
+    forward: Any = inspect.unwrap(type(pretrained).forward)
+    if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers."):
+        return False
+    return "labels" in inspect.signature(forward).parameters and "loss_function" not in forward.__code__.co_names
 
 
 def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
@@ -272,8 +303,10 @@ def _problems_of_config(config: Any) -> list[str]:
         reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
         )
-    others = [key for key in config.sub_configs if _is_part(getattr(config, key, None), text)]
-    if others:
+    if config.model_type in _REFUSED:
+        reasons.append(_REFUSED[config.model_type])
+    others = other_parts(config)
+    if others and not text_part(config):
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if kinds:
@@ -281,7 +314,7 @@ def _problems_of_config(config: Any) -> list[str]:
     for option, what in _MIXING.items():
         if getattr(text, option, None):
             reasons.append(f"{option} {what}; switch it off, or use another model")
-    if getattr(text, "use_bidirectional_attention", None):
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # among tokens of an image
         reasons.append("use_bidirectional_attention is set; leave it out")
     return reasons
 
@@ -295,7 +328,7 @@ def _scanning(pretrained: PreTrainedModel) -> str:
         return ""
     found = {
         type(module).__name__
-        for module in pretrained.modules()
+        for module in text_modules(pretrained)
         if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
     }
     kinds = getattr(pretrained.config.get_text_config(), "layer_types", None)
@@ -304,11 +337,6 @@ def _scanning(pretrained: PreTrainedModel) -> str:
     return ", ".join(sorted(found))
 
 
-def _is_part(config: Any, text: Any) -> bool:
-    """Return whether an inner configuration is that of a model beside `text`, rather than of options of layers."""
-    if config is None or config is text:
-        return False
-    return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
 
 
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import given_positions
+from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Keys, Mask, PerRow
 
@@ -39,7 +40,7 @@ _EXAMINED = "_burst_plugin_counts"  # of a model: which of its modules counts po
 
 def counts_unknown(pretrained: PreTrainedModel) -> bool:
     """Return whether a model counts positions in a way that ranks cannot follow."""
-    kinds = {type(module) for module in pretrained.modules()}
+    kinds = {type(module) for module in text_modules(pretrained)}
     if any(map(_counts_otherwise, kinds)):
         return True
     takes_positions = "position_ids" in inspect.signature(type(pretrained).forward).parameters
@@ -63,7 +64,7 @@ def _is_one(kind: type, names: re.Pattern[str]) -> bool:
 def watch_positions(pretrained: PreTrainedModel) -> None:
     """Find what counts positions in a model, once and for all its forwards."""
     found: dict[re.Pattern[str], torch.nn.Module] = {}
-    for module in pretrained.modules():
+    for module in text_modules(pretrained):
         for names in (_BY_PADDING, _BY_IDS, _TABLES, _BY_ALIBI, _NO_POSITIONS):
             if _is_one(type(module), names):
                 found[names] = module

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import forward_in_progress
+from burst_plugin.huggingface.text_only import text_modules
 
 _KINDS = ("dynamic", "longrope")
 _ADDED = "_burst_plugin_added_position"  # of a module in the middle of a forward
@@ -41,7 +42,7 @@ def use_longest_positions(model: torch.nn.Module) -> None:
 
 def _dependent(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the rotary embeddings that depend on the longest position."""
-    for module in model.modules():
+    for module in text_modules(model):
         kinds = getattr(module, "rope_type", None)
         names = kinds.values() if isinstance(kinds, dict) else [kinds]
         if any(kind in str(name) for name in names for kind in _KINDS):

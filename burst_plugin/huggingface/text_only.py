@@ -1,0 +1,124 @@
+"""Models that also take images, audio or video, on text alone: what text does not pass is left as it is.
+
+Model  ->  projector, towers: of images, audio, video; never run on a shard, so neither examined nor switched
+       ->  language model: examined, and on the ring
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import NOT_YET, SHARD_KEY
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.mask_recipes import shard_of_forward
+
+# Tensors, caches and lists that a batch of text may have; of `token_type_ids` masks are made, which are examined.
+_OF_TEXT = frozenset(
+    {
+        SHARD_KEY,
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "shift_labels",
+        "position_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "cache",
+        "past_key_values",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+    }
+)
+
+
+def other_parts(config: Any) -> list[str]:
+    """Return the names of the configurations of parts besides the language model, such as a vision tower."""
+    text = config.get_text_config()
+    return [name for name in config.sub_configs if _is_part(getattr(config, name, None), text)]
+
+
+def text_part(config: Any) -> str | None:
+    """Return the name of the configuration of a language model that has other parts beside it; None if it has none.
+
+    Without a configuration of its own a language model cannot be told from these, and text may pass them.
+    """
+    text = config.get_text_config()
+    if config.is_encoder_decoder or not other_parts(config):
+        return None
+    return next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+
+
+def _is_part(config: Any, text: Any) -> bool:
+    """Return whether an inner configuration is that of a model beside `text`, rather than of options of layers."""
+    if config is None or config is text:
+        return False
+    return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
+
+
+def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """Return the models inside `model` that text does not pass: those of other parts than the language model."""
+    found: dict[int, PreTrainedModel] = {}
+    for around in model.modules():
+        if isinstance(around, PreTrainedModel) and text_part(around.config):
+            ours = (around.config, around.config.get_text_config())
+            inner = [each for each in around.modules() if isinstance(each, PreTrainedModel)]
+            of_text = {id(part) for each in inner if each.config is ours[1] for part in each.modules()}
+            others = [each for each in inner if not any(each.config is config for config in ours)]
+            found |= {id(each): each for each in others if of_text and id(each) not in of_text}
+    return list(found.values())
+
+
+def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules of a model that text may pass, itself included, with their names: all but the towers'."""
+    left_out = {id(part) for tower in towers(model) for part in tower.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in left_out:
+            yield name, module
+
+
+def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules of a model that text may pass, itself included: all but the towers'."""
+    for _, module in named_text_modules(model):
+        yield module
+
+
+def watch_towers(model: PreTrainedModel) -> None:
+    """Add hooks that refuse a forward of a tower on a shard."""
+    for tower in towers(model):
+        if _refuse_tower not in tower._forward_pre_hooks.values():
+            tower.register_forward_pre_hook(_refuse_tower)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_tower(tower: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise ValueError for a part besides the language model that runs on a shard, which nobody has examined."""
+    shard = shard_of_forward()
+    if shard is not None and not shard.as_given:
+        raise ValueError(
+            f"{type(tower).__name__} runs on a batch that is cut, though that has text alone: whether it can has not "
+            "been examined; train the language model by itself"
+        )
+
+
+def check_is_text(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a batch with anything but text, given with a shard to a model that has other parts."""
+    if not text_part(model.config):
+        return
+    for name, value in by_name(model.forward, args, kwargs).items():
+        if name not in _OF_TEXT and isinstance(value, Tensor | list | tuple | Mapping):
+            raise ValueError(
+                f"{type(model).__name__} got {name} with a batch that is cut: {NOT_YET}; leave {name} out, and train "
+                "on text alone"
+            )

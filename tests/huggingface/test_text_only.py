@@ -1,0 +1,242 @@
+"""Models that also take images, audio or video, on batches of text, against eager attention on one rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface.models import problems
+from burst_plugin.huggingface.text_only import text_modules, towers
+from tests.support.deepspeed_run import Batch, draw, quiet_ranks, worst
+from tests.support.ranks import run_ranks
+from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
+
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # whose default configurations are known
+pytestmark = [
+    pytest.mark.huggingface,
+    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+]
+__all__ = ["quiet_ranks"]  # a fixture
+
+_KINDS_OF_TOKENS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}  # given by processors: 0 for text
+DOCUMENTS = (13, 1, 18)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss of a whole batch, and gradients."""
+
+    loss: float
+    grads: dict[str, torch.Tensor]
+
+
+def _plain() -> Batch:
+    return draw(1, rows=2, length=32)[0]
+
+
+def _packed() -> Batch:
+    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
+
+
+def _padded() -> Batch:
+    batch = draw(1, rows=2, length=27, seed=2)[0]
+    real = torch.arange(27) >= torch.tensor([[9], [2]])
+    first = torch.arange(27) == torch.tensor([[9], [2]])
+    return {
+        **batch,
+        "attention_mask": real.long(),
+        "labels": batch["labels"].masked_fill(first | ~real, IGNORED_LABEL),
+    }
+
+
+BATCHES = {"plain": _plain, "packed": _packed, "padded": _padded}
+
+
+def _given(family: str, kind: str) -> Batch:
+    batch = BATCHES[kind]()
+    if family in _KINDS_OF_TOKENS:
+        batch[_KINDS_OF_TOKENS[family]] = torch.zeros_like(batch["input_ids"])
+    return batch
+
+
+def _grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def _on_ring(rank: int, families: Sequence[str], kind: str, options: dict[str, Any]) -> dict[str, Result]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size(), **options)
+    found = {}
+    for family in families:
+        model = prepare(tiny_wrapper(family))
+        if kind == "padded" or options:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        local = shard_batch(_given(family, kind), cp)
+        loss = model(
+            **local, labels=local["shift_labels"], num_items_in_batch=local["burst"].valid_tokens, use_cache=False
+        ).loss
+        loss.backward()
+        grads = _grads(model)
+        flat = torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads.values())])
+        dist.all_reduce(flat)
+        sizes = [grad.numel() for grad in grads.values()]
+        parts = flat[1:].split(sizes) if rank == 0 else ()
+        whole = {name: part.view_as(grads[name]) for name, part in zip(grads, parts, strict=False)}
+        found[family] = Result(float(flat[0]), {name: grad for name, grad in whole.items() if bool(grad.any())})
+    return found
+
+
+def _on_one_rank(family: str, kind: str) -> Result:
+    """Of packed documents one by one, since not every model of transformers keeps those apart."""
+    model, batch = tiny_wrapper(family), _given(family, kind)
+    count = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+    starts = [0, batch["input_ids"].shape[1]]
+    if kind == "packed":
+        del batch["position_ids"]
+        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
+    total = 0.0
+    for begin, end in pairwise(starts):
+        part = {name: x[:, begin:end] for name, x in batch.items()}
+        if end - begin > 1:
+            loss = model(**part, num_items_in_batch=count, use_cache=False).loss
+            loss.backward()
+            total += float(loss.detach())
+    return Result(total, {name: grad for name, grad in _grads(model).items() if bool(grad.any())})
+
+
+def check(families: Sequence[str], ranks: int, kind: str, **options: Any) -> None:
+    """Compare losses and gradients on a ring with those on one rank without it; `options` are the ring's."""
+    found = run_ranks(_on_ring, ranks, families, kind, options, timeout_s=240.0)[0]
+    for family in families:
+        truth = _on_one_rank(family, kind)
+        assert truth.grads, family
+        assert abs(found[family].loss - truth.loss) <= 1e-5 * abs(truth.loss), (family, kind)
+        error, parameter = worst(found[family].grads, truth.grads)
+        assert error <= 1e-5, (family, kind, parameter, error)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(4, "plain"), (2, "packed"), (2, "padded")])
+def test_losses_and_gradients_equal_eager_on_one_rank(ranks: int, kind: str) -> None:
+    check(WRAPPERS, ranks, kind)
+
+
+def test_what_runs_in_chunks_is_the_language_model() -> None:
+    check(["qwen2_5_vl", "gemma3", "llava"], 2, "padded", mlp_chunk=5, loss_chunk=7, head_chunk=2, keep_attention=0.5)
+
+
+def test_towers_are_left_as_they_are() -> None:
+    model = prepare(tiny_wrapper("qwen3_vl"))
+    assert towers(model) == [model.model.visual]
+    assert model.model.visual.config._attn_implementation == "eager"
+    assert model.model.language_model.config._attn_implementation == "burst"
+    parts = set(text_modules(model))
+    assert model.model.language_model.layers[0] in parts
+    assert model.model.visual.blocks[0] not in parts
+
+
+def test_a_whole_batch_with_an_image_is_evaluated_as_without_the_ring() -> None:
+    model = tiny_wrapper("llava").eval()
+    pixels = torch.rand(1, 3, 336, 336, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 576, 7, 8]])
+    model.get_input_embeddings().weight.data = torch.randn(model.config.image_token_id + 1, 32)
+    with torch.no_grad():
+        truth = model(input_ids=ids, pixel_values=pixels).logits
+        logits = prepare(model)(input_ids=ids, pixel_values=pixels).logits
+    torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
+
+
+IMAGES = {
+    "pixel_values": torch.zeros(3, 3, 8, 8),
+    "image_grid_thw": torch.ones(1, 3),
+    "input_features": [torch.zeros(80, 10)],
+    "mm_encoder_outputs": {"image": (torch.zeros(1, 4, 32),)},
+}
+
+
+def _cut_with_an_image(rank: int) -> list[str]:
+    cp, told = ContextParallel(dist.group.WORLD), []
+    for name, value in IMAGES.items():
+        try:
+            shard_batch({**_plain(), **({name: value} if rank else {})}, cp)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_an_image_on_one_rank_is_refused_by_all() -> None:
+    for told in run_ranks(_cut_with_an_image, 2):
+        assert len(told) == len(IMAGES)
+        for name, message in zip(IMAGES, told, strict=True):
+            assert re.search(rf"rank 1: {name}\b.* cannot be cut along the sequence", message)
+            assert (
+                f"images, audio and video are not supported on a ring yet); take {name} out of the batch" in message
+            )
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "image_sizes"])
+def test_an_image_beside_a_shard_is_refused_by_name(name: str) -> None:
+    model = prepare(tiny_wrapper("mistral3"))
+    local = shard_batch(_plain(), ContextParallel())
+    given = {name: IMAGES.get(name, torch.tensor([8, 8]))}
+    message = (
+        rf"Mistral3ForConditionalGeneration got {name} with a batch that is cut: images, audio and video are not "
+        rf"supported on a ring yet; leave {name} out"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(**local, **given)
+    if name == "pixel_values":
+        with pytest.raises(ValueError, match=message):
+            model(local.pop("input_ids"), given["pixel_values"], **local)
+
+
+def test_tokens_of_an_image_without_it_are_refused() -> None:
+    """They would attend to each other in both directions."""
+    model = prepare(tiny_wrapper("gemma3"))
+    ids = _plain()["input_ids"]
+    local = shard_batch({"input_ids": ids, "token_type_ids": (ids % 5 == 0).long()}, ContextParallel())
+    with pytest.raises(ValueError, match=r"does not know: blockwise_overlay.<locals>.inner_mask, or_masks"):
+        model(**local)
+
+
+def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
+    model = prepare(tiny_wrapper("llava"))
+    local = shard_batch(_plain(), ContextParallel())
+    tower = model.model.vision_tower
+    hook = model.model.language_model.register_forward_pre_hook(lambda *args: tower(torch.zeros(1, 3, 336, 336)))
+    with pytest.raises(ValueError, match="CLIPVisionModel runs on a batch that is cut, though that has text alone"):
+        model(**local)
+    hook.remove()
+    model(**local)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen2_audio", "its forward computes a loss of labels by itself"),
+        ("granite_speech", "its forward computes a loss of labels by itself"),
+        ("voxtral_realtime", "it adds features of audio to every token"),
+        ("molmo2", "its language model asks for the shape of its mask"),
+        ("paligemma", "use_bidirectional_attention is set"),
+        ("blt", "it has parts besides the language model: patcher_config"),
+        ("gemma4_unified_assistant", "it is a draft of another model"),
+        ("lfm3_vl", "it has layers of type conv"),
+    ],
+)
+def test_families_whose_text_needs_more_are_refused(family: str, reason: str) -> None:
+    config = transformers.CONFIG_MAPPING[family]()
+    with torch.device("meta"):
+        model = getattr(transformers, class_name(family))(config)
+    assert any(reason in each for each in problems(model)), problems(model)
