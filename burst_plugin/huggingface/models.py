@@ -233,7 +233,7 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
     elif head and _has_own_loss(pretrained):
         reasons.append(
             "its forward computes a loss of labels by itself, which counts and shifts them in its own way; train its "
-            "language model by itself"
+            "body without a head on a loss of your own"
         )
     elif not is_whole and not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type

@@ -67,15 +67,32 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "latent_channels": 8}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 1},
+    "mllama": {
+        "vision_config": {
+            "num_global_layers": 1,
+            "attention_heads": 4,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        "text_config": {"cross_attention_layers": [1], "num_hidden_layers": 3},
+    },
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 8, "base_channels": 32, "channel_multiplier": [1], "latent_channels": 32},
+        "audio_config": {"codebook_size": 8, "codebook_dim": 32},
+        "image_token_offset": 80,
+        "audio_token_offset": 88,
+        "image_token_id": 78,
+        "audio_token_id": 79,
+    },
 }
 
 WRAPPERS = [
-    "aria", "audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge",
+    "apertus1p5", "aria", "audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge",
     "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "ernie4_5_vl_moe", "exaone4_5", "fun_asr_nano",
     "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "got_ocr2",
     "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus",
     "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision",
-    "minimax_m3_vl", "mistral3", "muse_glimmer", "muse_spark", "musicflamingo", "ovis2", "paddleocr_vl",
+    "minimax_m3_vl", "mistral3", "mllama", "muse_glimmer", "muse_spark", "musicflamingo", "ovis2", "paddleocr_vl",
     "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker",
     "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "video_llama_3", "video_llava", "vipllava", "voxtral",
 ]  # fmt: skip

@@ -1,0 +1,100 @@
+"""Say which model families of the installed transformers run on a ring, and why the others do not.
+
+python -m tools.families                # write docs/families.md, in about a minute
+python -m tools.families llama qwen3_vl # only print the rows of these
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from burst_plugin.huggingface.models import problems
+from burst_plugin.huggingface.text_only import text_part
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+NOT_BUILT = "unknown: cannot be built from its defaults"
+_HEADS = (
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "CAUSAL_LM",
+)  # the first one that a family has
+
+
+def families() -> dict[str, str]:
+    """Return the names of classes that generate text, by family."""
+    found: dict[str, str] = {}
+    for head in _HEADS:
+        for family, name in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES").items():
+            found.setdefault(family, name)
+    return dict(sorted(found.items()))
+
+
+def verdict(family: str, name: str) -> str:
+    """Return whether a family runs on a ring, or the first reason why not; of its default configuration."""
+    try:
+        config = transformers.CONFIG_MAPPING[family]()
+        with torch.device("meta"):
+            model = getattr(transformers, name)(config)
+    except Exception:  # of any kind: what defaults lack is found wherever it is needed
+        return NOT_BUILT
+    reasons = problems(model)
+    if reasons:
+        return "no: " + reasons[0].partition("cannot run on a ring: ")[2]
+    return "yes, on text alone" if text_part(config) else "yes"
+
+
+def rows(asked: Iterable[str]) -> list[str]:
+    """Return the lines of a Markdown table for the families that are asked for."""
+    known = families()
+    return [f"| {family} | {known[family]} | {verdict(family, known[family])} |" for family in asked]
+
+
+_PAGE = """# Model families of transformers
+
+<!-- Written by `python -m tools.families`. -->
+
+Which families with a head that generates text run on a ring: {accepted} of the {all} of transformers {release}.
+Each is judged by its default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model: a checkpoint
+with other layers, or with another rotary embedding, may be judged otherwise. {unknown} cannot be built from their
+defaults, so that nothing is known of them before you have a model. "On text alone":
+[images, audio and video are refused](deepspeed.md#what-happens). Of several reasons the first is given.
+
+| family | class | runs on a ring |
+| --- | --- | --- |
+{table}
+"""
+
+
+def page(lines: Sequence[str]) -> str:
+    """Return the whole page, with the lines of its table."""
+    return _PAGE.format(
+        accepted=sum("| yes" in line for line in lines),
+        all=len(lines),
+        release=transformers.__version__,
+        unknown=sum(NOT_BUILT in line for line in lines),
+        table="\n".join(lines),
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="*", help="a family, such as llama; without any: all of them")
+    names = parser.parse_args().family
+    unknown = sorted(set(names) - families().keys())
+    if unknown:
+        parser.error(f"transformers has no {', '.join(unknown)} with a head that generates text")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if names:
+        print("\n".join(rows(names)))
+    else:
+        PAGE.write_text(page(rows(families())))
