@@ -31,7 +31,14 @@ from burst_plugin.huggingface.router_losses import (
     problem_of_router_loss,
     use_router_losses,
 )
-from burst_plugin.huggingface.text_only import check_is_text, other_parts, text_modules, text_part, watch_towers
+from burst_plugin.huggingface.text_only import (
+    check_is_text,
+    leaves_attention_to_parts,
+    other_parts,
+    text_modules,
+    text_part,
+    watch_towers,
+)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
@@ -256,7 +263,7 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """Return what a model would compute differently on shards than on whole sequences."""
-    reasons = [] if text_part(pretrained.config) else problems_of_old_attention(pretrained)
+    reasons = [] if leaves_attention_to_parts(pretrained) else problems_of_old_attention(pretrained)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     scanning = _scanning(pretrained)

@@ -94,6 +94,14 @@ def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield module
 
 
+def leaves_attention_to_parts(model: PreTrainedModel) -> bool:
+    """Return whether a model has parts besides its language model, and attention only in the models inside it."""
+    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    theirs = {id(part) for each in inner for part in each.modules()}
+    own = [each for each in model.modules() if id(each) not in theirs]
+    return text_part(model.config) is not None and not any("Attention" in type(each).__name__ for each in own)
+
+
 def watch_towers(model: PreTrainedModel) -> None:
     """Add hooks that refuse a forward of a tower on a shard."""
     for tower in towers(model):

@@ -29,7 +29,10 @@ pytestmark = [
 ]
 __all__ = ["quiet_ranks"]  # a fixture
 
-_KINDS_OF_TOKENS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}  # given by processors: 0 for text
+_KINDS_OF_TOKENS = {  # given by processors: 0 for text
+    "gemma3": "token_type_ids",
+    **dict.fromkeys(("gemma4", "gemma4_unified", "glm4v", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+}
 DOCUMENTS = (13, 1, 18)
 
 
@@ -144,6 +147,15 @@ def test_towers_are_left_as_they_are() -> None:
     parts = set(text_modules(model))
     assert model.model.language_model.layers[0] in parts
     assert model.model.visual.blocks[0] not in parts
+
+
+def test_attention_beside_that_of_the_language_model_is_examined() -> None:
+    """GOT-OCR2 has none, though its file has attention of a tower that is not transformers' own."""
+    model = tiny_wrapper("got_ocr2")
+    assert not type(model)._can_set_attn_implementation()
+    assert problems(model) == []
+    model.model.fusion = torch.nn.MultiheadAttention(32, 4)
+    assert "its attention does not go through transformers' AttentionInterface" in problems(model)[0]
 
 
 def test_a_whole_batch_with_an_image_is_evaluated_as_without_the_ring() -> None:
