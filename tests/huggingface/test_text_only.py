@@ -18,7 +18,7 @@ from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.text_only import text_modules, towers
-from tests.support.deepspeed_run import Batch, draw, quiet_ranks, worst
+from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
 from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
 
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.huggingface,
     pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
 ]
-__all__ = ["quiet_ranks"]  # a fixture
 
 _KINDS_OF_TOKENS = {  # given by processors: 0 for text
     "gemma3": "token_type_ids",
