@@ -344,8 +344,6 @@ def _scanning(pretrained: PreTrainedModel) -> str:
     return ", ".join(sorted(found))
 
 
-
-
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:
     """Return the modules of a kind, perhaps `model` itself, that are in no other module of the kind; each once."""
     modules = [module for module in model.modules() if is_kind(module)]
