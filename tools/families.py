@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from burst_plugin.huggingface.models import problems
+from burst_plugin.huggingface.models import has_own_loss, problems
 from burst_plugin.huggingface.text_only import text_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -49,7 +49,12 @@ def verdict(family: str, name: str) -> str:
     reasons = problems(model)
     if reasons:
         return "no: " + reasons[0].partition("cannot run on a ring: ")[2]
-    return "yes, on text alone" if text_part(config) else "yes"
+    told = ["yes"]
+    if text_part(config):
+        told.append("on text alone")
+    if has_own_loss(model):
+        told.append("on a loss of your own")
+    return ", ".join(told)
 
 
 def rows(asked: Iterable[str]) -> list[str]:
@@ -66,7 +71,9 @@ Which families with a head that generates text run on a ring: {accepted} of the 
 Each is judged by its default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model: a checkpoint
 with other layers, or with another rotary embedding, may be judged otherwise. {unknown} cannot be built from their
 defaults, so that nothing is known of them before you have a model. "On text alone":
-[images, audio and video are refused](deepspeed.md#what-happens). Of several reasons the first is given.
+[images, audio and video are refused](deepspeed.md#what-happens). "On a loss of your own": the class computes its loss
+otherwise than causal language models of transformers do, so that labels are refused; compute one of its logits.
+Of several reasons the first is given.
 
 | family | class | runs on a ring |
 | --- | --- | --- |

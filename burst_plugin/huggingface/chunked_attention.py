@@ -170,9 +170,12 @@ class ChunkedAttention(ReplacedForward):
         for name in _PROJECTIONS:
             size = getattr(module, name).out_features // chunks
             rows = slice(number * size, (number + 1) * size)
+            scales = [*_scales(getattr(module, name), rows)]
+            cut = [owner for owner, _ in scales]  # whose weights are those of these rows already
             for linear in _rows_of(getattr(module, name)):
-                stack.enter_context(in_place_of(linear, {"forward": _projection(linear, rows, project)}))
-            for owner, values in _scales(getattr(module, name), rows):
+                left = slice(None) if any(linear is owner for owner in cut) else rows
+                stack.enter_context(in_place_of(linear, {"forward": _projection(linear, left, project)}))
+            for owner, values in scales:
                 stack.enter_context(in_place_of(owner, values))
         if _SINKS in module._parameters:
             sinks = module.sinks[number * self.chunk : (number + 1) * self.chunk]
@@ -197,8 +200,6 @@ def _projection(linear: torch.nn.Linear, rows: slice, project: Linear) -> Callab
     """Return the `forward` of some of the output features of a layer."""
 
     def forward(x: Tensor) -> Tensor:
-        if "weight" in vars(linear):  # of these rows, since DoRA reads them itself
-            return project(x, linear.weight, linear.bias)
         return project(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
     return forward

@@ -43,6 +43,7 @@ from burst_plugin.huggingface.text_only import (
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
+_OWN_LOSS = "its forward computes a loss of labels in its own way; leave labels out, and train on a loss of your own"
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
 _REFUSED = {"molmo2": "its language model asks for the shape of its mask, which is a rule here; use another model"}
 _MIXING = {  # options by which ranks compute otherwise than one would
@@ -129,6 +130,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if shard is not None:
         if not shard.as_given:
             check_is_text(model, args, kwargs)
+            _check_labels(model, kwargs)
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
@@ -237,11 +239,8 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
             f"its loss is that of {head[0]}, but labels are {'counted' if is_whole else 'shifted by one token'} as "
             f"{_LOSS} has them; train a causal language model, or its body without a head on a loss of your own"
         )
-    elif head and _has_own_loss(pretrained):
-        reasons.append(
-            "its forward computes a loss of labels by itself, which counts and shifts them in its own way; train its "
-            "body without a head on a loss of your own"
-        )
+    elif head and is_whole and has_own_loss(pretrained):
+        reasons.append(_OWN_LOSS)
     elif not is_whole and not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
         reasons.append(
@@ -284,7 +283,16 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def _has_own_loss(pretrained: PreTrainedModel) -> bool:
+def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for labels of a shard that a model would make a loss of in its own way."""
+    if kwargs.get("labels") is not None and has_own_loss(pretrained):
+        raise ValueError(
+            f"{type(pretrained).__name__} got labels with a shard: {_OWN_LOSS}, from its logits: with DeepSpeed take "
+            "shift_labels out of the batch for burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
+        )
+
+
+def has_own_loss(pretrained: PreTrainedModel) -> bool:
     """Return whether a forward of transformers computes a loss without its `loss_function`, which takes shift_labels.
 
     Models of one's own may do that: they are given shift_labels, too.

@@ -236,8 +236,6 @@ def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("qwen2_audio", "its forward computes a loss of labels by itself"),
-        ("granite_speech", "its forward computes a loss of labels by itself"),
         ("voxtral_realtime", "it adds features of audio to every token"),
         ("molmo2", "its language model asks for the shape of its mask"),
         ("paligemma", "use_bidirectional_attention is set"),
@@ -251,3 +249,35 @@ def test_families_whose_text_needs_more_are_refused(family: str, reason: str) ->
     with torch.device("meta"):
         model = getattr(transformers, class_name(family))(config)
     assert any(reason in each for each in problems(model)), problems(model)
+
+
+OWN_LOSSES = ["qwen2_audio", "granite_speech", "granite_speech_plus"]
+
+
+def _of_logits(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for family in OWN_LOSSES:
+        model = prepare(tiny_wrapper(family).train())
+        local = shard_batch(_plain(), ContextParallel(dist.group.WORLD))
+        labels = local.pop("shift_labels")
+        with pytest.raises(ValueError, match=r"computes a loss of labels in its own way; leave labels out"):
+            model(**local, labels=labels, shift_labels=labels, num_items_in_batch=8)
+        found[family] = _own_grads(model, model(**local).logits, labels)
+        for grad in found[family].values():
+            dist.all_reduce(grad)
+    return found
+
+
+def _own_grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_models_with_a_loss_in_their_own_way_train_on_one_of_their_logits() -> None:
+    found = run_ranks(_of_logits, 2)[0]
+    for family in OWN_LOSSES:
+        batch = _plain()
+        labels = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        model = tiny_wrapper(family).train()
+        error, name = worst(found[family], _own_grads(model, model(**batch).logits, labels))
+        assert error <= 1e-5, (family, name)
