@@ -17,6 +17,7 @@ from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Batch, Run, build, draw, worst
 from tests.support.families import shape
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.wrappers import tiny_wrapper
 
 pytestmark = pytest.mark.huggingface
 
@@ -100,6 +101,28 @@ def test_losses_and_gradients_are_those_of_one_rank(ranks: int, names: list[str]
         for kind, batch in BATCHES.items():
             error, where = worst(found[f"{name} {kind}"], on_one_rank(name, batch))
             assert error < 1e-5, (name, kind, where)
+
+
+def on_text_alone(rank: int, ring: bool) -> dict[str, torch.Tensor]:
+    """Gradients of a model with a vision tower, whose forward is asked for its router's loss, as TRL does."""
+    model, batch = tiny_wrapper("qwen3_vl_moe"), dict(BATCHES["uneven"])
+    model.config.text_config.router_aux_loss_coef = 0.5
+    if ring:
+        batch = shard_batch(batch, ContextParallel(dist.group.WORLD))
+        batch |= {"labels": batch["shift_labels"], "num_items_in_batch": batch["burst"].valid_tokens / 2}
+        prepare(model, averages_gradients=True)
+    model(**batch, output_router_logits=True, use_cache=False).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if ring:
+        for grad in found.values():
+            dist.all_reduce(grad)
+            grad /= 2
+    return found
+
+
+def test_of_a_model_that_also_takes_images() -> None:
+    error, where = worst(run_ranks(on_text_alone, 2, True)[0], on_text_alone(0, False))
+    assert error < 1e-5, where
 
 
 def unknown_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:
