@@ -13,7 +13,7 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.models import problems
-from tests.huggingface.test_families import FAMILIES, check
+from tests.huggingface.test_families import FAMILIES, _packed, check
 from tests.support.deepspeed_run import Batch, Run, build, draw, llama
 from tests.support.families import shape
 from tests.support.ranks import run_ranks
@@ -45,7 +45,12 @@ def padded(length: int) -> Batch:
     return batch
 
 
-BATCHES = {"long": draw(1, length=32)[0], "short": draw(1, length=16)[0], "padded": padded(31)}
+BATCHES = {
+    "long": draw(1, length=32)[0],
+    "short": draw(1, length=16)[0],
+    "padded": padded(31),
+    "packed": _packed((13, 1, 18)),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
