@@ -31,10 +31,11 @@ def test_the_page_has_every_family_of_its_release_as_it_is() -> None:
 
 def test_a_family_is_judged_by_the_first_reason_in_full() -> None:
     """Which says what to do, and does not name the class again."""
-    model = transformers.BartForCausalLM(transformers.BartConfig(d_model=16, encoder_layers=1, decoder_layers=1))
+    model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=16, n_layer=1, n_head=2))
     first = problems(model)[0]
-    verdict = families.verdict("bart", "BartForCausalLM")
+    verdict = families.verdict("openai-gpt", "OpenAIGPTLMHeadModel")
     assert verdict.startswith("no: ")
     assert first.endswith(verdict.removeprefix("no: "))
     assert families.verdict("llama", "LlamaForCausalLM") == "yes"
+    assert families.verdict("bart", "BartForCausalLM") == "yes, on a loss of your own"
     assert families.verdict("llava", "LlavaForConditionalGeneration") == "yes, on text alone"
