@@ -102,6 +102,9 @@ CASES = [
     Case(FEW, CountsTokens, 3),
     Case(MANY, CountsTokens),
     Case(MANY, has_experts=True),
+    Case(MANY[:2], has_experts=True),
+    Case(MANY[:2], Supervised, has_experts=True),
+    Case(MANY[:2], SupervisedInChunks, has_experts=True),
     Case(FEW, stage=3, has_experts=True),
     Case(MANY, Supervised, has_experts=True),
     Case(FEW, SupervisedInChunks, 3, has_experts=True),
@@ -138,7 +141,11 @@ def _outcome(case: Case, directory: str, deepspeed: bool) -> Outcome:
     trainer = case.trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
     trainer.train()
     after = weights(trainer.model)
-    evaluated = trainer.evaluate()["eval_loss"] if case.trainer is AddsTerm and 0 not in case.labels else math.nan
+    evaluated = (
+        trainer.evaluate()["eval_loss"]
+        if (case.trainer is AddsTerm or case.has_experts) and 0 not in case.labels
+        else math.nan
+    )
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     return Outcome(loss, evaluated, {name: after[name] - before[name] for name in after})
 
