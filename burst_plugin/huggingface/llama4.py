@@ -8,7 +8,7 @@ Chunks of a row are documents of equal length, counted from the first real token
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -28,7 +28,7 @@ def chunk_mask(shard: SequenceShard, size: int) -> Mask:
     return _chunks(shard.mask, shard.tokens.length, size)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _chunks(mask: Mask | None, length: int, size: int) -> Mask:
     """Return the mask of chunks in a batch with the padding and the documents of `mask`."""
     rows = 1 if mask is None or mask.rows is None else mask.rows

@@ -101,6 +101,8 @@ def _attend(family: _Family, original: Callable[..., Any], module: Any, /, *args
         recipe = recipe.within(module.config.window_size)
     terms = {**family.terms(module), "output_attentions": given.get("output_attentions")}
     terms["sliding_window"] = recipe.window
+    if not module.training:
+        terms["dropout"] = 0.0
     out, _ = attention.forward(module, q, k, v, recipe, **terms)
     return family.finish(module, out.flatten(2), given)
 

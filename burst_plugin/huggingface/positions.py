@@ -92,7 +92,7 @@ def with_positions(
     Collective for models that count ids. Raises ValueError on every rank for what shards would count otherwise.
     """
     counts = getattr(model, _EXAMINED, None)
-    if not counts or shard is None:
+    if not counts or shard is None or shard.as_given:
         return kwargs
     if _BY_ALIBI.pattern in counts and _is_torn(shard.mask):
         raise ValueError(

@@ -220,3 +220,14 @@ def test_what_a_ring_would_compute_otherwise_is_refused_by_name() -> None:
     assert "its ALiBi is rounded to bfloat16" in "; ".join(problems(falcon))
     rembert = transformers.RemBertForCausalLM(transformers.RemBertConfig(**shape, is_decoder=True))
     assert "does not go through transformers' AttentionInterface" in "; ".join(problems(rembert))
+
+
+@pytest.mark.parametrize("name", ["xglm", "gpt_neo", "gpt_neox_japanese"])
+def test_whole_batches_in_evaluation_drop_nothing(name: str) -> None:
+    config = copy.deepcopy(FAMILIES[name])
+    config.attention_dropout = 0.5
+    model = build(Run(model=config)).eval()
+    ids = draw(1)[0]["input_ids"]
+    with torch.no_grad():
+        truth = model(ids, use_cache=False).logits
+        torch.testing.assert_close(prepare(model)(ids, use_cache=False).logits, truth, rtol=2e-5, atol=2e-5)
