@@ -41,6 +41,7 @@ _SEEDS = 2**31 - 1  # checksums, and seeds made of them, are below this
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 _IDS = ("input_ids", "inputs_embeds")
+_KINDS = ("token_type_ids", "mm_token_type_ids")
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
 NOT_YET = "images, audio and video are not supported on a ring yet"
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
@@ -71,6 +72,7 @@ class SequenceShard:
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
+    kinds: which kinds of tokens, such as "token_type_ids", are not all 0 in the whole batch.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
@@ -87,6 +89,7 @@ class SequenceShard:
     name: str = ""
     real: Tensor | None = None
     longest: int = 0
+    kinds: tuple[str, ...] = ()
     counted: Tensor | None = None
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
@@ -150,6 +153,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=None if read.real is None else cp.shard(read.real, 1, tokens),
         longest=int(tensors["position_ids"].max()),
+        kinds=tuple(name for name in _KINDS if name in tensors and bool(tensors[name].any())),
         counted=None if counted is None else _shard("position_ids", counted, cp, tokens, pad_token_id),
     )
     if cp.ranks > 1:

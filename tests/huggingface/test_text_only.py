@@ -213,13 +213,24 @@ def test_an_image_beside_a_shard_is_refused_by_name(name: str) -> None:
             model(local.pop("input_ids"), given["pixel_values"], **local)
 
 
-def test_tokens_of_an_image_without_it_are_refused() -> None:
-    """They would attend to each other in both directions."""
-    model = prepare(tiny_wrapper("gemma3"))
-    ids = _plain()["input_ids"]
-    local = shard_batch({"input_ids": ids, "token_type_ids": (ids % 5 == 0).long()}, ContextParallel())
-    with pytest.raises(ValueError, match=r"does not know: blockwise_overlay.<locals>.inner_mask, or_masks"):
+def _marked(rank: int) -> str:
+    model, ids = prepare(tiny_wrapper("gemma3")), _plain()["input_ids"]
+    marks = torch.zeros_like(ids)
+    marks[:, :2] = 1  # which zigzag gives to rank 0 alone
+    local = shard_batch({"input_ids": ids, "token_type_ids": marks}, ContextParallel(dist.group.WORLD))
+    try:
         model(**local)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_tokens_of_an_image_without_it_are_refused_on_every_rank() -> None:
+    """They would attend to each other in both directions, and one rank alone has them."""
+    for told in run_ranks(_marked, 2):
+        assert told.startswith(
+            "Gemma3ForConditionalGeneration got token_type_ids that mark tokens of an image in a batch"
+        )
 
 
 def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
