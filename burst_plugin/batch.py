@@ -26,7 +26,7 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
-from burst_plugin.sequence.batch_masks import batch_mask, real_tokens
+from burst_plugin.sequence.batch_masks import batch_mask, real_tokens, valid_tokens
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -41,7 +41,7 @@ _SEEDS = 2**31 - 1  # checksums, and seeds made of them, are below this
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 _IDS = ("input_ids", "inputs_embeds")
-_KINDS = ("token_type_ids", "mm_token_type_ids")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
 NOT_YET = "images, audio and video are not supported on a ring yet"
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
@@ -72,7 +72,7 @@ class SequenceShard:
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
-    kinds: which kinds of tokens, such as "token_type_ids", are not all 0 in the whole batch.
+    token_types: which of "token_type_ids" and "mm_token_type_ids" are in the batch and not all 0.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
@@ -89,7 +89,7 @@ class SequenceShard:
     name: str = ""
     real: Tensor | None = None
     longest: int = 0
-    kinds: tuple[str, ...] = ()
+    token_types: tuple[str, ...] = ()
     counted: Tensor | None = None
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
@@ -142,7 +142,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
     tensors, tokens = read.tensors, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in tensors.items()}
-    counted = _counted(batch, tensors["position_ids"])
+    real = None if read.real is None else cp.shard(read.real, 1, tokens)
     shard = SequenceShard(
         cp,
         length=tensors["position_ids"].shape[-1],
@@ -151,10 +151,10 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         valid_tokens=int((tensors["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in tensors else 0,
         seed=(read.checksum + number) % _SEEDS,
         name=f"batch {read.checksum:08x} of comparison {number}",
-        real=None if read.real is None else cp.shard(read.real, 1, tokens),
+        real=real,
         longest=int(tensors["position_ids"].max()),
-        kinds=tuple(name for name in _KINDS if name in tensors and bool(tensors[name].any())),
-        counted=None if counted is None else _shard("position_ids", counted, cp, tokens, pad_token_id),
+        token_types=tuple(name for name in _TOKEN_TYPES if name in tensors and bool(tensors[name].any())),
+        counted=_counted(batch, read, local["position_ids"], cp, tokens),
     )
     if cp.ranks > 1:
         for name in _IDS:
@@ -234,7 +234,8 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     padded = even_length(tensors["position_ids"].shape[-1], cp.ranks)
     trees = _trees(batch, tensors)
     positions = _positions_in_text(tensors["position_ids"])
-    mask, real = batch_mask(batch, positions, padded, trees), real_tokens(batch, positions, padded)
+    valid = valid_tokens(batch, positions)
+    mask, real = batch_mask(batch, positions, valid, padded, trees), real_tokens(valid, padded)
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     return _WholeBatch(tensors, padded, mask, real, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
@@ -294,15 +295,16 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_
     return cp.shard(x, dim, tokens)
 
 
-def _counted(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
-    """Return positions [B, S] counted without padding, which is at -1; None for a batch with positions of its own."""
+def _counted(
+    batch: Mapping[str, Any], read: _WholeBatch, positions: Tensor, cp: ContextParallel, tokens: Tokens
+) -> Tensor | None:
+    """Return the positions of this rank's tokens, counted without padding, which is at -1.
+
+    `positions` are these with padding counted. Returns None for a batch with positions of its own.
+    """
     if batch.get("position_ids") is not None or batch.get("tree") is not None:
         return None
-    padding = batch.get("attention_mask")
-    if not isinstance(padding, Tensor):
-        return positions
-    real = padding.to(positions.device).bool()
-    return real.cumsum(1) * real - 1
+    return positions if read.real is None else cp.shard(read.real.cumsum(1) * read.real - 1, 1, tokens)
 
 
 def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ Each is judged by its default configuration, as `burst_plugin.huggingface.prepar
 with other layers, or with another rotary embedding, may be judged otherwise. {unknown} cannot be built from their
 defaults, so that nothing is known of them before you have a model. "On text alone":
 [images, audio and video are refused](deepspeed.md#what-happens). "On a loss of your own": the class computes its loss
-otherwise than causal language models of transformers do, so that labels are refused; compute one of its logits.
+otherwise than causal language models of transformers do, so that labels are refused; compute a loss from its logits.
 Of several reasons the first is given.
 
 | family | class | runs on a ring |

@@ -215,10 +215,14 @@ def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
     aux_loss = getattr(outputs, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
-    owners = [owner for module in model.modules() for owner in (module, getattr(module, "config", None))]
-    owners += [getattr(owner, "text_config", None) for owner in owners]
-    found = (getattr(owner, name, None) for owner in owners for name in _ROUTER_COEFFICIENTS)
-    return next((each * aux_loss for each in found if isinstance(each, int | float)), None)
+    for module in model.modules():  # of which the first one mostly has it
+        config = getattr(module, "config", None)
+        for owner in (module, config, getattr(config, "text_config", None)):
+            for name in _ROUTER_COEFFICIENTS:
+                coefficient = getattr(owner, name, None)
+                if isinstance(coefficient, int | float):
+                    return coefficient * aux_loss
+    return None
 
 
 class _ForReadingOnly(torch.autograd.Function):

@@ -43,7 +43,7 @@ from burst_plugin.huggingface.text_only import (
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
-_OWN_LOSS = "its forward computes a loss of labels in its own way; leave labels out, and train on a loss of your own"
+_OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
 _REFUSED = {"molmo2": "its language model asks for the shape of its mask, which is a rule here; use another model"}
 _MIXING = {  # options by which ranks compute otherwise than one would
@@ -284,11 +284,11 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for labels of a shard that a model would make a loss of in its own way."""
+    """Raise ValueError for labels of a shard if the model computes their loss in its own way."""
     if kwargs.get("labels") is not None and has_own_loss(pretrained):
         raise ValueError(
-            f"{type(pretrained).__name__} got labels with a shard: {_OWN_LOSS}, from its logits: with DeepSpeed take "
-            "shift_labels out of the batch for burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
+            f"{type(pretrained).__name__} got labels with a shard: {_OWN_LOSS}; with DeepSpeed by "
+            "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), with shift_labels out of the batch"
         )
 
 

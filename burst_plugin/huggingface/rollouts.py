@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,7 +100,9 @@ def rollout_log_probs(
         local = shard_batch({"input_ids": ids, "tree": tree}, cp)
         asked = {} if adds is None else {"output_router_logits": adds}
         labels = local["input_ids"]
-        with _router_losses(pretrained if adds else None, edges, ids.shape[1], sizes) as losses:
+        assert pretrained is not None, "else it could not be prepared"
+        rows = _rows_of_ranks(edges, ids.shape[1], sizes or [len(edges.paths)]) if adds else None
+        with nullcontext() if rows is None else RouterLosses(pretrained, rows) as losses:
             # What models return as their loss goes through hooks, and wrappers such as those of data parallelism.
             values = model(**local, labels=labels, shift_labels=labels, use_cache=False, **asked).loss
             routers = None if losses is None else losses.of_groups(cp)
@@ -116,21 +118,6 @@ def rollout_log_probs(
     found = RolloutLogProbs(log_probs, entropies, ids.shape[1])
     found.router_loss = None if routers is None else routers[cp.rank if own else 0]
     return found
-
-
-@contextmanager
-def _router_losses(
-    pretrained: PreTrainedModel | None, edges: Edges, length: int, sizes: Sequence[int]
-) -> Iterator[RouterLosses | None]:
-    """Have the forward in this context leave router losses to what is returned; None if `pretrained` is None."""
-    if pretrained is None:
-        yield None
-        return
-    losses = RouterLosses(pretrained, _rows_of_ranks(edges, length, sizes or [len(edges.paths)]))
-    try:
-        yield losses
-    finally:
-        losses.end()
 
 
 def _rows_of_ranks(edges: Edges, length: int, sizes: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ from burst_plugin.huggingface.mask_recipes import forward_in_progress
 _FUNCTION = "load_balancing_loss_func"
 _OF_TRL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL calls for models of all families
 _AVERAGED = "_burst_plugin_averages_gradients"  # of a model that was prepared so
-_TAKEN = "_burst_plugin_router_losses"  # of a model whose next forward adds no router loss
+_TAKEN = "_burst_plugin_router_losses"  # of a model in the context of `RouterLosses`
 _TOLERANCE = 1e-5
 
 
@@ -99,7 +99,8 @@ def _is_known(function: Callable[..., Any]) -> bool:
     original = inspect.unwrap(function)
     try:
         for given, weights in ((None, None), (mask, mask.flatten().float()[None])):
-            expected = _loss(_sums(logits, 5, 2, weights), 5)[0]
+            sums = _sums(logits, 5, 2, weights)
+            expected = _loss(sums, sums, 5)[0]
             if not abs(float(original(logits, 5, 2, given)) - float(expected)) <= _TOLERANCE:
                 return False
     except Exception:  # of any kind: a function of another meaning
@@ -133,16 +134,24 @@ def _on_rings(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RouterLosses:
-    """The router losses of one forward on a shard, of groups of rows that share tokens; the model's own has none.
+    """The router losses of one forward on a shard, of groups of rows that share tokens.
 
-    weights: the rows of each group that have a token [G, S] of the whole sequence.
+    In its context a model adds no router loss to its own.
+
+    weights: how many rows of each group have a token [G, S] of the whole sequence.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Tensor) -> None:
         self._model, self._weights = model, weights
         self._experts = 0
         self._sums: Tensor | None = None
-        setattr(model, _TAKEN, self)
+
+    def __enter__(self) -> RouterLosses:
+        setattr(self._model, _TAKEN, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        delattr(self._model, _TAKEN)
 
     def take(self, gate_logits: tuple[Tensor, ...], experts: int, top_k: int, shard: SequenceShard) -> Tensor:
         """Note the logits of a forward. Return 0."""
@@ -156,10 +165,6 @@ class RouterLosses:
         assert self._sums is not None, "the forward computes a router loss"
         return _of_groups(self._sums, self._experts, cp, 1)
 
-    def end(self) -> None:
-        """Have the model add router losses again."""
-        vars(self._model).pop(_TAKEN, None)
-
 
 def _of_groups(mine: Tensor, experts: int, cp: ContextParallel, times: int) -> Tensor:
     """Return the loss of each group of rows [G] from this rank's sums, as `_sums` returns them; collective.
@@ -170,14 +175,13 @@ def _of_groups(mine: Tensor, experts: int, cp: ContextParallel, times: int) -> T
     if cp.group is not None and cp.ranks > 1:
         with cp.rank_state.alone():
             dist.all_reduce(whole, group=cp.group)
+    share = _loss(whole, mine, experts) * times
+    return (share + (_loss(whole, whole, experts) - share.detach())).float()
+
+
+def _loss(whole: Tensor, mine: Tensor, experts: int) -> Tensor:
+    """Return what the probabilities in `mine` add to the loss of each group [G], by the other sums of all ranks."""
     counts, probabilities, rows = whole[:, :experts], mine[:, experts:-1], whole[:, -1:].clamp(min=1)
-    share = (experts * counts / rows**2 * probabilities).sum(1) * times
-    return (share + (_loss(whole, experts) - share.detach())).float()
-
-
-def _loss(sums: Tensor, experts: int) -> Tensor:
-    """Return the loss of each group of rows [G]."""
-    counts, probabilities, rows = sums[:, :experts], sums[:, experts:-1], sums[:, -1:].clamp(min=1)
     return (experts * counts * probabilities / rows**2).sum(1)
 
 

@@ -125,10 +125,10 @@ def check_is_text(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping
     if not text_part(model.config):
         return
     shard = kwargs[SHARD_KEY]
-    if shard.kinds:
+    if shard.token_types:
         raise ValueError(
-            f"{type(model).__name__} got {', '.join(shard.kinds)} that mark tokens of an image in a batch that is "
-            f"cut: {NOT_YET}; leave them out, or give zeros for text"
+            f"{type(model).__name__} got {', '.join(shard.token_types)} that mark tokens of an image in a batch that "
+            f"is cut: {NOT_YET}; leave them out, or give zeros for text"
         )
     for name, value in by_name(model.forward, args, kwargs).items():
         if name not in _OF_TEXT and isinstance(value, Tensor | list | tuple | Mapping):

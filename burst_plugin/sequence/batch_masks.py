@@ -14,23 +14,23 @@ from burst_plugin.sequence.masks import Documents, Mask, PerRow, key_padding
 from burst_plugin.sequence.prefix_tree import PrefixTree
 
 
-def _valid(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
-    """Return which tokens [B, S] are no padding."""
+def valid_tokens(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
+    """Return which tokens [B, S] of a batch are no padding by its `attention_mask`."""
     valid = batch.get("attention_mask")
     return valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
 
 
-def real_tokens(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Tensor | None:
+def real_tokens(valid: Tensor, padded: int) -> Tensor | None:
     """Return which tokens of the padded length are no padding; None if all are."""
-    valid = _valid(batch, positions)
-    real = torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)
-    return None if bool(real.all()) else real
+    missing = padded - valid.shape[1]
+    return None if not missing and bool(valid.all()) else torch.nn.functional.pad(valid, (0, missing), value=False)
 
 
-def batch_mask(batch: Mapping[str, Any], positions: Tensor, padded: int, trees: Sequence[PrefixTree]) -> Mask | None:
+def batch_mask(
+    batch: Mapping[str, Any], positions: Tensor, valid: Tensor, padded: int, trees: Sequence[PrefixTree]
+) -> Mask | None:
     """Return the mask of a whole batch: padding, document bounds or trees; None for none of these."""
     masks: list[Mask] = []
-    valid = _valid(batch, positions)
     if not bool(valid.all()):
         masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))
     if trees:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +69,19 @@ def a_shard() -> Any:
     return replace(shard, tokens=Tokens(20))
 
 
-def _generate(rank: int) -> None:
-    model = prepare(build(Run(model=LLAMA4))).eval()
+def _generate(rank: int, chunks: bool) -> None:
+    config = copy.deepcopy(LLAMA4)
+    if not chunks:
+        config.layer_types = ["full_attention"] * 2
+    model = prepare(build(Run(model=config))).eval()
     with torch.no_grad():
         model(draw(1)[0]["input_ids"], past_key_values=RingCache(ContextParallel(dist.group.WORLD)))
 
 
-def test_a_cache_of_a_ring_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("chunks", "reason"), [(True, "it has attention in chunks"), (False, "attn_temperature_tuning")]
+)
+def test_a_cache_of_a_ring_is_refused_by_name(chunks: bool, reason: str) -> None:
     assert problems(build(Run(model=LLAMA4))) == []
-    for line in last_lines(_generate, 2):
-        assert "ValueError: Llama4ForCausalLM with a RingCache: it has attention in chunks" in line
+    for line in last_lines(_generate, 2, chunks):
+        assert f"ValueError: Llama4ForCausalLM with a RingCache: {reason}" in line

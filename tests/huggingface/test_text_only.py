@@ -271,7 +271,7 @@ def _of_logits(rank: int) -> dict[str, dict[str, torch.Tensor]]:
         model = prepare(tiny_wrapper(family).train())
         local = shard_batch(_plain(), ContextParallel(dist.group.WORLD))
         labels = local.pop("shift_labels")
-        with pytest.raises(ValueError, match=r"computes a loss of labels in its own way; leave labels out"):
+        with pytest.raises(ValueError, match=r"computes the loss of labels in its own way; leave them out"):
             model(**local, labels=labels, shift_labels=labels, num_items_in_batch=8)
         found[family] = _own_grads(model, model(**local).logits, labels)
         for grad in found[family].values():

@@ -12,15 +12,12 @@ from torch.distributed import DeviceMesh
 
 from tests.support.megatron_gpt import (
     GptRun,
-    _gpt_model,
+    build,
     forward_backward,
-    join,
     leave,
     named_parameters,
     one_step,
     random_tokens,
-    set_weights,
-    transformer_config,
 )
 from tests.support.ranks import run_ranks
 
@@ -64,11 +61,7 @@ def sharded_step(rank: int, kind: str, run: GptRun) -> tuple[float, dict[str, to
     """Return the loss, and this rank's part of all gradients, flat."""
     from megatron.core import parallel_state
 
-    join(run)
-    config = transformer_config(run)
-    model = _gpt_model(run, config)
-    set_weights(model, run)
-    wrapped = WRAPPERS[kind](config, model)
+    wrapped = build(run, WRAPPERS[kind])
     rows = TOKENS.chunk(torch.distributed.get_world_size() // run.cp, 1)[parallel_state.get_data_parallel_rank()]
     loss = forward_backward(wrapped, run, rows)
     grads = {name: p.grad for name, p in named_parameters(wrapped)}

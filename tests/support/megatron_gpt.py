@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -113,14 +113,19 @@ def join(run: GptRun) -> None:
     model_parallel_cuda_manual_seed(1234)
 
 
-def build(run: GptRun) -> Any:
-    """``join``, and return the model of ``run`` in Megatron's DistributedDataParallel."""
+def build(run: GptRun, wrap: Callable[[Any, Any], Any] | None = None) -> Any:
+    """``join``, and return the model of ``run`` in Megatron's DistributedDataParallel, or as `wrap` wraps it.
+
+    `wrap` takes the configuration and the model.
+    """
     join(run)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = transformer_config(run)
     model = _gpt_model(run, config)
     set_weights(model, run)
+    if wrap is not None:
+        return wrap(config, model)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=run.distributed_optimizer)
     return DistributedDataParallel(config, ddp_config, model)
 
