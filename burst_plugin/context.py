@@ -107,7 +107,7 @@ class ContextParallel:
         self.agreement = Agreement(self.rank_state, consistency)
         groups = [level for level in levels or () if not isinstance(level, int)]
         self.connections = Connections(self.rank_state, self.group, groups, global_ranks, consistency)
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans: dict[Hashable, Any] = {}
 
     def __copy__(self) -> ContextParallel:
         """Return itself: two objects would count the calls of one ring apart."""

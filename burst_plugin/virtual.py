@@ -75,6 +75,7 @@ class VirtualRing:
         # Of the ring, and of its Ulysses group.
         wires = zip(self.network.transports(), self.network.transports(), strict=True)
         self.rank_states = [RankState(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
+        self.plans: dict[Hashable, Any] = {}  # of calls that are no attention
         self._number = 0
         self._known: list[dict[Hashable, Plan]] = [{} for _ in self.rank_states]
 
@@ -127,13 +128,17 @@ class VirtualRing:
         calls = by_head_group(whole, request) or [(whole, request)]
         outputs = []
         for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are, before any is run
-            self._number += 1
             with unseen_by_selective_checkpoints():
-                flat = VirtualRingAttention.apply(plans, CallId(self._number), *(x for one in inputs for x in one))  # type: ignore[no-untyped-call]
+                flat = VirtualRingAttention.apply(plans, self.next_call(), *(x for one in inputs for x in one))  # type: ignore[no-untyped-call]
             outputs.append(self._unsharded([Outputs(*one) for one in by_rank(flat, len(plans))], tokens[0]))
         out, lse, _ = joined(outputs)
         assert lse is not None, "it is asked for"
         return out, lse
+
+    def next_call(self) -> CallId:
+        """Return which call of this ring the next one is."""
+        self._number += 1
+        return CallId(self._number)
 
     def _planned(
         self, whole: Inputs, request: Request, tokens: tuple[Tokens, Tokens]

@@ -46,6 +46,10 @@ _ATTENTION = tuple(
 )
 
 Policy = Callable[..., Any]
+_OTHER_CALLS = (
+    "a checkpoint makes other calls to other ranks again than it made the first time: layers must make the same "
+    "calls each time"
+)
 
 
 class _Thread(threading.local):
@@ -63,7 +67,7 @@ class _Checkpoint:
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
-        self.of_calls: list[KeptOutputs | None] = []
+        self.of_calls: list[KeptOutputs | KeptTensors | None] = []
 
     def saves_attention(self, inputs: Inputs) -> bool:
         """Return whether the policy of a selective checkpoint has outputs of attention saved."""
@@ -72,6 +76,13 @@ class _Checkpoint:
         context = checkpoint.SelectiveCheckpointContext(is_recompute=False)
         saves = (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
         return any(self.policy(context, operation, *inputs[:3]) in saves for operation in _ATTENTION)
+
+
+class KeptTensors:
+    """What something besides attention has received from other ranks, in the first run of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.found: Any = None
 
 
 class _CheckpointRun:
@@ -88,13 +99,13 @@ class _CheckpointRun:
     def __exit__(self, *exception: object) -> None:
         _THREAD.runs.remove(self)
 
-    def next_kept_outputs(self) -> KeptOutputs | None:
+    def next_kept(self) -> KeptOutputs | KeptTensors | None:
         """Return what is kept of the next call."""
         self._calls += 1
         if self._calls > len(self.of.of_calls):
             raise RuntimeError(
-                f"a checkpoint makes attention call {self._calls} again, but made {len(self.of.of_calls)} the first "
-                "time: layers must make the same calls each time"
+                f"a checkpoint makes call {self._calls} to other ranks again, but made {len(self.of.of_calls)} the "
+                "first time: layers must make the same calls each time"
             )
         return self.of.of_calls[self._calls - 1]
 
@@ -140,13 +151,13 @@ class KeptCalls(_Checkpoint):
 
     def release(self) -> list[Tensor]:
         """Return the outputs of all calls, and hold them no more."""
-        return [x for kept in self.of_calls if kept is not None for x in kept.release()]
+        return [x for kept in self.of_calls if isinstance(kept, KeptOutputs) for x in kept.release()]
 
     def restore(self, tensors: list[Tensor]) -> None:
         """Take the outputs of all calls back, off the front of `tensors`."""
         for kept in self.of_calls:
-            assert kept is not None
-            kept.restore(tensors.pop(0), tensors.pop(0))
+            if isinstance(kept, KeptOutputs):
+                kept.restore(tensors.pop(0), tensors.pop(0))
 
 
 def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
@@ -158,7 +169,9 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
     if not runs:
         return None
     inner = next((run for run in reversed(runs) if run.recomputes), None)
-    kept = None if inner is None else inner.next_kept_outputs()
+    kept = None if inner is None else inner.next_kept()
+    if isinstance(kept, KeptTensors):
+        raise RuntimeError(_OTHER_CALLS)
     first_runs = [run.of for run in runs if not run.recomputes]
     checkpoints = [each for each in first_runs if not isinstance(each, KeptCalls)]
     if kept is None and any(each.saves_attention(inputs) for each in checkpoints):
@@ -171,6 +184,23 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
         kept = kept or KeptOutputs(0.0)
         kept.also = KeptOutputs(1.0)
         first_runs[-1].of_calls.append(kept.also)
+    return kept
+
+
+def next_kept_tensors(strategy: Strategy) -> KeptTensors | None:
+    """Return where something besides attention keeps what it receives, or finds it again; None if it does not."""
+    runs = _THREAD.runs
+    if not runs:
+        return None
+    inner = next((run for run in reversed(runs) if run.recomputes), None)
+    kept = None if inner is None else inner.next_kept()
+    if isinstance(kept, KeptOutputs):
+        raise RuntimeError(_OTHER_CALLS)
+    first_runs = [run.of for run in runs if not run.recomputes]
+    if kept is None and first_runs and strategy.kept_share:
+        kept = KeptTensors()
+    for each in first_runs:
+        each.of_calls.append(kept)
     return kept
 
 

@@ -61,10 +61,10 @@ class Connections:
     ) -> None:
         self.rank_state, self.group = rank_state, group
         self.watch: FailureWatch | None = None
-        self._consistency, self._global_ranks = consistency, list(global_ranks)
+        self._consistency, self.global_ranks = consistency, list(global_ranks)
         self._devices: set[torch.device] = set()  # the group is known to move their tensors
         given = [] if group is None else [group, *levels]
-        self.communicators = Communicators(given, self._global_ranks, rank_state.strategy.max_ctas)
+        self.communicators = Communicators(given, self.global_ranks, rank_state.strategy.max_ctas)
         weakref.finalize(self, _note_a_dropped_ring, rank_state, self.communicators).atexit = False
         _warn_of_dropped_rings()
 
@@ -96,7 +96,7 @@ class Connections:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
         said = [text.split() for text in consistency.meet(f"{os.urandom(8).hex()} {socket.gethostname()}")]
         ring_id, hosts = said[0][0], [each[1] for each in said]
-        names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
+        names = [f"global rank {g} on {host}" for g, host in zip(self.global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection: on a shared one this rank may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
@@ -105,13 +105,13 @@ class Connections:
         )
         consistency.board = board
         state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
-        state.transport = DistributedTransport(self.communicators, self._global_ranks, board)
+        state.transport = DistributedTransport(self.communicators, self.global_ranks, board)
         if (group := state.group).degree > 1:
             exchange = self.communicators.whole
             if launches_batches(exchange) and group.nodes < state.topology.nodes:
                 exchange = self.communicators.of_ranks(group.peers, ring_id)
             channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
-            state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
+            state.ulysses_transport = DistributedTransport(channels, self.global_ranks, board)
         state.transport.pool, state.ulysses_transport.pool = pools
         end = partial(end_waiting, threading.get_ident(), self.communicators.abort)
         self.watch = FailureWatch(board, end=end if self._aborts else None, fault=self.communicators.fault)
@@ -122,7 +122,7 @@ class Connections:
 
         NCCL connects two ranks at their first message, and would wait for ever for one that is lost by then.
         """
-        transport = DistributedTransport(self.communicators, self._global_ranks)  # counts for itself
+        transport = DistributedTransport(self.communicators, self.global_ranks)  # counts for itself
         sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self.communicators.whole))
         for traffic in Traffic:
             for link, peers in link_peers.items():

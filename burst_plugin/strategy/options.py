@@ -125,6 +125,14 @@ class Strategy:
             "ring](internals.md#nccl), and of a GPU's multiprocessors with them: a power of two; 0: NCCL's own choice"
         ),
     )
+    recurrent: str = field(
+        default=AUTO,
+        metadata=_about(
+            "what ranks exchange in [layers that carry a state](recurrent.md) along the sequence: `state`, what "
+            "their tokens do to it; `heads`, tokens of a share of the heads; `auto`: the one with fewer bytes",
+            ("state", "heads", AUTO),
+        ),
+    )
     check: str = field(
         default=AUTO,
         metadata=_about(

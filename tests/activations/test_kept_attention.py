@@ -335,7 +335,7 @@ def _mistakes(rank: int, mistake: str) -> str:
     ("mistake", "said"),
     [
         ("another mask", "computes another attention call again than it kept: mask differ"),
-        ("one more", "makes attention call 2 again, but made 1 the first time"),
+        ("one more", "makes call 2 to other ranks again, but made 1 the first time"),
         ("in place", "was modified in place inside a checkpoint"),
     ],
 )

@@ -1,0 +1,141 @@
+"""The tokens before each piece, which convolutions and shifts look back at; zeros before a document begins."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.kept_attention import KeptTensors
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.recurrent.messages import Messages
+from burst_plugin.recurrent.passes import Passes
+from burst_plugin.recurrent.pieces import START, Pieces
+from burst_plugin.ring.rank_state import RankState
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlan:
+    """What one rank sends and receives.
+
+    Its tokens are rows; the `width` tokens before its piece n have slots n * width ..., in their order.
+
+    sends: rows that go to each rank.
+    recvs: the slots of what comes from each rank; from the rank itself by a copy.
+    pieces: the number of its pieces.
+    """
+
+    rank_state: RankState
+    sends: Mapping[int, Tensor]
+    recvs: Mapping[int, Tensor]
+    pieces: int
+    width: int
+    what: str
+
+
+def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: torch.device) -> HaloPlan:
+    """Return the plan of one rank for `width` tokens before each piece."""
+    rank = state.rank
+    sends: dict[int, list[int]] = {}
+    recvs: dict[int, list[int]] = {}
+    first = pieces.first_of_rank[rank]
+    for number, piece in enumerate(pieces.every):
+        slot, before = width, piece.before
+        while slot and before != START:
+            source = pieces.every[before]
+            count = min(slot, source.length)
+            if source.rank == rank:
+                end = source.offset + source.length
+                sends.setdefault(piece.rank, []).extend(range(end - count, end))
+            if piece.rank == rank:
+                at = (number - first) * width + slot
+                recvs.setdefault(source.rank, []).extend(range(at - count, at))
+            slot, before = slot - count, source.before
+    leaving, arriving = (
+        {peer: torch.tensor(rows, device=device) for peer, rows in each.items()} for each in (sends, recvs)
+    )
+    return HaloPlan(state, leaving, arriving, len(pieces.of_rank(rank)), width, what)
+
+
+class HaloFunction(torch.autograd.Function):
+    """The exchange of halos on the ranks of this process, as one step of autograd.
+
+    Takes tensors [T, ...] of the tokens of all these ranks, `counts` of each. Returns [pieces * width, ...] for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        plans: Sequence[HaloPlan],
+        counts: Sequence[int],
+        call: CallId,
+        kept: KeptTensors | None,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        halos = None if kept is None else kept.found
+        if halos is None:
+            of_ranks = zip(*(torch.split_with_sizes(x, list(counts)) for x in xs), strict=True)
+            programs = [_forward(plan, call, mine) for plan, mine in zip(plans, of_ranks, strict=True)]
+            halos = passes.run("forward", call, programs, xs[0].device)
+            if kept is not None:
+                kept.found = halos
+        ctx.passes, ctx.plans, ctx.counts, ctx.call = passes, plans, counts, call
+        return tuple(torch.cat(parts) for parts in zip(*halos, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plans = ctx.plans
+        slots = [plan.pieces * plan.width for plan in plans]
+        of_ranks = zip(*(torch.split_with_sizes(grad, slots) for grad in grads), strict=True)
+        programs = [
+            _backward(plan, ctx.call, mine, count)
+            for plan, mine, count in zip(plans, of_ranks, ctx.counts, strict=True)
+        ]
+        results = ctx.passes.run("backward", ctx.call, programs, grads[0].device)
+        return None, None, None, None, None, *(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def _forward(plan: HaloPlan, call: CallId, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """Return the halos of one rank's tokens `xs`, each [T, ...]."""
+    rank, messages = plan.rank_state.rank, Messages(plan.rank_state, xs[0].device, plan.what, "forward", call)
+    sends = {peer: [x[rows] for x in xs] for peer, rows in plan.sends.items()}
+    specs = {
+        peer: [((len(slots), *x.shape[1:]), x.dtype) for x in xs]
+        for peer, slots in plan.recvs.items()
+        if peer != rank
+    }
+    own = sends.pop(rank, None)
+    received = yield from messages.exchange(sends, specs)
+    if own is not None:
+        received[rank] = own
+    halos = [x.new_zeros((plan.pieces * plan.width, *x.shape[1:])) for x in xs]
+    for peer, tensors in received.items():
+        for halo, rows in zip(halos, tensors, strict=True):
+            halo[plan.recvs[peer]] = rows
+    return halos
+
+
+def _backward(
+    plan: HaloPlan, call: CallId, grads: Sequence[Tensor], count: int
+) -> Generator[None, None, list[Tensor]]:
+    """Return the gradients of one rank's `count` tokens, of those of its halos."""
+    rank, messages = plan.rank_state.rank, Messages(plan.rank_state, grads[0].device, plan.what, "backward", call)
+    sends = {peer: [grad[slots] for grad in grads] for peer, slots in plan.recvs.items()}
+    specs = {
+        peer: [((len(rows), *grad.shape[1:]), grad.dtype) for grad in grads]
+        for peer, rows in plan.sends.items()
+        if peer != rank
+    }
+    own = sends.pop(rank, None)
+    received = yield from messages.exchange(sends, specs)
+    if own is not None:
+        received[rank] = own
+    results = [grad.new_zeros((count, *grad.shape[1:])) for grad in grads]
+    for peer, tensors in sorted(received.items()):  # in one order, so that sums are the same every time
+        for result, rows in zip(results, tensors, strict=True):
+            result.index_add_(0, plan.sends[peer], rows)
+    return results

@@ -1,0 +1,144 @@
+"""Exchange heads instead of states: every rank computes whole sequences of its share of the heads.
+
+What that sends grows with the number of tokens, so that it pays for few tokens per rank, and where a rank holds no
+tokens that follow each other, as in a striped layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.recurrent.messages import Messages
+from burst_plugin.recurrent.passes import Passes
+from burst_plugin.ring.rank_state import RankState
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPlan:
+    """One rank's part. rows: the positions of every rank's tokens; batch: the number of batch rows."""
+
+    rank_state: RankState
+    rows: Sequence[Tensor]
+    batch: int
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rows)
+
+    def heads_of(self, rank: int, heads: int) -> slice:
+        """Return which of so many heads a rank has; several ranks have the same one if there are fewer heads."""
+        first = rank * heads // self.ranks
+        return slice(first, max(first + 1, (rank + 1) * heads // self.ranks))
+
+    def to_heads(self, messages: Messages, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
+        """Return this rank's heads of whole sequences, [B, S, h, ...], of its tokens xs [B, S_local, H, ...]."""
+        rank = self.rank_state.rank
+        parts = {p: [x[:, :, self.heads_of(p, x.shape[2])] for x in xs] for p in range(self.ranks)}
+        own = parts.pop(rank)
+        specs = {p: [((self.batch, len(self.rows[p]), *x.shape[2:]), x.dtype) for x in own] for p in parts}
+        received = yield from messages.exchange(parts, specs)
+        received[rank] = own
+        length = sum(map(len, self.rows))
+        whole = [x.new_empty((self.batch, length, *x.shape[2:])) for x in own]
+        for p, tensors in received.items():
+            for x, part in zip(whole, tensors, strict=True):
+                x[:, self.rows[p]] = part
+        return whole
+
+    def to_tokens(
+        self, messages: Messages, xs: Sequence[Tensor], heads: Sequence[int]
+    ) -> Generator[None, None, list[Tensor]]:
+        """Return all `heads` of this rank's tokens, [B, S_local, H, ...]; heads that ranks share are added up."""
+        rank, here = self.rank_state.rank, len(self.rows[self.rank_state.rank])
+        parts = {p: [x[:, self.rows[p]] for x in xs] for p in range(self.ranks)}
+        own = parts.pop(rank)
+        specs = {
+            p: [
+                ((self.batch, here, _size(self.heads_of(p, count)), *x.shape[3:]), x.dtype)
+                for x, count in zip(xs, heads, strict=True)
+            ]
+            for p in parts
+        }
+        received = yield from messages.exchange(parts, specs)
+        received[rank] = own
+        local = [x.new_zeros((self.batch, here, count, *x.shape[3:])) for x, count in zip(xs, heads, strict=True)]
+        for p in range(self.ranks):
+            for x, part in zip(local, received[p], strict=True):
+                x[:, :, self.heads_of(p, x.shape[2])] += part
+        return local
+
+
+def _size(part: slice) -> int:
+    return int(part.stop) - int(part.start)
+
+
+class HeadFunction(torch.autograd.Function):
+    """The exchange on the ranks of this process as one step of autograd, towards heads or, backward, tokens.
+
+    Tensors of tokens are [B, S of all these ranks, H, ...], one rank after another; tensors of heads [B, S, h, ...],
+    those of all these ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        plans: Sequence[HeadPlan],
+        call: CallId,
+        heads: Sequence[int] | None,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.passes, ctx.plans, ctx.call, ctx.towards_heads = passes, plans, call, heads is None
+        ctx.heads = [x.shape[2] for x in xs] if heads is None else heads
+        return _exchanged(ctx, "forward", xs, towards_heads=heads is None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, *_exchanged(ctx, "backward", grads, towards_heads=not ctx.towards_heads)
+
+
+def _exchanged(ctx: Any, direction: Any, xs: Sequence[Tensor], *, towards_heads: bool) -> tuple[Tensor, ...]:
+    plans: Sequence[HeadPlan] = ctx.plans
+    programs = []
+    counts = [len(plan.rows[plan.rank_state.rank]) for plan in plans]
+    for place, plan in enumerate(plans):
+        messages = Messages(plan.rank_state, xs[0].device, "an exchange of heads", direction, ctx.call)
+        if towards_heads:
+            mine = [torch.split_with_sizes(x, counts, 1)[place] for x in xs]
+            programs.append(plan.to_heads(messages, mine))
+        else:
+            mine = [x.chunk(len(plans), 2)[place] for x in xs]
+            programs.append(plan.to_tokens(messages, mine, ctx.heads))
+    results = ctx.passes.run(direction, ctx.call, programs, xs[0].device)
+    return tuple(torch.cat(parts, 2 if towards_heads else 1) for parts in zip(*results, strict=True))
+
+
+def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, None, Tensor]:
+    """Return the heads of all ranks, [B, H, ...], of this rank's x [B, h, ...], which has no gradient."""
+    rank = plan.rank_state.rank
+    others = [p for p in range(plan.ranks) if p != rank]
+    received = yield from messages.exchange(
+        {p: [x] for p in others}, {p: [(tuple(x.shape), x.dtype)] for p in others}
+    )
+    return torch.cat([x if p == rank else received[p][0] for p in range(plan.ranks)], 1)
+
+
+def can_share(ranks: int, heads: Sequence[int]) -> bool:
+    """Return whether ranks can share so many heads, of several tensors; those with few heads by several ranks."""
+    return max(heads) % ranks == 0 and not any(count % ranks and ranks % count for count in heads)
+
+
+def check_heads(ranks: int, heads: Sequence[int]) -> None:
+    """Raise ValueError unless ranks can share so many heads, of several tensors."""
+    if not can_share(ranks, heads):
+        raise ValueError(
+            f"{', '.join(map(str, sorted(set(heads))))} heads cannot be shared between {ranks} ranks; use "
+            "recurrent='state', with layout='zigzag', 'contiguous' or 'auto'"
+        )

@@ -1,0 +1,1 @@
+"""Layers with a state, computed on dense batches of independent pieces: in PyTorch alone, on any device."""

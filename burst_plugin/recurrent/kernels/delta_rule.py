@@ -1,0 +1,157 @@
+"""The gated delta rule in chunks: one decay per head (gated DeltaNet), or per channel (Kimi delta attention)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from burst_plugin.recurrent.kernels.decay import in_chunks, out_of_chunks, segment_decays
+from burst_plugin.recurrent.kernels.linear_unit import computing_type, entering_state
+
+
+class _Chunks(NamedTuple):
+    """Tensors [N, n, G, R, c, ...] of n chunks of c tokens, for G key heads with R heads of values each."""
+
+    products: list[Tensor]  # of rows with keys [c, c], weighted by the decay between them, 0 above the diagonal
+    entering: Tensor  # what a token keeps of what enters the chunk [c, K or 1]
+    leaving: Tensor  # what the chunk's end keeps of a token [c, K or 1]
+
+
+def _by_heads(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
+    """Weigh products of `rows` and keys by one decay per head; `g` is [..., c, 1]."""
+    between, entering, leaving = segment_decays(g.squeeze(-1), k.dtype)
+    return _Chunks([(row @ k.mT) * between for row in rows], entering.unsqueeze(-1), leaving.unsqueeze(-1))
+
+
+def _by_channels(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
+    """Weigh products of `rows` and keys by one decay per channel; `g` is [..., c, K], c a power of 2.
+
+    Blocks of 1, 2, 4, ... tokens are joined two by two. The product of a token of the second with one of the first
+    is that of the first's key, times what its block's end keeps of it, with the second's row, times what it keeps of
+    the state that enters its block: two decays that meet at one point in time, neither above 1.
+    """
+    shape, size, blocks = g.shape[:-2], 1, g.shape[-2]
+    entering = g.exp().unsqueeze(-2)  # [..., blocks, tokens of a block, K]
+    leaving = torch.ones((), dtype=g.dtype, device=g.device).expand(entering.shape)
+    k = k.expand(*shape, *k.shape[-2:])
+    stacked = torch.stack([row.expand(k.shape) for row in rows], -2)  # [..., c, rows, K]
+    products = (stacked * k.unsqueeze(-2)).sum(-1)[..., None, :, None]  # [..., blocks, tokens, rows, tokens]
+    while blocks > 1:
+        blocks //= 2
+        enter_first, enter_second = torch.unflatten(entering, -3, (blocks, 2)).unbind(-3)
+        leave_first, leave_second = torch.unflatten(leaving, -3, (blocks, 2)).unbind(-3)
+        second_rows = torch.unflatten(stacked, -3, (blocks, 2, size)).select(-4, 1) * enter_second.unsqueeze(-2)
+        first_keys = torch.unflatten(k, -2, (blocks, 2, size)).select(-3, 0) * leave_first
+        across = torch.unflatten(second_rows.flatten(-3, -2) @ first_keys.mT, -2, (size, len(rows)))
+        first, second = torch.unflatten(products, -4, (blocks, 2)).unbind(-4)
+        products = torch.cat([F.pad(first, (0, size)), torch.cat([across, second], -1)], -3)
+        leaving = torch.cat([leave_first * enter_second[..., -1:, :], leave_second], -2)
+        entering = torch.cat([enter_first, enter_second * enter_first[..., -1:, :]], -2)
+        size *= 2
+    return _Chunks(list(products.squeeze(-4).unbind(-2)), entering.squeeze(-3), leaving.squeeze(-3))
+
+
+class _Systems(NamedTuple):
+    """Chunks [N, n, G, R, ...] in the WY form: their deltas d are (I + below) d = values - reads S, S what enters."""
+
+    below: Tensor  # [c, c]; neither the diagonal nor what is above is looked at
+    values: Tensor  # [c, V]
+    reads: Tensor  # [c, K]
+    keys: Tensor  # under which deltas are added, as the chunk's end keeps them [c, K]
+    kept: Tensor  # of S at the chunk's end [K or 1, 1]
+
+
+def _systems(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int, q: Tensor | None = None
+) -> tuple[_Systems, list[Tensor]]:
+    """Make the chunks' systems, and, given `q`, what outputs take from deltas [c, c] and from what enters [c, K]."""
+    dtype, shared = computing_type(v), (k.shape[2], v.shape[2] // k.shape[2])
+    by_channel = g.dim() == 4
+    g = g.to(dtype) if by_channel else g.unsqueeze(-1)  # in float64 anyway, by heads
+    k, *queries = (in_chunks(x.to(dtype), chunk_size).unsqueeze(3) for x in ((k,) if q is None else (k, q)))
+    v, beta = (torch.unflatten(in_chunks(x.to(dtype), chunk_size), 2, shared) for x in (v, beta.unsqueeze(-1)))
+    g = torch.unflatten(in_chunks(g, chunk_size), 2, shared)
+    chunks = (_by_channels if by_channel else _by_heads)([k, *queries], k, g)
+    kept = chunks.entering[..., -1, :].unsqueeze(-1)
+    systems = _Systems(chunks.products[0] * beta, v * beta, chunks.entering * beta * k, chunks.leaving * k, kept)
+    return systems, [*chunks.products[1:], *(chunks.entering * row for row in queries)]
+
+
+def _check(k: Tensor, v: Tensor, g: Tensor, chunk_size: int) -> None:
+    if v.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} heads of keys do not divide {v.shape[2]} heads of values")
+    if g.dim() == 4 and g.shape[2:] != (v.shape[2], k.shape[3]):
+        raise ValueError(f"log decays {tuple(g.shape)} are not for {v.shape[2]} heads of {k.shape[3]} channels")
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}, not a power of 2")
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule: S <- diag(e^g) S, S <- S + beta k (v - S^T k)^T, out = S^T q.
+
+    `q` and `k` are [N, L, Hk, K], scaled and normalised by the caller, `v` [N, L, H, V] with Hk dividing H (each key
+    head serves neighbouring heads of values), `beta` [N, L, H]. `g`, at most 0, is [N, L, H], or [N, L, H, K] for a
+    decay per channel. `initial_state` is [N, H, K, V] (None: zeros). Padding at the end has k = g = beta = 0. Returns
+    `out` [N, L, H, V] in the type of `v` and the last state in float32, or in float64 for float64.
+
+    Raises ValueError where heads do not divide, `g` does not fit, or `chunk_size` is not a power of 2. Sources: Yang
+    et al. 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692.
+    """
+    _check(k, v, g, chunk_size)
+    state = entering_state(initial_state, v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+    if not v.shape[1]:
+        return v, state
+    systems, (weights, queries) = _systems(k, v, g, beta, chunk_size=chunk_size, q=q)
+    right = torch.cat([systems.values, systems.reads], -1)
+    solved = torch.linalg.solve_triangular(systems.below, right, upper=False, unitriangular=True)
+    parts = solved[..., : v.shape[3]], solved[..., v.shape[3] :], systems.keys, systems.kept
+    state = torch.unflatten(state, 1, (k.shape[2], v.shape[2] // k.shape[2]))
+    states, deltas = [], []
+    for value, read, key, kept in zip(*(x.unbind(1) for x in parts), strict=True):
+        states.append(state)
+        deltas.append(value - read @ state)
+        state = kept * state + key.mT @ deltas[-1]
+    out = weights @ torch.stack(deltas, 1) + queries @ torch.stack(states, 1)
+    return out_of_chunks(out.flatten(2, 3), v.shape[1]).to(v.dtype), state.flatten(1, 2)
+
+
+def _joined(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Join the transitions of chunks [N, n, ...] two by two until there is one."""
+    while A.shape[1] > 1:
+        pairs = A.shape[1] // 2
+        first, second = A[:, : 2 * pairs : 2], A[:, 1::2]
+        joined = second @ first, second @ B[:, : 2 * pairs : 2] + B[:, 1::2]
+        A, B = (torch.cat([new, old[:, 2 * pairs :]], 1) for new, old in zip(joined, (A, B), strict=True))
+    return A[:, 0], B[:, 0]
+
+
+def delta_rule_transition(
+    k: Tensor, g: Tensor, beta: Tensor, v: Tensor, *, chunk_size: int = 64
+) -> tuple[Tensor, Tensor]:
+    """Compute what pieces do to the states that enter them: A and B of last = A @ initial + B.
+
+    Arguments are as for `delta_rule`, without queries. Returns A [N, H, K, K] and B [N, H, K, V] in float32, or in
+    float64 for float64. Errors and sources: as `delta_rule`.
+    """
+    _check(k, v, g, chunk_size)
+    N, _, H, V = v.shape
+    one = torch.eye(k.shape[3], dtype=computing_type(v), device=v.device)
+    if not v.shape[1]:
+        return one.expand(N, H, -1, -1), one.new_zeros(N, H, k.shape[3], V)
+    systems, _ = _systems(k, v, g, beta, chunk_size=chunk_size)
+    # Deltas are added under keys: keys^T (I + below)^-1 (values - reads S). The inverse goes to the narrower side.
+    left = torch.linalg.solve_triangular(systems.below.mT, systems.keys, upper=True, unitriangular=True).mT
+    A, B = _joined(one * systems.kept - left @ systems.reads, left @ systems.values)
+    return A.flatten(1, 2), B.flatten(1, 2)

@@ -1,0 +1,117 @@
+"""Affine recurrences of numbers, h_t = a_t h_{t-1} + x_t: the RG-LRU, and the states of other layers' chunks."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+_LARGE_TOKENS = 4096  # numbers in a token from which a CPU is as fast on single tokens as on many at once
+
+
+def computing_type(x: Tensor) -> torch.dtype:
+    """Return the type that states have and products are computed in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def entering_state(initial_state: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the state that enters pieces, in the type of computing; zeros of `shape` for None."""
+    dtype = computing_type(like)
+    if initial_state is None:
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    return initial_state.to(dtype)
+
+
+def _along(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool = False) -> Tensor:
+    """Compute the recurrence token after token."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    state = initial
+    tokens = list(zip(decay.unbind(1), x.unbind(1), out.unbind(1), strict=True))
+    for a, b, into in reversed(tokens) if backward else tokens:
+        state = torch.addcmul(b, a, state, out=into)
+    return out
+
+
+def _in_rows(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
+    """Compute the recurrence in about sqrt(L) rows at once, each as if from 0; then add what enters each row."""
+    length = x.shape[1]
+    width = isqrt(length)
+    rows = length // width
+    whole = rows * width
+    a, b = (torch.unflatten(t[:, :whole], 1, (rows, width)).transpose(1, 2) for t in (decay, x))
+    nothing = torch.zeros((), dtype=x.dtype, device=x.device).expand(b[:, 0].shape)
+    local = _along(a, b, nothing)
+    product = torch.cumprod(a, 1)
+    ends = _along(product[:, -1], local[:, -1], initial)
+    entries = torch.cat([initial.unsqueeze(1), ends[:, :-1]], 1)
+    states = local.addcmul_(product, entries.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
+    rest = _along(decay[:, whole:], x[:, whole:], ends[:, -1])
+    return torch.cat([states, rest], 1)
+
+
+def affine_states(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool = False) -> Tensor:
+    """Compute all states h_t = decay_t h_{t-1} + x_t [N, L, ...], or from the end, without a record for gradients."""
+    token = x[:, :1].numel()
+    if x.shape[1] < 16 or (x.device.type == "cpu" and token >= _LARGE_TOKENS):
+        return _along(decay, x, initial, backward=backward)
+    if backward:
+        return _in_rows(decay.flip(1), x.flip(1), initial).flip(1)
+    return _in_rows(decay, x, initial)
+
+
+def states_before(states: Tensor, initial: Tensor) -> Tensor:
+    """Return the state that enters each token, of the states after each."""
+    return torch.cat([initial.unsqueeze(1), states[:, :-1]], 1)
+
+
+def state_gradients(decay: Tensor, d_states: Tensor) -> Tensor:
+    """Compute the gradients of all inputs x_t, of those of all states: the same recurrence from the end."""
+    after = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1)
+    nothing = torch.zeros((), dtype=d_states.dtype, device=d_states.device).expand(d_states[:, 0].shape)
+    return affine_states(after, d_states, nothing, backward=True)
+
+
+class _AffineScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
+        states = affine_states(decay, x, initial)
+        ctx.save_for_backward(decay, states, initial)
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        decay, states, initial = ctx.saved_tensors  # type: ignore[attr-defined]
+        d_x = state_gradients(decay, d_states)
+        d_decay = (d_x * states_before(states, initial)).sum_to_size(decay.shape)
+        return d_decay, d_x, decay[:, 0] * d_x[:, 0]
+
+
+def affine_scan(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
+    """Compute all states h_t = decay_t h_{t-1} + x_t, with gradients.
+
+    `x` is [N, L, ...] with L > 0, `initial` [N, ...] the state before; `decay` has as many axes as `x`, of which
+    those after the second may be 1. All three have one type. Decays may be 0; their gradients are right there too.
+    """
+    states: Tensor = _AffineScan.apply(decay, x, initial)  # type: ignore[no-untyped-call]
+    return states
+
+
+def linear_unit(x: Tensor, log_decay: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute the real-gated linear recurrent unit's h_t = e^{log_decay_t} h_{t-1} + x_t, number by number.
+
+    `x` and `log_decay` [N, L, ...] have one shape; log decays are at most 0, and -inf starts anew. `initial_state`
+    [N, ...] enters the first token (None: zeros). Returns all h in the type of `x` and the last one in float32, or in
+    float64 for float64. Padding at the end has x = 0 and log_decay = 0.
+
+    Raises ValueError where shapes differ. Source: Griffin, De et al. 2024, arXiv 2402.19427, equation 4.
+    """
+    if x.shape != log_decay.shape:
+        raise ValueError(f"x {tuple(x.shape)} and log_decay {tuple(log_decay.shape)} differ in shape")
+    initial = entering_state(initial_state, x, (x.shape[0], *x.shape[2:]))
+    if not x.shape[1]:
+        return x, initial
+    states = affine_scan(log_decay.to(initial.dtype).exp(), x.to(initial.dtype), initial)
+    return states.to(x.dtype), states[:, -1]

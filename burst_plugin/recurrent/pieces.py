@@ -1,0 +1,158 @@
+"""Pieces: consecutive tokens of one document that one rank holds. A state goes from piece to piece.
+
+8 tokens in zigzag over 2 ranks, in documents of 3 and 5 tokens:
+
+    rank 0    0 1   6 7     piece 0: tokens 0 1              piece 1: tokens 6 7, after piece 3
+    rank 1    2 | 3 4 5     piece 2: token 2, after piece 0  piece 3: tokens 3 4 5
+
+Every batch row has pieces of its own. Pieces are numbered by rank, then row, then as the rank holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from burst_plugin.sequence.layout import Run
+from burst_plugin.sequence.mask import Both, Mask
+from burst_plugin.sequence.masks import Keys
+from burst_plugin.sequence.prefix_tree import PrefixTree
+
+START = -1  # stands for the piece before one that begins a document
+
+
+class Piece(NamedTuple):
+    """`length` consecutive tokens of a batch row.
+
+    start: the position of the first one.
+    offset: its place among the tokens of the rank, all tokens of a row before those of the next row.
+    before: the number of the piece that ends where this one begins, or on the path of a prefix tree; or `START`.
+    """
+
+    rank: int
+    row: int
+    start: int
+    length: int
+    offset: int
+    before: int = START
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of a batch on all ranks."""
+
+    every: tuple[Piece, ...]
+    ranks: int
+
+    @cached_property
+    def first_of_rank(self) -> tuple[int, ...]:
+        """Return the number of the first piece of every rank, and the number of pieces last."""
+        counts = [0] * (self.ranks + 1)
+        for piece in self.every:
+            counts[piece.rank + 1] += 1
+        for rank in range(self.ranks):
+            counts[rank + 1] += counts[rank]
+        return tuple(counts)
+
+    def of_rank(self, rank: int) -> range:
+        """Return the numbers of a rank's pieces."""
+        return range(self.first_of_rank[rank], self.first_of_rank[rank + 1])
+
+    @cached_property
+    def after(self) -> tuple[tuple[int, ...], ...]:
+        """Return the pieces that continue each one: several only where a prefix tree branches."""
+        found: list[list[int]] = [[] for _ in self.every]
+        for number, piece in enumerate(self.every):
+            if piece.before != START:
+                found[piece.before].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def last_of_row(self) -> tuple[int, ...]:
+        """Return the piece that has the last token of every batch row."""
+        last: dict[int, int] = {}
+        for number, piece in enumerate(self.every):
+            if piece.row not in last or piece.start > self.every[last[piece.row]].start:
+                last[piece.row] = number
+        return tuple(last[row] for row in sorted(last))
+
+
+def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mask: Mask | None) -> Pieces:
+    """Return the pieces of `rows` sequences of `length` tokens, of which rank r holds the runs `shards[r]`.
+
+    Documents are those of `mask`, of each row. Tokens before a row's first real key, padding on the left, are a
+    document, too. Raises ValueError for a mask of another number of rows.
+    """
+    if mask is not None and mask.rows not in (None, rows):
+        raise ValueError(f"the mask is for {mask.rows} batch rows, but there are {rows}; give it one for each")
+    begins = [_begins(mask if mask is None else mask.of_row(row), length) for row in range(rows)]
+    every: list[Piece] = []
+    for rank, runs in enumerate(shards):
+        tokens = sum(run.length for run in runs)
+        for row in range(rows):
+            every += _of_row(rank, row, runs, begins[row], row * tokens)
+    numbers = {(piece.row, piece.start + piece.length - 1): number for number, piece in enumerate(every)}
+    linked = [
+        piece._replace(before=_number_before(begins[piece.row].get(piece.start, piece.start - 1), piece, numbers))
+        for piece in every
+    ]
+    return Pieces(tuple(linked), len(shards))
+
+
+def _number_before(token: int, piece: Piece, numbers: dict[tuple[int, int], int]) -> int:
+    """Return the number of the piece that ends with `token` of the row of `piece`; `START` if there is none."""
+    return START if token < 0 else numbers[piece.row, token]
+
+
+def _of_row(rank: int, row: int, runs: Sequence[Run], begins: dict[int, int], offset: int) -> list[Piece]:
+    """Return the pieces of one row on one rank, each run cut where documents or branches begin or end."""
+    found: list[Piece] = []
+    cuts = sorted(begins)
+    ends = {before + 1 for before in begins.values() if before >= 0}  # a token that several branches continue
+    for start, count in _consecutive(runs):
+        inside = {start, start + count, *(at for at in (*cuts, *ends) if start < at < start + count)}
+        for first, stop in pairwise(sorted(inside)):
+            found.append(Piece(rank, row, first, stop - first, offset))
+            offset += stop - first
+    return found
+
+
+def _consecutive(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return (start, length) of consecutive tokens; those of a run with a stride stand alone, neighbours join."""
+    joined: list[tuple[int, int]] = []
+    for run in runs:
+        spans = [(run.start, run.length)]
+        if run.stride > 1:
+            spans = [(at, 1) for at in range(run.start, run.last + 1, run.stride)]
+        for start, length in spans:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((start, length))
+    return joined
+
+
+def _begins(mask: Mask | None, length: int) -> dict[int, int]:
+    """Return where documents and branches of one row begin, each with the token before it on its path, or -1."""
+    found = {0: -1}
+    if mask is None:
+        return found
+    for part in _parts(mask):
+        if isinstance(part, PrefixTree):
+            before = part.before()
+            jumps = (before[1:] != torch.arange(len(before) - 1, device="cpu")).nonzero().flatten() + 1
+            found.update({at: int(before[at]) for at in jumps.tolist()})
+        elif isinstance(part, Keys):
+            found.update({start: -1 for start, stop in part.spans[:1] if start < stop and start < length})
+        elif part.documents is not None:
+            found.update({at: -1 for at in part.documents[:-1] if at < length})
+    return found
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    return [*_parts(mask.one), *_parts(mask.other)] if isinstance(mask, Both) else [mask]

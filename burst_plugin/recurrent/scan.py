@@ -1,0 +1,271 @@
+"""A scan over the pieces of a sequence: from what each piece does to a state, the state that enters each piece.
+
+Autograd sees one operation, the same on all ranks. Its backward pass goes through the schedule in the opposite order:
+what enters a piece gets a gradient, and gradients go where states came from. Transitions are not sent again, since
+each rank keeps those that it has met.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.kept_attention import KeptTensors
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.recurrent.affine import Affine
+from burst_plugin.recurrent.messages import Messages
+from burst_plugin.recurrent.passes import Passes
+from burst_plugin.recurrent.scan_schedule import Compute, Move, ScanSchedule, Value
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.types import Direction, Spec
+
+Values = dict[Value, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ScanPlan:
+    """A scan of one rank.
+
+    pieces: the numbers of this rank's pieces.
+    transition, state: shape and type of the transition and of the state of one piece.
+    """
+
+    rank_state: RankState
+    schedule: ScanSchedule
+    pieces: range
+    affine: Affine
+    transition: Spec
+    state: Spec
+    device: torch.device
+    what: str
+
+    def messages(self, direction: Direction, call: CallId) -> Messages:
+        """Return this rank's messages of one pass."""
+        return Messages(self.rank_state, self.device, self.what, direction, call)
+
+    def spec(self, value: Value) -> Spec:
+        """Return shape and type of a value."""
+        return self.transition if value.kind == "transition" else self.state
+
+
+class Scan:
+    """The passes of a scan on one rank, whose pairs are `values`."""
+
+    def __init__(self, plan: ScanPlan, values: Values) -> None:
+        self.plan, self.values = plan, values
+
+    @classmethod
+    def of(cls, plan: ScanPlan, transitions: Tensor, biases: Tensor) -> Scan:
+        """Return the scan over pieces with these transitions and biases, [pieces, ...]."""
+        values: Values = {}
+        for local, number in enumerate(plan.pieces):
+            if plan.schedule.needs_pair[number]:
+                values[Value("bias", number)] = biases[local]
+                if plan.schedule.is_entered[number]:
+                    values[Value("transition", number)] = transitions[local]
+        return cls(plan, values)
+
+    def forward(self, call: CallId) -> Generator[None, None, list[Tensor]]:
+        """Find the state that enters each span; return the states after the last pieces of all rows, if asked for."""
+        messages, rank = self.plan.messages("forward", call), self.plan.rank_state.rank
+        for step in self.plan.schedule.rounds:
+            for where, compute in step.computes:
+                if where == rank:
+                    self._compute(compute)
+            yield from self._move(messages, step.moves)
+        for moves in self.plan.schedule.final_moves:
+            yield from self._move(messages, moves)
+        return [self.values[Value("exit", number)] for number in self.plan.schedule.final_pieces]
+
+    def entries(self) -> Tensor:
+        """Return the states that enter this rank's pieces, [pieces, ...]: zeros where none does."""
+        shape, dtype = self.plan.state
+        found = torch.zeros((len(self.plan.pieces), *shape), dtype=dtype, device=self.plan.device)
+        for local, number in enumerate(self.plan.pieces):
+            if self.plan.schedule.is_entered[number]:
+                found[local] = self.values[Value("entry", number)]
+        return found
+
+    def _compute(self, compute: Compute) -> None:
+        """Do what the schedule says; values that are missing are zero."""
+        values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
+        if what == "join":
+            late, bias = values[Value("transition", right)], values[Value("bias", right)]
+            values[Value("bias", span)] = affine.through(late, bias, values[Value("bias", left)])
+            if Value("transition", left) in values:
+                values[Value("transition", span)] = affine.compose(late, values[Value("transition", left)])
+        elif what == "hand":
+            values[Value("entry", left)] = values[Value("entry", span)]
+        elif what == "begin":
+            values[Value("entry", span)] = values[Value("exit", left)]
+        else:
+            source, target = (left, Value("entry", right)) if what == "enter" else (span, Value("exit", span))
+            bias, entry = values[Value("bias", source)], values.get(Value("entry", span))
+            values[target] = (
+                bias if entry is None else affine.through(values[Value("transition", source)], bias, entry)
+            )
+
+    def _move(self, messages: Messages, moves: Sequence[Move]) -> Generator[None, None, None]:
+        """Send and receive the values of one round."""
+        rank = self.plan.rank_state.rank
+        sends: dict[int, list[Tensor]] = defaultdict(list)
+        recvs: dict[int, list[Value]] = defaultdict(list)
+        for move in moves:
+            if move.src == rank:
+                sends[move.dst].append(self.values[move.value])
+            elif move.dst == rank:
+                recvs[move.src].append(move.target)
+        specs = {peer: [self.plan.spec(value) for value in targets] for peer, targets in recvs.items()}
+        received = yield from messages.exchange(sends, specs)
+        for peer, tensors in received.items():
+            self.values.update(zip(recvs[peer], tensors, strict=True))
+
+    def backward(self, call: CallId, grads: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return the gradients of transitions and biases [pieces, ...], of those of the entries."""
+        found: Values = {}
+        for local, number in enumerate(self.plan.pieces):
+            if self.plan.schedule.is_entered[number]:
+                found[Value("entry", number)] = grads[local]
+        messages, rank = self.plan.messages("backward", call), self.plan.rank_state.rank
+        for step in reversed(self.plan.schedule.rounds):
+            yield from self._move_back(messages, step.moves, found)
+            for where, compute in reversed(step.computes):
+                if where == rank:
+                    self._compute_back(compute, found)
+        return self._of_pieces(found)
+
+    def _compute_back(self, compute: Compute, found: Values) -> None:
+        """Add what the gradients of the results of `compute` give those of its operands."""
+        values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
+        if what == "join":
+            grad = found.get(Value("bias", span))
+            if grad is not None:
+                _add(found, Value("bias", right), grad)
+                late = values[Value("transition", right)]
+                _add(found, Value("bias", left), affine.apply_transposed(late, grad))
+        elif what == "hand":
+            _hand_over(found, Value("entry", left), Value("entry", span))
+        elif what == "begin":
+            _hand_over(found, Value("entry", span), Value("exit", left))
+        else:
+            source, target = (left, Value("entry", right)) if what == "enter" else (span, Value("exit", span))
+            grad = found.get(target)
+            if grad is not None:
+                _add(found, Value("bias", source), grad)
+                if Value("entry", span) in values:
+                    transition = values[Value("transition", source)]
+                    _add(found, Value("entry", span), affine.apply_transposed(transition, grad))
+
+    def _move_back(self, messages: Messages, moves: Sequence[Move], found: Values) -> Generator[None, None, None]:
+        """Send the gradients of what was received in a round back to where it came from."""
+        rank, (shape, dtype) = self.plan.rank_state.rank, self.plan.state
+        sends: dict[int, list[Tensor]] = defaultdict(list)
+        recvs: dict[int, list[Value]] = defaultdict(list)
+        for move in moves:
+            if move.value.kind == "transition":
+                continue
+            if move.dst == rank:
+                grad = found.pop(move.target, None)
+                sends[move.src].append(
+                    torch.zeros(shape, dtype=dtype, device=self.plan.device) if grad is None else grad
+                )
+            elif move.src == rank:
+                recvs[move.dst].append(move.value)
+        received = yield from messages.exchange(
+            sends, {peer: [self.plan.state] * len(v) for peer, v in recvs.items()}
+        )
+        for peer, tensors in received.items():
+            for value, grad in zip(recvs[peer], tensors, strict=True):
+                _add(found, value, grad)
+
+    def _of_pieces(self, found: Values) -> tuple[Tensor, Tensor]:
+        """Return the gradients of transitions and biases of this rank's pieces."""
+        plan, count = self.plan, len(self.plan.pieces)
+        (transition, dtype), (state, _) = plan.transition, plan.state
+        transitions = torch.zeros((count, *transition), dtype=dtype, device=plan.device)
+        biases = torch.zeros((count, *state), dtype=dtype, device=plan.device)
+        for local, number in enumerate(plan.pieces):
+            grad, entry = found.get(Value("bias", number)), self.values.get(Value("entry", number))
+            if grad is not None:
+                biases[local] = grad
+                if entry is not None:
+                    transitions[local] = plan.affine.grad_of_transition(grad, entry, transitions[local])
+        return transitions, biases
+
+
+def _hand_over(found: Values, target: Value, source: Value) -> None:
+    """Add the gradient of a value, if it has one, to that of the value that it is a copy of."""
+    if target in found:
+        _add(found, source, found[target])
+
+
+def _add(found: Values, value: Value, grad: Tensor) -> None:
+    found[value] = found[value] + grad if value in found else grad
+
+
+def _scanned(
+    passes: Passes, plans: Sequence[ScanPlan], call: CallId, transitions: Tensor, biases: Tensor
+) -> tuple[Tensor, Tensor, list[Values]]:
+    """Return entries, final states, and the values that the backward pass needs of each rank of this process."""
+    scans, at = [], 0
+    for plan in plans:
+        stop = at + len(plan.pieces)
+        scans.append(Scan.of(plan, transitions[at:stop], biases[at:stop]))
+        at = stop
+    finals = passes.run("forward", call, [scan.forward(call) for scan in scans], transitions.device)
+    entries = torch.cat([scan.entries() for scan in scans])
+    needed = [{key: x for key, x in scan.values.items() if key.kind in ("transition", "entry")} for scan in scans]
+    last = torch.stack(finals[0]) if finals[0] else entries.new_empty((0, *entries.shape[1:]))
+    return entries, last, needed
+
+
+class ScanFunction(torch.autograd.Function):
+    """A scan on the ranks of this process as one step of autograd: mostly one rank, all of a virtual ring.
+
+    Takes transitions and biases of all their pieces, rank after rank; returns entries of all pieces, and the states
+    after all rows, without gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        plans: Sequence[ScanPlan],
+        call: CallId,
+        kept: KeptTensors | None,
+        transitions: Tensor,
+        biases: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if kept is None or kept.found is None:
+            found = _scanned(passes, plans, call, transitions, biases)
+            if kept is not None:
+                kept.found = found
+        else:
+            found = kept.found
+        entries, last, values = found
+        ctx.keys = [list(each) for each in values]
+        ctx.save_for_backward(*(x for each in values for x in each.values()))
+        ctx.passes, ctx.plans, ctx.call = passes, plans, call
+        entries, last = entries.view_as(entries), last.view_as(last)
+        ctx.mark_non_differentiable(last)
+        return entries, last
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
+        saved, scans, at = ctx.saved_tensors, [], 0
+        for plan, keys in zip(ctx.plans, ctx.keys, strict=True):
+            scans.append(Scan(plan, dict(zip(keys, saved[at : at + len(keys)], strict=True))))
+            at += len(keys)
+        programs, at = [], 0
+        for scan in scans:
+            stop = at + len(scan.plan.pieces)
+            programs.append(scan.backward(ctx.call, grad[at:stop]))
+            at = stop
+        results = ctx.passes.run("backward", ctx.call, programs, grad.device)
+        transitions, biases = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return None, None, None, None, transitions, biases

@@ -1,0 +1,320 @@
+"""Layers that carry a state, on rings in one process and over gloo: outputs, final states and gradients of one rank.
+
+The truth is each layer's definition in float64, token after token (`tests.support.recurrences`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
+from burst_plugin.recurrent.pieces import START
+from burst_plugin.sequence.mask import Mask
+from tests.support.ranks import run_ranks
+from tests.support.recurrences import DEFINITIONS, draw
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    "delta_rule": recurrent.gated_delta_rule,
+    "delta_rule_by_channel": recurrent.gated_delta_rule,
+    "state_space": recurrent.state_space,
+    "selective_scan": recurrent.selective_scan,
+    "decay_attention": recurrent.decay_attention,
+    "linear_unit": recurrent.affine_scan,
+    "rwkv": recurrent.rwkv,
+    "mlstm": recurrent.mlstm,
+}
+BY_HEADS = ("delta_rule", "delta_rule_by_channel", "state_space", "decay_attention")
+PARAMETERS = ("A", "log_decay", "bonus", "weight", "bias")  # of which each rank has all, and a part of the gradient
+TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 4))
+LENGTHS = (1, 17, 2, 40, 3, 5, 1, 33, 9, 1, 12, 4, 22)  # of 13 documents
+SIZES = {"groups": 8, "heads": 8, "keys": 5, "values": 6}
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return tuple(bounds)
+
+
+def _drawn(kind: str, seed: int, batch: int, tokens: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    found = draw(kind, torch.Generator().manual_seed(seed), batch, tokens, **SIZES)
+    return {name: x.to(dtype).requires_grad_() for name, x in found.items()}
+
+
+def _error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """Relative to the truth, or where that is next to nothing to what it is made of."""
+    size = torch.maximum(expected.double().norm(), 1e-6 * scale.double().norm())
+    return float(((found.double() - expected.double()).norm() / size).detach())
+
+
+def _grads(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    grads = torch.autograd.grad(out, leaves, dout.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
+
+
+def _scaled(kind: str, state: Any) -> Tensor:
+    """A final state as one tensor; what has an exponent without it."""
+    if kind not in ("rwkv", "mlstm"):
+        return state.flatten()
+    *parts, most = state
+    factor = most.double().exp()
+    return torch.cat(
+        [(x.double() * factor.view(*most.shape, *(1,) * (x.dim() - most.dim()))).flatten() for x in parts]
+    )
+
+
+def _worst(kind: str, ring: VirtualRing, mask: Mask | None, bounds: tuple[int, ...], **drawn: Any) -> float:
+    """The largest error of out, final state and gradients on a ring in one process."""
+    xs = _drawn(kind, drawn.get("seed", 0), drawn.get("batch", 2), bounds[-1], drawn.get("dtype", torch.float64))
+    place = recurrent.Placement(ring, mask=mask, tokens=drawn.get("tokens"))
+    out, final = LAYERS[kind](**xs, place=place, return_final_state=True)
+    expected, last = DEFINITIONS[kind](**xs, bounds=bounds)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = list(xs.values())
+    both = zip(_grads(out, leaves, dout), _grads(expected, leaves, dout), strict=True)
+    errors = [_error(out, expected, dout), _error(_scaled(kind, final), _scaled(kind, last), dout)]
+    assert all(ring.traffic(each.rank) == ring.expected_traffic(each.rank) for each in ring.rank_states)
+    return max([*errors, *(_error(found, truth, dout) for found, truth in both)])
+
+
+@pytest.mark.parametrize("nodes_and_ranks", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "auto"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_equal_their_definitions(kind: str, layout: str, nodes_and_ranks: tuple[int, int]) -> None:
+    ring = VirtualRing(Topology(*nodes_and_ranks), Strategy(layout="zigzag" if layout == "auto" else layout))
+    bounds, tokens = _bounds(LENGTHS), None
+    mask = Documents(bounds)
+    if layout == "auto":
+        ranks = nodes_and_ranks[0] * nodes_and_ranks[1]
+        holders = [number % ranks for number in random.Random(3).sample(range(3 * ranks), 3 * ranks)]
+        tokens = Tokens(bounds[-1], holders=tuple(holders))
+
+    assert _worst(kind, ring, None, (0, 70)) < 1e-11
+    assert _worst(kind, ring, mask, bounds, tokens=tokens) < 1e-11
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("kind", BY_HEADS)
+def test_heads_are_exchanged_in_place_of_states(kind: str, layout: str) -> None:
+    ring = VirtualRing(Topology(2, 4), Strategy(layout=layout, recurrent="heads"))
+
+    assert _worst(kind, ring, Documents((0, 3, 50, 70)), (0, 3, 50, 70)) < 1e-11
+
+
+def test_one_head_may_serve_several_ranks() -> None:
+    ring = VirtualRing(Topology(1, 4), Strategy(recurrent="heads"))
+    xs = _drawn("state_space", 0, 1, 30)
+    xs["B"], xs["C"] = (xs[name][:, :, :2].detach().requires_grad_() for name in ("B", "C"))
+    out = recurrent.state_space(**xs, place=recurrent.Placement(ring))
+    expected, _ = DEFINITIONS["state_space"](**xs)
+
+    assert _error(out, expected, expected) < 1e-11
+    for found, truth in zip(
+        _grads(out, list(xs.values()), out.detach()), _grads(expected, list(xs.values()), out.detach()), strict=True
+    ):
+        assert _error(found, truth, expected) < 1e-11
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_float32_is_as_exact_as_the_kernel_on_one_rank(kind: str) -> None:
+    own = _worst(kind, VirtualRing(Topology(1, 1)), None, (0, 130), dtype=torch.float32)
+    on_ring = _worst(kind, VirtualRing(Topology(2, 4)), None, (0, 130), dtype=torch.float32)
+
+    assert on_ring < max(2e-6, 2 * own)
+
+
+def _drawn_case(number: int) -> float:
+    """The error of a case that is drawn: layout, documents, rows, ranks, way."""
+    draws = random.Random(number)
+    kind, length = draws.choice(list(LAYERS)), draws.choice([1, 3, 20, 65])
+    nodes, per_node = draws.choice([(1, 2), (1, 3), *TOPOLOGIES])
+    cuts = sorted(draws.sample(range(1, length), min(length - 1, draws.choice([0, 1, 5]))))
+    bounds, layout, tokens = (0, *cuts, length), draws.choice(["zigzag", "contiguous", "striped", "chunks"]), None
+    if layout == "chunks":
+        layout, ranks = "zigzag", nodes * per_node
+        holders = [*range(ranks), *(draws.randrange(ranks) for _ in range(draws.randrange(2 * ranks)))]
+        draws.shuffle(holders)
+        ends = sorted(draws.randrange(length + 1) for _ in holders[1:])
+        tokens = Tokens(length, holders=tuple(holders), bounds=(0, *ends, length))
+    can_share = kind in BY_HEADS and 8 % (nodes * per_node) == 0
+    way = draws.choice(["state", "auto", "heads"] if can_share else ["state", "auto"])
+    ring = VirtualRing(Topology(nodes, per_node), Strategy(layout=layout, recurrent=way), seed=number)
+    mask = Documents(bounds) if cuts else None
+    return _worst(kind, ring, mask, bounds, tokens=tokens, seed=number, batch=draws.choice([1, 2]))
+
+
+def test_drawn_calls_equal_their_definitions() -> None:
+    assert [number for number in range(150) if not _drawn_case(number) < 1e-11] == []
+
+
+def test_branches_of_a_tree_begin_with_the_state_of_their_parent() -> None:
+    tree = PrefixTree((-1, 0, 1, 0, 3), (9, 7, 5, 6, 4))
+    xs = _drawn("delta_rule", 0, 1, tree.length)
+    place = recurrent.Placement(VirtualRing(Topology(2, 2)), mask=tree)
+    out = recurrent.gated_delta_rule(**xs, place=place)
+    before, expected = tree.before().tolist(), torch.zeros_like(out)
+    for token in range(tree.length):
+        path = [token]
+        while before[path[0]] != START:
+            path.insert(0, before[path[0]])
+        alone, _ = DEFINITIONS["delta_rule"](**{name: x[:, path] for name, x in xs.items()})
+        expected = expected.index_copy(1, torch.tensor([token]), alone[:, -1:])
+    leaves = list(xs.values())
+
+    assert _error(out, expected, expected) < 1e-11
+    for found, truth in zip(_grads(out, leaves, out.detach()), _grads(expected, leaves, out.detach()), strict=True):
+        assert _error(found, truth, expected) < 1e-11
+
+
+def test_convolutions_look_back_over_ranks() -> None:
+    xs = _drawn("causal_convolution", 0, 2, 41)
+    place = recurrent.Placement(VirtualRing(Topology(2, 2)), mask=Documents((0, 2, 30, 41)))
+    out = recurrent.causal_convolution(**xs, place=place, activation="silu")
+    expected = DEFINITIONS["causal_convolution"](**xs, activation="silu", bounds=(0, 2, 30, 41))
+    leaves = list(xs.values())
+
+    assert _error(out, expected, expected) < 1e-11
+    for found, truth in zip(_grads(out, leaves, out.detach()), _grads(expected, leaves, out.detach()), strict=True):
+        assert _error(found, truth, expected) < 1e-11
+
+
+def _over_gloo(rank: int, kind: str, bounds: tuple[int, ...], options: dict[str, Any]) -> list[float]:
+    tokens, whole = Tokens(bounds[-1]), _drawn(kind, 0, 2, bounds[-1])
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, **options)
+    local = {
+        name: (x.detach() if name in PARAMETERS and x.dim() < 3 else cp.shard(x.detach(), 1, tokens)).requires_grad_()
+        for name, x in whole.items()
+    }
+    place = recurrent.Placement(cp, mask=Documents(bounds), tokens=tokens, tag="layer 3")
+    out, final = LAYERS[kind](**local, place=place, return_final_state=True)
+    expected, last = DEFINITIONS[kind](**whole, bounds=bounds)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = dict(zip(local, _grads(out, list(local.values()), cp.shard(dout, 1, tokens)), strict=True))
+    truths = dict(zip(whole, _grads(expected, list(whole.values()), dout), strict=True))
+    errors = [
+        _error(out, cp.shard(expected, 1, tokens), dout),
+        _error(_scaled(kind, final), _scaled(kind, last), dout),
+    ]
+    for name, grad in grads.items():
+        if local[name].shape == whole[name].shape and name in PARAMETERS:
+            dist.all_reduce(grad)
+            errors.append(_error(grad, truths[name], dout))
+        else:
+            errors.append(_error(grad, cp.shard(truths[name], 1, tokens), dout))
+    assert cp.traffic() == cp.expected_traffic()
+    return errors
+
+
+@pytest.mark.parametrize("options", [{}, {"recurrent": "heads"}, {"ulysses_degree": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["delta_rule", "state_space", "mlstm"])
+def test_layers_over_gloo(kind: str, options: dict[str, Any]) -> None:
+    if kind not in BY_HEADS and options.get("recurrent") == "heads":
+        options = {"layout": "contiguous"}
+    found = run_ranks(_over_gloo, 4, kind, (0, 2, 30, 41), options)
+
+    assert max(error for errors in found for error in errors) < 1e-11
+
+
+def _with_an_empty_rank(rank: int) -> float:
+    """Two tokens on four ranks: those without any have a part in the backward pass all the same."""
+    cp, tokens, whole = ContextParallel(dist.group.WORLD), Tokens(2), _drawn("state_space", 0, 1, 2)
+    local = {name: x if name == "A" else cp.shard(x, 1, tokens) for name, x in whole.items()}
+    place = recurrent.Placement(cp, tokens=tokens)
+    out = recurrent.state_space(
+        **{
+            **local,
+            "x": recurrent.causal_convolution(
+                local["x"].flatten(2), torch.ones(local["x"].shape[2:].numel(), 3, dtype=torch.float64), place=place
+            ).view_as(local["x"]),
+        },
+        place=place,
+    )
+    out.sum().backward()
+    assert whole["x"].grad is not None
+    dist.all_reduce(whole["x"].grad)
+    convolved = DEFINITIONS["causal_convolution"](
+        (x := whole["x"].detach().requires_grad_()).flatten(2),
+        torch.ones(x.shape[2:].numel(), 3, dtype=torch.float64),
+    ).view_as(x)
+    expected, _ = DEFINITIONS["state_space"](**{**whole, "x": convolved})
+    expected.sum().backward()
+    assert x.grad is not None
+    return _error(whole["x"].grad, x.grad, x.grad)
+
+
+def test_ranks_without_tokens_take_part() -> None:
+    assert max(run_ranks(_with_an_empty_rank, 4)) < 1e-11
+
+
+def _kept(rank: int, keep: str) -> tuple[float, int, int]:
+    """A checkpoint computes a layer again: what its forward passes send, and the error of its gradients."""
+    cp, tokens, whole = (
+        ContextParallel(dist.group.WORLD, keep_attention=keep),
+        Tokens(41),
+        _drawn("delta_rule", 0, 1, 41),
+    )
+    local = {name: cp.shard(x.detach(), 1, tokens).requires_grad_() for name, x in whole.items()}
+    place = recurrent.Placement(cp, tokens=tokens)
+
+    def layer(v: Tensor, **others: Tensor) -> Tensor:
+        flat = recurrent.causal_convolution(v.flatten(2), torch.ones(48, 3, dtype=torch.float64), place=place)
+        return recurrent.gated_delta_rule(v=flat.view_as(v), **others, place=place)
+
+    out = torch.utils.checkpoint.checkpoint(layer, **local, use_reentrant=False)
+    once = sum(cp.traffic()["intra"].values())
+    grads = dict(zip(local, _grads(out, list(local.values()), out.detach()), strict=True))
+    again = cp.traffic()["intra"]["gather"]
+    expected, _ = DEFINITIONS["delta_rule"](
+        **{
+            **whole,
+            "v": DEFINITIONS["causal_convolution"](whole["v"].flatten(2), torch.ones(48, 3)).view_as(whole["v"]),
+        }
+    )
+    truths = _grads(expected, list(whole.values()), expected.detach())
+    errors = [
+        _error(grads[name], cp.shard(truth, 1, tokens), expected) for name, truth in zip(whole, truths, strict=True)
+    ]
+    return max(errors), once, again
+
+
+@pytest.mark.parametrize("keep", ["all", "none"])
+def test_checkpoints_keep_what_was_received(keep: str) -> None:
+    found = run_ranks(_kept, 2, keep)
+
+    assert max(error for error, _, _ in found) < 1e-11
+    times = {again / once for _, once, again in found if once}
+    assert times == {1.0 if keep == "all" else 2.0}
+
+
+def _refused(rank: int, kind: str) -> str:
+    cp, xs = ContextParallel(dist.group.WORLD), _drawn(kind, 0, 1, 8)
+    place = recurrent.Placement(cp, tokens=Tokens(16))
+    if rank == 1:
+        name = next(iter(xs))
+        xs[name] = xs[name][..., :-1] if kind == "selective_scan" else xs[name].unsqueeze(-1)
+    try:
+        LAYERS[kind](**xs, place=place)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_shapes_that_do_not_fit_are_refused_on_every_rank(kind: str) -> None:
+    found = run_ranks(_refused, 2, kind)
+
+    assert all("do not fit" in text for text in found), found
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    ring = VirtualRing(Topology(1, 3), Strategy(recurrent="heads"))
+    with pytest.raises(ValueError, match="8 heads cannot be shared between 3 ranks; use recurrent='state'"):
+        recurrent.gated_delta_rule(**_drawn("delta_rule", 0, 1, 9), place=recurrent.Placement(ring))
