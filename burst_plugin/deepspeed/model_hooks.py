@@ -63,7 +63,7 @@ class ModelHooks:
                 "its shard of them: call super().compute_loss(...), and go on from the loss that it returns"
             )
         session.note_step()
-        self._calls_before = self._ring_of(kwargs).calls_made
+        self._calls_before = self._ring_of(kwargs).all_calls
         self._cuts_batch = False
         if not session.whole_batches:
             return None
@@ -181,7 +181,7 @@ class ModelHooks:
         if is_sharded and getattr(kwargs[SHARD_KEY], "as_given", False):  # this rank has all of its tokens
             return
         expected = is_sharded or (model.training and torch.is_grad_enabled())
-        if expected and self._ring_of(kwargs).calls_made == self._calls_before:
+        if expected and self._ring_of(kwargs).all_calls == self._calls_before:
             raise ValueError(
                 f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
                 'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '

@@ -20,6 +20,7 @@ from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.positions import problem_with_cache
+from burst_plugin.huggingface.recurrent import mixers
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.inference import Turn
 
@@ -83,6 +84,8 @@ class _NewTokens(NamedTuple):
 def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     """Return what a forward asks for that a `RingCache` does not have; empty if nothing."""
     config = model.config.get_text_config()
+    if any(mixers(model)):
+        return "its layers carry a state along the sequence, which the cache does not hold; generate on one rank"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "it has attention in chunks, which the cache does not cut; generate on one rank"
     if getattr(config, "attn_temperature_tuning", None) and not all(getattr(config, "no_rope_layers", None) or (1,)):

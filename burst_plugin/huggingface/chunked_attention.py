@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_plugin.activations.chunked_heads import Linear, chunked_heads
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of
 from burst_plugin.huggingface.attention import is_on_ring
+from burst_plugin.huggingface.recurrent import is_mixer
 from burst_plugin.huggingface.text_only import text_modules
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -47,7 +48,9 @@ def attention_modules(model: torch.nn.Module, head_chunk: int) -> list[torch.nn.
     Raises ValueError if one cannot, or there is none.
     """
     found = [
-        each for each in text_modules(model) if type(each).__name__.endswith("Attention") or hasattr(each, "q_proj")
+        each
+        for each in text_modules(model)
+        if (type(each).__name__.endswith("Attention") or hasattr(each, "q_proj")) and not is_mixer(each)
     ]
     reasons = {f"{type(each).__name__} {reason}" for each in found if (reason := _refused(each, head_chunk))}
     if not found:

@@ -12,6 +12,7 @@ from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import wide_dtype
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of, restore_forward
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
+from burst_plugin.huggingface.recurrent import is_mixer
 from burst_plugin.huggingface.text_only import named_text_modules, text_modules
 from burst_plugin.strategy import Strategy
 
@@ -80,7 +81,7 @@ def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
     mlps = {
         id(module): module
         for path, module in named_text_modules(model)
-        if path.rpartition(".")[2] in _MLPS and any(True for _ in module.parameters())
+        if path.rpartition(".")[2] in _MLPS and any(True for _ in module.parameters()) and not is_mixer(module)
     }
     others = sorted({type(mlp).__name__ for mlp in mlps.values() if _required_arguments(mlp) != 1})
     if others or not mlps:

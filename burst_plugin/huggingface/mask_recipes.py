@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
 from types import CodeType, FunctionType
@@ -108,6 +109,16 @@ def leave_forward(model: torch.nn.Module) -> None:
     forwards = _FORWARDS.get()
     if forwards and forwards[-1].model is model:
         _FORWARDS.set(forwards[:-1])
+
+
+@contextmanager
+def as_in_forward(forward: Forward) -> Iterator[None]:
+    """Take a forward for the one in progress: that of layers which a checkpoint computes again."""
+    before = _FORWARDS.set((*_FORWARDS.get(), forward))
+    try:
+        yield
+    finally:
+        _FORWARDS.reset(before)
 
 
 class MaskRecipe:

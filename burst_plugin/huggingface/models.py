@@ -23,6 +23,14 @@ from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
+from burst_plugin.huggingface.recurrent import (
+    LAYER_TYPES,
+    begin,
+    is_recurrent_alone,
+    mixers,
+    problems_of_mixers,
+    use_recurrent,
+)
 from burst_plugin.huggingface.ring_cache import ring_cache_of
 from burst_plugin.huggingface.rotary import problem_of_rotary, use_longest_positions
 from burst_plugin.huggingface.router_losses import (
@@ -44,7 +52,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
-_CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
+_CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls before it, of attention and others
 _REFUSED = {"molmo2": "its language model asks for the shape of its mask, which is a rule here; use another model"}
 _MIXING = {  # options by which ranks compute otherwise than one would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
@@ -70,7 +78,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
     register_attention()
     watch_generate()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
-        if adapt(pretrained):  # transformers would leave them as they are
+        if adapt(pretrained) or is_recurrent_alone(pretrained):  # transformers would leave them as they are
             pretrained.config._attn_implementation = ATTN_IMPLEMENTATION
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(_implementations(pretrained.config))
@@ -78,6 +86,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         use_router_losses(pretrained, averages_gradients)
         use_longest_positions(pretrained)
         watch_positions(pretrained)
+        use_recurrent(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):
             setattr(module, EXAMINED, number)
@@ -127,16 +136,18 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     check_shard(kwargs)
     check_router_loss(model, kwargs)
     given = shard = kwargs.get(SHARD_KEY)
+    own = kwargs
     if shard is not None:
         if not shard.as_given:
             check_is_text(model, args, kwargs)
             _check_labels(model, kwargs)
+            kwargs = begin(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
-    own, kwargs = kwargs, with_positions(model, shard, args, kwargs)
+    kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
-    setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
+    setattr(model, _CALLS, None if shard is None else _calls(shard))
     begin_chunked_loss(model, kwargs)
     return None if shard is given and kwargs is own else (args, {**kwargs, SHARD_KEY: shard})
 
@@ -156,15 +167,27 @@ def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) ->
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise ValueError after a forward on a shard without any attention call on the ring."""
+    """Raise ValueError after a forward on a shard without calls on the ring, of each kind that the model makes."""
     shard = kwargs.get(SHARD_KEY)
-    if shard is None or shard.as_given or shard.cp.rank_state.calls_made != getattr(model, _CALLS):
+    if shard is None or shard.as_given:
         return
-    raise ValueError(
-        f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
-        "attended to their own tokens only: its layers hand their attention neither the keyword arguments that they "
-        "are given nor the mask (which is enough unless torch.compile is used); have them hand on the former"
-    )
+    (attended, carried), before = _calls(shard), getattr(model, _CALLS)
+    if attended == before[0] and not is_recurrent_alone(model):
+        raise ValueError(
+            f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
+            "attended to their own tokens only: its layers hand their attention neither the keyword arguments that "
+            "they are given nor the mask (which is enough unless torch.compile is used); have them hand on the former"
+        )
+    if carried == before[1] and any(mixers(model)):
+        raise ValueError(
+            f"{type(model).__name__} got a sharded batch and has carried no state from rank to rank: something has "
+            "replaced the functions that its layers call; call burst_plugin.huggingface.prepare after that"
+        )
+
+
+def _calls(shard: SequenceShard) -> tuple[int, int]:
+    """Return how many calls of attention, and of layers that carry a state, there have been on a shard's ring."""
+    return shard.cp.rank_state.calls_made, shard.cp.rank_state.state_calls
 
 
 def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
@@ -262,14 +285,14 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """Return what a model would compute differently on shards than on whole sequences."""
-    reasons = [] if leaves_attention_to_parts(pretrained) else problems_of_old_attention(pretrained)
+    needs_no_attention = is_recurrent_alone(pretrained)
+    is_left = needs_no_attention or leaves_attention_to_parts(pretrained)
+    reasons = [] if is_left else problems_of_old_attention(pretrained)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
-    scanning = _scanning(pretrained)
-    if scanning:
-        reasons.append(f"it carries a state along the sequence (in {scanning}); use a model of attention layers only")
+    reasons += problems_of_mixers(pretrained, _kinds_of_layers(pretrained.config))
     parameters = inspect.signature(type(pretrained).forward).parameters
-    if counts_unknown(pretrained):
+    if not needs_no_attention and counts_unknown(pretrained):
         reasons.append(
             "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
             "position_ids as they are"
@@ -323,9 +346,10 @@ def _problems_of_config(config: Any) -> list[str]:
     others = other_parts(config)
     if others and not text_part(config):
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    kinds = sorted(_kinds_of_layers(config) - set(LAYER_TYPES))
     if kinds:
-        reasons.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
+        known = ", ".join((*_LAYER_TYPES, *LAYER_TYPES))
+        reasons.append(f"it has layers of type {', '.join(kinds)}; known are {known}")
     for option, what in _MIXING.items():
         if getattr(text, option, None):
             reasons.append(f"{option} {what}; switch it off, or use another model")
@@ -334,22 +358,9 @@ def _problems_of_config(config: Any) -> list[str]:
     return reasons
 
 
-def _scanning(pretrained: PreTrainedModel) -> str:
-    """Return the layers that carry a state along the sequence; empty if all layers are attention.
-
-    Families that may have such layers are known; the layers have a convolution over neighbouring tokens in common.
-    """
-    if not getattr(pretrained, "_is_stateful", False):
-        return ""
-    found = {
-        type(module).__name__
-        for module in text_modules(pretrained)
-        if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-    }
-    kinds = getattr(pretrained.config.get_text_config(), "layer_types", None)
-    if not found and not (kinds and set(kinds) <= set(_LAYER_TYPES)):
-        found = {type(pretrained).__name__}
-    return ", ".join(sorted(found))
+def _kinds_of_layers(config: Any) -> set[str]:
+    """Return the kinds of layers that a configuration names, besides kinds of attention."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(_LAYER_TYPES)
 
 
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:
@@ -379,6 +390,8 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
         return
     memory, config = host_memory(tokens.device), model.config.get_text_config()
     if memory is None or not torch.is_grad_enabled():
+        return
+    if is_recurrent_alone(model):
         return
     hidden, heads, share = config.hidden_size, config.num_attention_heads, strategy.kept_share
     kind = tokens.device.type

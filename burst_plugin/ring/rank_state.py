@@ -47,6 +47,7 @@ class RankState:
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
+    state_calls: int = 0  # of layers that carry a state along the sequence, or a convolution
     lengths: set[tuple[int, int]] = field(default_factory=set)  # (queries, keys) of sequences, the first few
     training_step: str = ""  # that the next calls belong to, if the caller says so
     progress: Progress = field(default_factory=Progress)
@@ -107,6 +108,11 @@ class RankState:
         """Note that an attention call is about to be made."""
         self.choices = choices
         self.calls_made += 1
+
+    @property
+    def all_calls(self) -> int:
+        """Return the number of calls so far in which tokens of several ranks have met."""
+        return self.calls_made + self.state_calls
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return the bytes that this rank has sent; see `ContextParallel.traffic`."""

@@ -566,8 +566,11 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "T5ForConditionalGeneration cannot run on a ring: it is an encoder-decoder" in found(
         transformers.T5ForConditionalGeneration(t5)
     )
-    mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
-    assert "carries a state along the sequence" in found(transformers.MambaForCausalLM(mamba))
+    config = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
+    mamba = transformers.MambaForCausalLM(config)
+    assert problems(mamba) == []
+    mamba.own = torch.nn.ModuleList([torch.nn.Conv1d(2, 2, 3)])
+    assert "carries a state along the sequence (in ModuleList)" in found(mamba)
     gpt = transformers.OpenAIGPTConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2)
     assert "does not go through transformers' AttentionInterface" in found(transformers.OpenAIGPTLMHeadModel(gpt))
     assert problems(build(Run())) == []

@@ -99,6 +99,7 @@ def _cut_before(rank: int) -> str:
     """A batch that was cut, for a model that wants whole ones."""
     burst.install()
     model = _mamba().train()
+    model.own = torch.nn.ModuleList([torch.nn.Conv1d(2, 2, 3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(Run(cp=1), 1))
     with pytest.raises(ValueError, match="got a batch that was cut") as raised:

@@ -252,7 +252,7 @@ def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
         ("paligemma", "use_bidirectional_attention is set"),
         ("blt", "it has parts besides the language model: patcher_config"),
         ("gemma4_unified_assistant", "it is a draft of another model"),
-        ("lfm3_vl", "it has layers of type conv"),
+        ("inkling2", "it carries a state along the sequence (in Inkling2ShortConvolution)"),
     ],
 )
 def test_families_whose_text_needs_more_are_refused(family: str, reason: str) -> None:

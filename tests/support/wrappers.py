@@ -10,6 +10,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from tests.support.deepspeed_run import VOCAB
+from tests.support.hybrids import randomised
 
 _LAYERS = 2
 # Sizes by the names that families have for them, of the language model and of other parts.
@@ -86,7 +87,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 
+_CARRYING = [
+    "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe",
+]  # fmt: skip
+"""Families whose language models have layers that carry a state along the sequence."""
 WRAPPERS = [
+    *_CARRYING,
     "apertus1p5", "aria", "audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge",
     "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "ernie4_5_vl_moe", "exaone4_5", "fun_asr_nano",
     "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "got_ocr2",
@@ -109,7 +115,7 @@ def tiny_wrapper(family: str) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, class_name(family))(config)
     model.set_attn_implementation("eager")
-    return model.train()
+    return (randomised(model) if family in _CARRYING else model).train()
 
 
 def class_name(family: str) -> str:

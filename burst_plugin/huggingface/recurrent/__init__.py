@@ -1,0 +1,25 @@
+"""Layers of transformers that carry a state along the sequence: linear attention, Mamba, short convolutions, RWKV.
+
+`families.py` says which are known; `functions.py` and `modules.py` have what they do on a shard; `forward.py` has
+how they find it.
+"""
+
+from burst_plugin.huggingface.recurrent.families import (
+    LAYER_TYPES,
+    begin,
+    is_mixer,
+    is_recurrent_alone,
+    mixers,
+    problems_of_mixers,
+    use_recurrent,
+)
+
+__all__ = [
+    "LAYER_TYPES",
+    "begin",
+    "is_mixer",
+    "is_recurrent_alone",
+    "mixers",
+    "problems_of_mixers",
+    "use_recurrent",
+]

@@ -1,0 +1,212 @@
+"""Layers of transformers in which tokens meet by a state or a convolution: which are known, and their hooks.
+
+    family                         layers                     what is replaced
+    Qwen3-Next, Bamba, Mamba, ...  functions of their file    these, once per file: `functions.py`
+    MiniMax, Zaya, xLSTM, ...      code of their own          `forward` of the class: `modules.py`
+
+A family that calls known functions needs one line in `MIXERS`. What a layer calls is looked up in its code: a release
+of transformers that calls something else is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.recurrent import forward, modules
+from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
+from burst_plugin.huggingface.text_only import text_modules
+
+LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
+_MARK = "_burst_plugin_recurrent"  # of what has been replaced
+_MASKS = "create_recurrent_attention_mask"
+_CONV = "causal_conv1d_fn"
+
+
+class Mixer(NamedTuple):
+    """What is known of a class of layers.
+
+    calls: names in the code of its `forward`, of functions to be replaced or, with `on_shard`, of what that repeats.
+    on_shard: what its `forward` does on a shard; None if its functions are replaced.
+    replaced: child modules to put others in place of, by name.
+    takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
+    makes_caches: its model goes on from caches in a way that shards cannot.
+    """
+
+    calls: tuple[str, ...]
+    on_shard: Callable[..., Any] | None = None
+    replaced: tuple[tuple[str, Callable[..., torch.nn.Module]], ...] = ()
+    takes_mask: bool = False
+    makes_caches: bool = False
+
+
+_DELTA = Mixer((_CONV, "torch_chunk_gated_delta_rule"))
+_KIMI = Mixer((_CONV, "chunk_kimi_delta_attention"))
+_MAMBA = Mixer((_CONV, "mamba_selective_scan"))
+_WHOLE_MAMBA = Mixer(("mamba_inner_fn", *_MAMBA.calls), takes_mask=True)
+_MAMBA2 = Mixer(("mamba2_split_conv1d_scan_combined", _CONV, "mamba2_chunk_scan"))
+_SHORT = Mixer((_CONV,))
+_SHIFT = (("time_shift", modules.TimeShift),)
+
+MIXERS = {
+    "Qwen3NextGatedDeltaNet": _DELTA,
+    "Qwen3_5GatedDeltaNet": _DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "LaraMiniGatedDeltaNet": _DELTA,
+    "KimiLinearDeltaAttention": _KIMI,
+    "BailingHybridDeltaAttention": _KIMI,
+    "BambaMixer": _MAMBA2,
+    "FalconH1Mixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "NemotronHMamba2Mixer": _MAMBA2,
+    "Mamba2Mixer": _MAMBA2,
+    "Zamba2MambaMixer": _MAMBA2,
+    "MambaMixer": _WHOLE_MAMBA,
+    "FalconMambaMixer": _WHOLE_MAMBA,
+    "JambaMambaMixer": _MAMBA,
+    "ZambaMambaMixer": _MAMBA,
+    "Lfm2ShortConv": _SHORT,
+    "Lfm2MoeShortConv": _SHORT,
+    "Lfm3ShortConv": _SHORT,
+    "MiniMaxLightningAttention": Mixer(
+        ("qkv_proj", "act_fn", "slope_rate", "norm", "output_gate", "out_proj"), modules.lightning_attention
+    ),
+    "RecurrentGemmaRecurrentBlock": Mixer(
+        ("linear_y", "act_fn", "linear_x", "conv_1d", "rg_lru", "linear_out"), modules.recurrent_block
+    ),
+    "RecurrentGemmaRglru": Mixer(
+        ("input_gate_weight", "recurrent_gate_bias", "recurrent_param", "SqrtBoundDerivative", "_rnn_scan"),
+        modules.recurrent_unit,
+    ),
+    "RwkvSelfAttention": Mixer(("rwkv_linear_attention",), replaced=_SHIFT, makes_caches=True),
+    "RwkvFeedForward": Mixer(("time_shift",), replaced=_SHIFT),
+    "xLSTMBackend": Mixer(("_train_fn", "_inference_fn"), modules.mlstm, makes_caches=True),
+    "ZayaCCAProjection": Mixer(
+        ("q_proj", "k_proj", "conv_qk_depthwise", "conv_qk_grouped", "v_proj_current", "v_proj_delayed"),
+        modules.compressed_projection,
+    ),
+}
+
+
+def mixers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Mixer]]:
+    """Yield the layers of a model that are known here, with what is known of them."""
+    for module in text_modules(model):
+        known = _known(type(module))
+        if known is not None:
+            yield module, known
+
+
+def is_mixer(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer that is known here, in which tokens meet other than by attention."""
+    return _known(type(module)) is not None
+
+
+def _known(kind: type) -> Mixer | None:
+    return next((MIXERS[each.__name__] for each in kind.__mro__ if each.__name__ in MIXERS), None)
+
+
+def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str]:
+    """Return why layers that carry a state along the sequence cannot run on a ring.
+
+    kinds: those of layers that its configuration names, besides kinds of attention.
+    """
+    found = {type(module): known for module, known in mixers(pretrained)}
+    told = [problem for kind, known in found.items() for problem in _problems_of_code(kind, known)]
+    unknown = _unknown(pretrained, kinds, bool(found))
+    if unknown:
+        told.append(f"it carries a state along the sequence (in {unknown}); use a model of attention layers only")
+    return told
+
+
+def _problems_of_code(kind: type[torch.nn.Module], known: Mixer) -> list[str]:
+    """Return in what the code of a class is not what is known of it."""
+    function: Any = inspect.unwrap(kind.forward)
+    home = function.__globals__
+    if not str(home.get("__name__")).startswith("transformers.models."):
+        return [
+            f"its {kind.__name__} is not that of transformers, and how it carries its state is not known; call "
+            "burst_plugin.recurrent there"
+        ]
+    missing = [name for name in known.calls if name not in function.__code__.co_names]
+    missing += [name for name in known.calls if name in FUNCTIONS and not callable(home.get(name))]
+    if not missing:
+        return []
+    return [
+        f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
+        "use one of these"
+    ]
+
+
+def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> str:
+    """Return the classes of layers that may carry a state and are not known; empty if all layers are.
+
+    What such layers have in common is a convolution over neighbouring tokens.
+    """
+    is_stateful = getattr(pretrained, "_is_stateful", False)
+    if not (is_stateful or kinds & set(LAYER_TYPES)):
+        return ""
+    found = {
+        type(module).__name__
+        for module in text_modules(pretrained)
+        if any(isinstance(child, torch.nn.Conv1d) for child in module.children()) and _known(type(module)) is None
+    }
+    names_layers = bool(getattr(pretrained.config.get_text_config(), "layer_types", None))
+    if not found and not has_known and (kinds or not names_layers):
+        found = {type(pretrained).__name__}
+    return ", ".join(sorted(found))
+
+
+def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
+    """Return whether a model has layers that carry a state, and no attention."""
+    inside = {type(module).__name__ for module in text_modules(pretrained) if _known(type(module)) is None}
+    return any(True for _ in mixers(pretrained)) and not any("Attention" in name for name in inside)
+
+
+def use_recurrent(pretrained: PreTrainedModel) -> None:
+    """Let the layers of a model that carry a state do so along the ring, on shards; once and for all its forwards."""
+    for module, known in list(mixers(pretrained)):
+        if _problems_of_code(type(module), known):  # of a ring of one rank, which gives it whole batches
+            continue
+        function: Any = inspect.unwrap(type(module).forward)
+        home = sys.modules[function.__globals__["__name__"]]
+        for name in (*known.calls, _MASKS):
+            if name in FUNCTIONS and hasattr(home, name):
+                _replace(home, name, FUNCTIONS[name])
+        if known.on_shard is not None:
+            owner = next(each for each in type(module).__mro__ if "forward" in vars(each))
+            _replace(owner, "forward", partial(modules.take_over, known.on_shard))
+        for name, kind in known.replaced:
+            child = getattr(module, name)
+            if not isinstance(child, modules.TimeShift):
+                setattr(module, name, kind(child.padding))
+        if forward.check_recomputation not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(forward.check_recomputation, with_kwargs=True)
+
+
+def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function once, by one that no compiler looks into, since it communicates."""
+    if not hasattr(getattr(owner, name), _MARK):
+        disabled: Callable[..., Any] = torch.compiler.disable(around)  # type: ignore[no-untyped-call]
+        setattr(wrap(owner, name, disabled), _MARK, True)
+
+
+def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a forward on a shard, of a model that may have layers with a state."""
+    known = [each for _, each in mixers(pretrained)]
+    if not known:
+        return kwargs
+    return forward.begin(
+        pretrained,
+        shard,
+        kwargs,
+        takes_mask=any(each.takes_mask for each in known),
+        caches=any(each.makes_caches for each in known),
+    )

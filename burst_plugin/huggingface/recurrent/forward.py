@@ -1,0 +1,140 @@
+"""A forward of layers that carry a state: which shard they have, also in recomputation, and that they were reached.
+
+    model(**local)  ->  begin()         notes the shard; masks of padding, caches and checkpoints of this forward
+        mixer       ->  shard_of(...)   among its keyword arguments, or of the forward in progress
+        function    ->  placement(...)  which tokens of which documents this rank has
+    loss.backward() ->  the checkpoint's function, with the forward in progress as it was
+
+Families hand their keyword arguments to a few of these layers only, so that both ways are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin import recurrent
+from burst_plugin.batch import SHARD_KEY, SequenceShard
+from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, forward_in_progress, shard_of_forward
+
+_ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
+_CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: computes a function, and again in backward
+_first: WeakKeyDictionary[SequenceShard, Tensor] = WeakKeyDictionary()
+
+
+def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
+    """Return the shard of a call: that among its keyword arguments, or of the forward in progress.
+
+    None for whole batches, also on a ring of one rank: layers compute these as ever.
+    """
+    shard = kwargs.get(SHARD_KEY)
+    if not isinstance(shard, SequenceShard):
+        shard = shard_of_forward()
+    return None if shard is None or shard.as_given else shard
+
+
+def placement(shard: SequenceShard, name: str) -> recurrent.Placement:
+    """Return which tokens of which documents this rank has, for one call that all ranks know by `name`."""
+    shard.cp.rank_state.state_calls += 1
+    return recurrent.Placement(shard.cp, mask=shard.mask, tokens=shard.tokens, tag=name)
+
+
+def first_tokens(shard: SequenceShard, like: Tensor) -> Tensor:
+    """Return which of this rank's tokens begin a document, [B, S, 1]; collective when first asked of a shard."""
+    if shard not in _first:
+        ones = torch.ones(*like.shape[:2], 1, device=like.device)
+        before = recurrent.with_tokens_before(_before, ones, 1, placement(shard, "first_tokens"))
+        _first[shard] = before == 0
+    return _first[shard]
+
+
+def _before(x: Tensor) -> Tensor:
+    """Return for each token [1, S, C] the one before it."""
+    return torch.nn.functional.pad(x, (0, 0, 1, -1))
+
+
+def refuse_state(what: str, *states: object) -> None:
+    """Raise ValueError for states that a call on a shard is to go on from."""
+    if any(state is not None for state in states):
+        raise ValueError(
+            f"{what} got a state to go on from with a batch that is cut, whose first tokens one rank alone has: give "
+            "whole texts, without a cache of tokens before them"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- of a forward
+
+
+def mask_of_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take the place of transformers' mask of padding for layers that carry a state, [B, S]; None without padding."""
+    shard = shard_of({})
+    return original(*args, **kwargs) if shard is None else padding_of(shard)
+
+
+def padding_of(shard: SequenceShard) -> Tensor | None:
+    """Return which of a shard's tokens are no padding, [B, S_local]; None if all are."""
+    return None if shard.real is None or bool(shard.real.all()) else shard.real
+
+
+def begin(
+    model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], takes_mask: bool, caches: bool
+) -> dict[str, Any]:
+    """Return the keyword arguments of a forward on a shard. Raises ValueError for what no state goes along.
+
+    takes_mask: its layers get the mask of padding just as the model does.
+    caches: its layers go on from a cache in a way that a shard cannot, so that it is to make none.
+    """
+    if shard.mask is not None and shard.mask.trees:
+        raise ValueError(
+            f"{type(model).__name__} got a tree, along whose branches its layers carry no state; leave the tree out"
+        )
+    chunk = getattr(model.config, "max_inference_chunksize", None)
+    if chunk is not None and not model.training and shard.tokens.length > chunk * shard.cp.ranks:
+        raise ValueError(
+            f"{type(model).__name__} is to evaluate more tokens at once than max_inference_chunksize={chunk}, and "
+            f"would do so in pieces of each rank's shard; set it to {shard.tokens.length} in its configuration"
+        )
+    carry_into_recomputation(model)
+    if takes_mask and kwargs.get("attention_mask") is None:
+        kwargs = {**kwargs, "attention_mask": padding_of(shard)}
+    return {**kwargs, "use_cache": False} if caches else kwargs
+
+
+def carry_into_recomputation(model: torch.nn.Module) -> None:
+    """Let layers that a checkpoint of transformers computes again find the forward that they were computed in."""
+    for module in model.modules():
+        checkpoint = vars(module).get(_CHECKPOINT)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _in_same_forward:
+            setattr(module, _CHECKPOINT, partial(_in_same_forward, checkpoint))
+
+
+def _in_same_forward(
+    checkpoint: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Hand a checkpoint a function that is always computed in the forward that is in progress now."""
+    forward = forward_in_progress()
+    return checkpoint(function if forward is None else partial(_compute_in, forward, function), *args, **kwargs)
+
+
+def _compute_in(forward: Forward, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with as_in_forward(forward):
+        return function(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_recomputation(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError before a layer is computed again without the shard that it had, as if on a whole batch."""
+    is_on_shard = shard_of(kwargs) is not None
+    if torch._C._current_graph_task_id() == -1:
+        setattr(mixer, _ON_SHARD, is_on_shard)
+    elif not is_on_shard and getattr(mixer, _ON_SHARD, False):
+        raise ValueError(
+            f"{type(mixer).__name__} is computed again in the backward pass without the shard that it had: a "
+            "checkpoint around it does not hand on what it was given; use the model's gradient_checkpointing_enable()"
+        )

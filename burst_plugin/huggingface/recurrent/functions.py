@@ -1,0 +1,183 @@
+"""What takes the place of functions of transformers' modeling files in which tokens meet by a state or a convolution.
+
+    mixer -> causal_conv1d_fn, torch_chunk_gated_delta_rule, ...    globals of its file
+                whole batch: the function itself
+                shard:       burst_plugin.recurrent, with the function as its kernel where that takes a state
+
+transformers has chosen the implementation of such a function before, as that of fla or mamba-ssm, so that it is the
+kernel on GPUs. What it does besides, such as a skip connection or a gate, is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin import recurrent
+from burst_plugin.batch import SequenceShard
+from burst_plugin.huggingface.recurrent.forward import mask_of_padding, placement, refuse_state, shard_of
+
+_Original = Callable[..., Any]
+_Given = Mapping[str, Any]
+_OnShard = Callable[[_Original, SequenceShard, _Given], Any]
+
+
+def _take_over(names: str, on_shard: _OnShard, original: _Original, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of a function, whose first arguments have these names."""
+    shard = shard_of(kwargs)
+    if shard is None:
+        return original(*args, **kwargs)
+    return on_shard(original, shard, {**dict(zip(names.split(), args, strict=False)), **kwargs})
+
+
+def _convolve(original: _Original, shard: SequenceShard, given: _Given) -> Tensor:
+    """Convolve [B, C, S] with the tokens before this rank's runs."""
+    hidden_states = _without_padding(given["hidden_states"], shard)
+    weight: Tensor = given["weight"]
+
+    def convolve(x: Tensor) -> Tensor:
+        out: Tensor = original(x.transpose(1, 2), weight, given.get("bias"), activation=given.get("activation"))
+        return out.transpose(1, 2)
+
+    place = placement(shard, "causal_conv1d_fn")
+    found: Tensor = recurrent.with_tokens_before(convolve, hidden_states.transpose(1, 2), weight.shape[-1] - 1, place)
+    return found.transpose(1, 2)
+
+
+def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, Tensor | None]:
+    """Compute a gated delta rule, [B, S, H, V], and its last state if it is asked for."""
+    q, k, v, g, beta = (given[each] for each in ("query", "key", "value", "g", "beta"))
+    refuse_state(name, given.get("initial_state"))
+    _check_length(q.shape[1], shard, name)
+    options = {each: given[each] for each in ("chunk_size", "use_qk_l2norm_in_kernel") if each in given}
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, last = original(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
+        return out, last
+
+    heads = v.shape[2] // k.shape[2]
+    if heads > 1:  # each query head serves several heads of values, which have states of their own
+        q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
+    wants_state = bool(given.get("output_final_state"))
+    place = placement(shard, name)
+    found: Any = recurrent.gated_delta_rule(q, k, v, g, beta, place, kernel=kernel, return_final_state=wants_state)
+    return found if wants_state else (found, None)
+
+
+def _state_space(original: _Original, shard: SequenceShard, given: _Given) -> Any:
+    """Compute Mamba-2's scan, [B, S, H, P], and its last state if it is asked for."""
+    name, x = "mamba2_chunk_scan", given["hidden_states"]
+    refuse_state(name, given.get("initial_states"))
+    _check_length(x.shape[1], shard, name)
+
+    def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        usual = {"chunk_size": given["chunk_size"], "return_final_states": True}
+        out, last = original(x, dt, A, B, C, initial_states=state, **usual)
+        return out, last
+
+    dt = _steps(given["dt"], given.get("dt_bias"), given.get("dt_softplus", False))
+    dt = dt.clamp(*given.get("dt_limit", (0.0, None)))
+    wants_state = bool(given.get("return_final_states"))
+    A, B, C = (given[each] for each in ("A", "B", "C"))
+    found: Any = recurrent.state_space(
+        x, dt, A, B, C, placement(shard, name), kernel=kernel, return_final_state=wants_state
+    )
+    out, last = found if wants_state else (found, None)
+    skip = given.get("D")
+    if skip is not None and skip.dim() == 1:
+        skip = skip[:, None]
+    out = _finish(out, x, skip, given.get("z"))
+    return (out, last) if wants_state else out
+
+
+def _selective_scan(original: _Original, shard: SequenceShard, given: _Given) -> Any:
+    """Compute Mamba-1's scan, [B, D, S], and its last state if it is asked for."""
+    name = "mamba_selective_scan"
+    x, dt, B, C = (given[each].transpose(1, 2) for each in ("hidden_states", "dt", "B", "C"))
+    _check_length(x.shape[1], shard, name)
+    dt = _steps(dt, given.get("delta_bias"), given.get("delta_softplus", False))
+    wants_state = bool(given.get("return_last_state"))
+    place = placement(shard, name)
+    found: Any = recurrent.selective_scan(x, dt, given["A"], B, C, place, return_final_state=wants_state)
+    out, last = found if wants_state else (found, None)
+    gate = given.get("z")
+    out = _finish(out, x, given.get("D"), None if gate is None else gate.transpose(1, 2)).transpose(1, 2)
+    return (out, last) if wants_state else out
+
+
+def _rwkv(original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, list[Tensor] | None]:
+    """Compute RWKV's weighted averages, [B, S, E], and its last state if it is asked for."""
+    name, key = "rwkv_linear_attention", given["key"]
+    refuse_state(name, given.get("state"))
+    _check_length(key.shape[1], shard, name)
+    log_decay = -torch.exp(given["time_decay"].float())
+    wants_state = bool(given.get("return_state"))
+    place = placement(shard, name)
+    found: Any = recurrent.rwkv(
+        key, given["value"], log_decay, given["time_first"], place, return_final_state=wants_state
+    )
+    out, last = found if wants_state else (found, None)
+    return out.to(key.dtype), None if last is None else list(last)
+
+
+def _nothing(original: _Original, shard: SequenceShard, given: _Given) -> None:
+    """Compute nothing in one go on a shard: the mixer then calls convolution and scan one by one."""
+
+
+def _without_padding(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
+    """Return what is to be convolved, [B, C, S_local], without the zeros that a cache puts before a few."""
+    tokens = shard.tokens.length // shard.cp.ranks
+    more = hidden_states.shape[-1] - tokens
+    if more > 0 and not bool(hidden_states[..., :more].any()):
+        hidden_states = hidden_states[..., more:]
+    _check_length(hidden_states.shape[-1], shard, "causal_conv1d_fn")
+    return hidden_states
+
+
+def _check_length(tokens: int, shard: SequenceShard, name: str) -> None:
+    """Raise ValueError for a call with other tokens than the shard's: those of a cache before them, or a part."""
+    expected = shard.tokens.length // shard.cp.ranks
+    if tokens != expected:
+        raise ValueError(
+            f"{name} got {tokens} tokens of a shard that has {expected}: give whole texts, without a cache of tokens "
+            "before them"
+        )
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Return the steps of a scan [B, S, ...], in float32 at least: 0 leaves a state as it is."""
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return torch.nn.functional.softplus(dt) if softplus else dt
+
+
+def _finish(out: Tensor, x: Tensor, skip: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Return the output of a scan with what passes it by, and with its gate."""
+    kind = torch.promote_types(out.dtype, torch.float32)
+    found = out if skip is None else out.to(kind) + skip.to(kind) * x.to(kind)
+    if gate is not None:
+        found = found * torch.nn.functional.silu(gate.to(kind))
+    return found.to(out.dtype)
+
+
+_DELTA = "query key value g beta"
+_MAMBA = "hidden_states dt A B C"
+FUNCTIONS: dict[str, _Original] = {
+    "causal_conv1d_fn": partial(_take_over, "hidden_states weight bias activation", _convolve),
+    **{
+        name: partial(_take_over, _DELTA, partial(_delta_rule, name))
+        for name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+    },
+    "mamba2_chunk_scan": partial(_take_over, f"{_MAMBA} chunk_size D", _state_space),
+    "mamba_selective_scan": partial(_take_over, f"{_MAMBA} D z", _selective_scan),
+    "rwkv_linear_attention": partial(_take_over, "time_decay time_first key value state return_state", _rwkv),
+    **{name: partial(_take_over, "", _nothing) for name in ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")},
+    "create_recurrent_attention_mask": mask_of_padding,
+}
+"""What takes the place of each function, by its name. It gets the original, and then its arguments."""

@@ -1,0 +1,165 @@
+"""Modules of transformers that compute a state in their own code: what they do on a shard instead.
+
+Before and after the state they do here what they do in transformers; whole batches go to the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin import recurrent
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward
+from burst_plugin.huggingface.recurrent.forward import first_tokens, placement, refuse_state, shard_of
+
+_OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
+
+
+def take_over(on_shard: _OnShard, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of a module's `forward`. `on_shard` gets the module, the shard, and the arguments by name."""
+    shard = shard_of(kwargs)
+    if shard is None:
+        return original(module, *args, **kwargs)
+    return on_shard(module, shard, by_name(partial(original, module), args, kwargs))
+
+
+def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Compute MiniMax's attention with a fixed decay."""
+    hidden: Tensor = given["hidden_states"]
+    mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
+    projected = module.act_fn(module.qkv_proj(hidden))
+    if mask is not None:
+        projected = projected * mask[..., None].to(projected.dtype)
+    q, k, v = _by_head(projected, module.num_attention_heads).chunk(3, dim=-1)
+    scan = partial(recurrent.decay_attention, q, k, v, -module.slope_rate.flatten().float())
+    place, last = placement(shard, "lightning_attention"), None
+    if cache is None:
+        out = scan(place)
+    else:
+        refuse_state(type(module).__name__, cache.get_linear_cache(module.layer_idx))
+        out, last = scan(place, return_final_state=True)
+        cache.set_linear_cache(module.layer_idx, last)
+    out = module.norm(out.to(hidden.dtype).flatten(2))
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden)) * out), last
+
+
+def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
+    """Compute RecurrentGemma's block: a convolution, then a unit with a state, beside a gate."""
+    hidden: Tensor = given["input_states"]
+    gate = module.act_fn(module.linear_y(hidden))
+
+    def convolve(x: Tensor) -> Tensor:
+        out: Tensor = module.conv_1d(x.transpose(1, 2))[..., : x.shape[1]]
+        return out.transpose(1, 2)
+
+    place = placement(shard, "conv_1d")
+    x = recurrent.with_tokens_before(convolve, module.linear_x(hidden), module.conv1d_width - 1, place)
+    module.conv1d_state = module.rg_lru.recurrent_states = None
+    with as_in_forward(Forward(module, shard, None, None)):
+        out = module.rg_lru(x, given["position_ids"])
+    return module.linear_out(out * gate), None
+
+
+def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Compute RecurrentGemma's RG-LRU, which begins anew with every document."""
+    x: Tensor = given["activations"]
+    starts = first_tokens(shard, x)
+    by_head = _by_head(x, module.num_attention_heads)
+    gates = [
+        torch.sigmoid(torch.einsum("bshi,hij->bshj", by_head, weight) + bias).flatten(2)
+        for weight, bias in (
+            (module.input_gate_weight, module.input_gate_bias),
+            (module.recurrent_gate_weight, module.recurrent_gate_bias),
+        )
+    ]
+    log_decay = -8.0 * gates[1] * torch.nn.functional.softplus(module.recurrent_param)
+    # transformers bounds the slope of this root at 1000, which matters for decays of almost 1 alone.
+    rest = 1 - torch.exp(2 * log_decay)
+    scale = torch.where(starts, torch.ones_like(rest), _bounded_root(rest))
+    scaled = x * gates[0] * scale.to(x.dtype)
+    log_decay = log_decay.float().masked_fill(starts, float("-inf"))
+    out: Tensor = recurrent.affine_scan(scaled.float(), log_decay, placement(shard, "rg_lru"))
+    return out.to(x.dtype)
+
+
+class _BoundedRoot(torch.autograd.Function):
+    """A square root whose slope is at most 1000."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the root."""
+        root = x.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient with the slope, 1 / (2 root), as it is bounded."""
+        (root,) = ctx.saved_tensors
+        slope: Tensor = 1 / (2 * root).clamp(min=1e-3)
+        return grads[0] * slope
+
+
+def _bounded_root(x: Tensor) -> Tensor:
+    root: Tensor = _BoundedRoot.apply(x)  # type: ignore[no-untyped-call]
+    return root
+
+
+def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
+    """Compute xLSTM's matrix memory, [B, H, S, V]; without states, which no cache asks for on a shard."""
+    refuse_state(type(module).__name__, *(given.get(f"{each}_initial") for each in "cnm"))
+    names = ("query", "key", "value", "igate", "fgate")
+    q, k, v, igate, fgate = (given[name].transpose(1, 2) for name in names)
+    out: Tensor = recurrent.mlstm(q, k, v, igate, fgate, placement(shard, "mlstm"))
+    return out.transpose(1, 2).to(given["query"].dtype), None
+
+
+def compressed_projection(
+    module: Any, shard: SequenceShard, given: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute Zaya's queries, keys and values, [B, S, H, D], of which parts are those of tokens before."""
+    hidden: Tensor = given["hidden_states"]
+    mask = given.get("conv_mask")
+    if mask is not None:
+        hidden = hidden * mask[..., None].to(hidden.dtype)
+    heads, groups, size = module.num_attention_heads, module.num_key_value_heads, module.head_dim
+    q, k = module.q_proj(hidden), module.k_proj(hidden)
+    by_group = q.reshape(*q.shape[:-1], groups, heads // groups, size)
+    both = (by_group + _by_head(k, groups)[..., None, :]) / 2
+    width = module.conv_kernel_size
+
+    def look_back(x: tuple[Tensor, ...]) -> Tensor:
+        qk, states = x
+        padded = torch.nn.functional.pad(qk.transpose(1, 2), (width, 0))
+        mixed = module.conv_qk_grouped(module.conv_qk_depthwise(padded)).transpose(1, 2)
+        return torch.cat([mixed, module.v_proj_delayed(torch.nn.functional.pad(states, (0, 0, 1, -1)))], -1)
+
+    place = placement(shard, "compressed_projection")
+    found = recurrent.with_tokens_before(look_back, (torch.cat([q, k], -1), hidden), max(width, 1), place)
+    mixed_q, mixed_k, delayed = found.tensor_split([heads * size, (heads + groups) * size], -1)
+    query = _by_head(mixed_q, heads) + both.flatten(2, 3)
+    key = _by_head(mixed_k, groups) + both.mean(3)
+    value = torch.cat([module.v_proj_current(hidden), delayed], -1)
+    return query, key, _by_head(value, groups)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Return [B, S, heads, D] of [B, S, heads * D]."""
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+class TimeShift(torch.nn.ZeroPad2d):
+    """RWKV's shift by one token, [B, S, E], which has no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return for each token the one before it in its document, 0 for the first."""
+        shard = shard_of({})
+        if shard is None:
+            return super().forward(x)
+        return recurrent.with_tokens_before(super().forward, x, 1, placement(shard, "time_shift"))

@@ -1,0 +1,369 @@
+"""Models of transformers whose layers carry a state along the sequence: a ring against one rank without it.
+
+Documents of a packed batch, and rows padded on the left, are compared with each text alone: transformers itself lets
+states pass from one document to the next, and from padding to text.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.models import problems
+from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
+from burst_plugin.trajectories import fold
+from tests.support.deepspeed_run import Batch, draw, worst
+from tests.support.hybrids import build, hybrids, waiting
+from tests.support.ranks import run_ranks
+from tests.support.wrappers import class_name
+
+pytestmark = pytest.mark.huggingface
+
+FAMILIES = hybrids()
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+CACHE = "cache" if NEWER else "past_key_values"
+DOCUMENTS = (13, 1, 18)
+FEW = [
+    name
+    for name in ("qwen3_next", "kimi_linear", "falcon_h1", "mamba", "zamba", "minimax", "recurrent_gemma", "rwkv")
+    if name in FAMILIES
+] + [name for name in ("xlstm", "lfm3", "zaya") if name in FAMILIES]
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def _plain() -> Batch:
+    return draw(1, rows=2, length=32)[0]
+
+
+def _packed() -> Batch:
+    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
+
+
+def _hidden(batch: Batch, mask: torch.Tensor) -> Batch:
+    """Without labels of padding, and of tokens after it, which are predicted from padding."""
+    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORED_LABEL)}
+
+
+def _padded() -> Batch:
+    """One row padded on the left, one on the right, one not at all; of a length that does not divide."""
+    batch = draw(1, rows=3, length=27, seed=2)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :7] = mask[1, -11:] = 0
+    return _hidden({**batch, "input_ids": batch["input_ids"] * mask}, mask)
+
+
+def _torn() -> Batch:
+    """With padding between the tokens of a row, where states decay as they do at any token."""
+    batch = draw(1, rows=2, length=32, seed=3)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 9:14] = mask[1, 20] = 0
+    return _hidden(batch, mask)
+
+
+BATCHES = {
+    "plain": _plain(),
+    "packed": _packed(),
+    "padded": _padded(),
+    "torn": _torn(),
+    "checkpointed": _packed(),
+    "cached": _plain(),
+}
+
+
+def _grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> Found:
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), grads
+
+
+def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
+    """Losses and gradients of all batches; gradients on the first rank alone."""
+    cp, found = ContextParallel(dist.group.WORLD), {}
+    for name in names:
+        model = prepare(build(FAMILIES[name]))
+        for kind, batch in BATCHES.items():
+            model.gradient_checkpointing_disable()
+            if kind == "checkpointed":
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            local = shard_batch(batch, cp)
+            labels = local.pop("shift_labels")
+            cached = {} if kind == "cached" else {"use_cache": False}
+            loss, grads = _grads(model, model(**local, **cached).logits, labels)
+            flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
+            dist.all_reduce(flat)
+            parts = flat[1:].split([grad.numel() for grad in grads.values()])
+            found[name, kind] = (
+                float(flat[0]),
+                {each: part.view_as(grads[each]) for each, part in zip(grads, parts, strict=True)}
+                if not rank
+                else {},
+            )
+    return found
+
+
+def _texts(kind: str, batch: Batch) -> list[Batch]:
+    """What is computed by itself: documents of a packed batch, rows without their padding, or the whole batch."""
+    if "position_ids" in batch:
+        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
+        return [{name: batch[name][:, a:b] for name in ("input_ids", "labels")} for a, b in pairwise(starts)]
+    if kind == "padded":
+        rows = enumerate(batch["attention_mask"].bool())
+        return [{name: batch[name][row : row + 1, real] for name in ("input_ids", "labels")} for row, real in rows]
+    return [batch]
+
+
+def _on_one_rank(name: str, kind: str) -> Found:
+    model, total, summed = build(FAMILIES[name]), 0.0, {}
+    for text in _texts(kind, BATCHES[kind]):
+        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        inputs = {each: x for each, x in text.items() if each != "labels"}
+        loss, grads = _grads(model, model(**inputs, use_cache=False).logits, labels)
+        total += loss
+        summed = {each: grad + summed.get(each, 0) for each, grad in grads.items()}
+    return total, summed
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[tuple[str, str], Found]:
+    return {(name, kind): _on_one_rank(name, kind) for name in FAMILIES for kind in BATCHES}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(1, tuple(FAMILIES)), (2, tuple(FAMILIES)), (4, FEW)], ids=["1", "2", "4"]
+)
+def test_losses_and_gradients_equal_those_of_one_rank(
+    ranks: int, names: Sequence[str], truths: dict[tuple[str, str], Found]
+) -> None:
+    found = run_ranks(_on_ring, ranks, names, timeout_s=300.0)[0]
+    failed = []
+    for key, (loss, grads) in found.items():
+        truth = truths[key]
+        error, parameter = worst(grads, truth[1])
+        if abs(loss - truth[0]) > 1e-5 * truth[0] or not error <= 1e-5:
+            failed.append((*key, loss, truth[0], parameter, error))
+    assert not failed
+
+
+def _two_batches(rank: int, names: Sequence[str], reentrant: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of two batches whose layers are computed again after both have gone forward."""
+    cp, found = ContextParallel(dist.group.WORLD), {}
+    for name in names:
+        model = prepare(build(FAMILIES[name]))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        losses = []
+        for kind in ("packed", "padded"):
+            local = shard_batch(BATCHES[kind], cp)
+            labels, logits = local.pop("shift_labels"), model(**local, use_cache=False).logits
+            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        for loss in losses:
+            loss.backward()
+        grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        found[name] = {} if rank else grads
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_layers_are_computed_again_in_the_forward_that_they_were_in(
+    reentrant: bool, truths: dict[tuple[str, str], Found]
+) -> None:
+    names = [name for name in ("jamba", "bamba", *FEW) if name in FAMILIES]
+    for name, grads in run_ranks(_two_batches, 2, names, reentrant, timeout_s=240.0)[0].items():
+        ours, others = truths[name, "packed"][1], truths[name, "padded"][1]
+        error, parameter = worst(grads, {each: grad + others[each] for each, grad in ours.items()})
+        assert error <= 1e-5, (name, parameter, error)
+
+
+def _evaluated(rank: int, names: Sequence[str]) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Logits of a whole batch, and the last states that caches hold."""
+    cp, found = ContextParallel(dist.group.WORLD), {}
+    for name in names:
+        model = prepare(build(FAMILIES[name])).eval()
+        local = shard_batch({"input_ids": _plain()["input_ids"]}, cp)
+        with torch.no_grad():
+            output = model(**local, use_cache=True)
+        found[name] = local["burst"].unshard(output.logits), _states(output)
+    return found
+
+
+def _states(output: Any) -> list[torch.Tensor]:
+    cache = next((x for x in output.values() if isinstance(x, transformers.Cache)), None)
+    linear = list(getattr(cache, "linear_cache", []))
+    for layer in getattr(cache, "layers", []):
+        held = getattr(layer, "recurrent_states", {})
+        linear += held.values() if isinstance(held, dict) else held
+    return [state for state in linear if isinstance(state, torch.Tensor)]
+
+
+def test_evaluation_of_shards_leaves_the_last_states_in_caches() -> None:
+    names = [name for name in FEW if name not in ("xlstm", "zaya", "lfm3")]
+    by_rank = run_ranks(_evaluated, 2, names, timeout_s=120.0)
+    for name in names:
+        with torch.no_grad():
+            output = build(FAMILIES[name]).eval()(_plain()["input_ids"], use_cache=True)
+        for logits, states in (found[name] for found in by_rank):
+            torch.testing.assert_close(logits, output.logits, rtol=2e-5, atol=2e-5, msg=name)
+            for state, truth in zip(states, _states(output), strict=True):
+                torch.testing.assert_close(state, truth, rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_batches_are_computed_and_texts_generated_as_ever(name: str) -> None:
+    eager = build(FAMILIES[name]).eval()
+    ring = prepare(copy.deepcopy(eager))
+    batch = {each: x for each, x in _padded().items() if each != "labels"}
+    usual = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "use_cache": name != "xlstm"}
+    with torch.no_grad():
+        real = batch["attention_mask"].bool()
+        expected, logits = (model(**batch, use_cache=False).logits[real] for model in (eager, ring))
+        words, written = (model.generate(batch["input_ids"][2:, :16], **usual) for model in (eager, ring))
+    torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(words, written)
+
+
+def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
+    for name in FEW:
+        eager = build(FAMILIES[name])
+        ring = prepare(copy.deepcopy(eager))
+        batch = {each: x for each, x in _torn().items() if each != "labels"}
+        found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
+        real = batch["attention_mask"].bool()
+        expected = eager(**batch, use_cache=False).logits
+        torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=2e-5, msg=name)
+
+
+def test_fused_functions_are_left_to_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, function in (("mamba2", "mamba2_split_conv1d_scan_combined"), ("mamba", "mamba_inner_fn")):
+        home = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=[function])
+        monkeypatch.setattr(home, function, lambda x, *args, **kwargs: x.new_zeros(2, 32, 32))
+        ring = prepare(build(FAMILIES[name]))
+        whole = ring(_plain()["input_ids"]).logits
+        cut = ring(**shard_batch(_plain(), ContextParallel())).logits
+        assert (whole - cut).abs().max() > 0.1, name
+
+
+@pytest.mark.parametrize(
+    "options", [{"mlp_chunk": 5}, {"head_chunk": 2}, {"loss_chunk": 7}, {"offload": True}], ids=str
+)
+def test_the_rest_of_a_model_runs_in_chunks_as_ever(
+    options: dict[str, Any], truths: dict[tuple[str, str], Found]
+) -> None:
+    for name in ("qwen3_5", "falcon_h1", "lfm3" if "mlp_chunk" in options else "zamba2"):
+        model = prepare(build(FAMILIES[name]))
+        if "offload" in options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        local = shard_batch(_packed(), ContextParallel(**options))
+        loss = model(**local, labels=local["shift_labels"], num_items_in_batch=1, use_cache=False).loss
+        loss.backward()
+        truth = truths[name, "packed"]
+        error, parameter = worst({each: p.grad for each, p in model.named_parameters()}, truth[1])
+        assert abs(float(loss.detach()) - truth[0]) <= 1e-5 * truth[0], (name, options)
+        assert error <= 1e-5, (name, parameter, error)
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def test_layers_that_mix_tokens_are_no_mlps() -> None:
+    """RWKV's feed-forward takes the token before as well."""
+    model = prepare(build(FAMILIES["rwkv"]))
+    with pytest.raises(ValueError, match="RwkvForCausalLM has no MLPs that mlp_chunk can cut into chunks of tokens"):
+        model(**shard_batch(_plain(), ContextParallel(mlp_chunk=5)))
+
+
+@pytest.mark.parametrize("name", waiting())
+def test_families_whose_attention_cannot_run_on_a_ring_are_refused(name: str) -> None:
+    config = waiting()[name]
+    with torch.device("meta"):
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:  # with images alone
+            model = getattr(transformers, class_name(name))(config)
+    assert any("layers of type" in each or "carries a state along the sequence" in each for each in problems(model))
+
+
+def test_layers_that_are_not_those_of_transformers_are_refused() -> None:
+    own = build(FAMILIES["lfm2"])
+    layer = next(mixers(own))[0]
+    layer.__class__ = type("Lfm2ShortConv", (type(layer),), {"forward": lambda self, x, **kwargs: x})
+    assert "its Lfm2ShortConv is not that of transformers" in "; ".join(problems(own))
+    unknown = build(FAMILIES["lfm2"])
+    layer = next(mixers(unknown))[0]
+    layer.__class__ = type("Mixer", (torch.nn.Module,), {"forward": lambda self, x, **kwargs: x})
+    assert "it carries a state along the sequence (in Mixer)" in "; ".join(problems(unknown))
+
+
+def test_layers_that_call_other_functions_than_is_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(FAMILIES["mamba2"])
+    monkeypatch.setitem(MIXERS, "Mamba2Mixer", MIXERS["Mamba2Mixer"]._replace(calls=("causal_conv1d_fn", "scan")))
+    assert "its Mamba2Mixer does not use scan, as in the releases of transformers" in "; ".join(problems(model))
+
+
+def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare(build(FAMILIES["lfm2"]))
+    home = __import__("transformers.models.lfm2.modeling_lfm2", fromlist=["causal_conv1d_fn"])
+    monkeypatch.setattr(home, "causal_conv1d_fn", home.causal_conv1d_fn.__wrapped__)
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM got a sharded batch and has carried no state from rank"):
+        model(**shard_batch(_plain(), ContextParallel()))
+
+
+def test_trees_and_caches_on_a_ring_are_refused() -> None:
+    folded = fold([[7, 7, 3, 4], [7, 7, 5, 5]])
+    batch = {"input_ids": folded.ids, "position_ids": folded.position_ids, "tree": folded.tree}
+    for name in ("qwen3_next", "mamba"):
+        model = prepare(build(FAMILIES[name]))
+        with pytest.raises(ValueError, match="got a tree, along whose branches its layers carry no state"):
+            model(**shard_batch(batch, ContextParallel()))
+        with pytest.raises(ValueError, match="its layers carry a state along the sequence, which the cache does not"):
+            model.eval().generate(
+                _plain()["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2
+            )
+
+
+def test_states_of_tokens_before_a_shard_are_refused() -> None:
+    for name in ("qwen3_next", "bamba", "minimax", "lfm2"):
+        model = prepare(build(FAMILIES[name])).eval()
+        ids = _plain()["input_ids"]
+        with torch.no_grad():
+            cache = model(ids, use_cache=True)[CACHE]
+            with pytest.raises(ValueError, match="without a cache of tokens before"):
+                model(**shard_batch({"input_ids": ids}, ContextParallel()), use_cache=True, **{CACHE: cache})
+
+
+def test_a_checkpoint_that_does_not_hand_on_the_shard_is_refused() -> None:
+    for name in ("mamba", "rwkv"):
+        model = prepare(build(FAMILIES[name]))
+        layers = model.base_model.layers if name == "mamba" else model.base_model.blocks
+        for layer in layers:
+            original = layer.forward
+            layer.forward = lambda *args, _of=original, **kwargs: torch.utils.checkpoint.checkpoint(
+                _of, *args, use_reentrant=False, **kwargs
+            )
+        logits = model(**shard_batch(_plain(), ContextParallel()), use_cache=False).logits
+        with pytest.raises(ValueError, match="is computed again in the backward pass without the shard that it had"):
+            logits.sum().backward()
+
+
+def test_pieces_of_a_shard_that_xlstm_would_evaluate_by_themselves_are_refused() -> None:
+    config = copy.deepcopy(FAMILIES["xlstm"])
+    config.max_inference_chunksize = 16
+    model = prepare(build(config)).eval()
+    with pytest.raises(ValueError, match="max_inference_chunksize=16, and would do so in pieces"):
+        model(**shard_batch(_plain(), ContextParallel()))
