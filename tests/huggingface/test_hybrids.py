@@ -21,7 +21,6 @@ from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
-from burst_plugin.trajectories import fold
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.hybrids import build, hybrids, waiting
 from tests.support.ranks import run_ranks
@@ -324,13 +323,9 @@ def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch
         model(**shard_batch(_plain(), ContextParallel()))
 
 
-def test_trees_and_caches_on_a_ring_are_refused() -> None:
-    folded = fold([[7, 7, 3, 4], [7, 7, 5, 5]])
-    batch = {"input_ids": folded.ids, "position_ids": folded.position_ids, "tree": folded.tree}
+def test_caches_on_a_ring_are_refused() -> None:
     for name in ("qwen3_next", "mamba"):
         model = prepare(build(FAMILIES[name]))
-        with pytest.raises(ValueError, match="got a tree, along whose branches its layers carry no state"):
-            model(**shard_batch(batch, ContextParallel()))
         with pytest.raises(ValueError, match="its layers carry a state along the sequence, which the cache does not"):
             model.eval().generate(
                 _plain()["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2

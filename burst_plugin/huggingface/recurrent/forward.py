@@ -90,10 +90,6 @@ def begin(
     takes_mask: its layers get the mask of padding just as the model does.
     caches: its layers go on from a cache in a way that a shard cannot, so that it is to make none.
     """
-    if shard.mask is not None and shard.mask.trees:
-        raise ValueError(
-            f"{type(model).__name__} got a tree, along whose branches its layers carry no state; leave the tree out"
-        )
     chunk = getattr(model.config, "max_inference_chunksize", None)
     if chunk is not None and not model.training and shard.tokens.length > chunk * shard.cp.ranks:
         raise ValueError(
