@@ -79,9 +79,13 @@ class _Checkpoint:
 
 
 class KeptTensors:
-    """What something besides attention has received from other ranks, in the first run of a checkpoint."""
+    """What something besides attention has received from other ranks, in the first run of a checkpoint.
 
-    def __init__(self) -> None:
+    what: of which call, in words.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.found: Any = None
 
 
@@ -187,18 +191,21 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
     return kept
 
 
-def next_kept_tensors(strategy: Strategy) -> KeptTensors | None:
-    """Return where something besides attention keeps what it receives, or finds it again; None if it does not."""
+def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
+    """Return where something besides attention keeps what it receives, or finds it again; None if it does not.
+
+    Raises RuntimeError if that is another call than `what` in a recomputation.
+    """
     runs = _THREAD.runs
     if not runs:
         return None
     inner = next((run for run in reversed(runs) if run.recomputes), None)
     kept = None if inner is None else inner.next_kept()
-    if isinstance(kept, KeptOutputs):
+    if isinstance(kept, KeptOutputs) or (kept is not None and kept.what != what):
         raise RuntimeError(_OTHER_CALLS)
     first_runs = [run.of for run in runs if not run.recomputes]
     if kept is None and first_runs and strategy.kept_share:
-        kept = KeptTensors()
+        kept = KeptTensors(what)
     for each in first_runs:
         each.of_calls.append(kept)
     return kept

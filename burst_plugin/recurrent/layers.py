@@ -36,8 +36,10 @@ from burst_plugin.recurrent.ways import (
     state_type,
     with_exponents,
 )
+from burst_plugin.ring.graph_breaks import between_graphs
 
 
+@between_graphs
 def with_tokens_before(
     function: Callable[[Any], Tensor], x: Tensor | Sequence[Tensor], width: int, place: Placement
 ) -> Tensor:
@@ -102,6 +104,7 @@ def causal_convolution(
     return with_tokens_before(convolve, x, weight.shape[-1] - 1, place)
 
 
+@between_graphs
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -177,6 +180,7 @@ def _pair_by_kernel(
     return final[..., width:], final[..., :width]
 
 
+@between_graphs
 def state_space(
     x: Tensor,
     dt: Tensor,
@@ -238,6 +242,7 @@ def state_space(
     return in_one_pass(call, (x, dt, B, C), of_pieces, decay, read, state, return_final_state)
 
 
+@between_graphs
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, place: Placement, *, return_final_state: bool = False
 ) -> Any:
@@ -283,6 +288,7 @@ def selective_scan(
     return in_one_pass(call, (x, dt, B, C), of_pieces, decay, read, state, return_final_state)
 
 
+@between_graphs
 def decay_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, place: Placement, *, return_final_state: bool = False
 ) -> Any:
@@ -331,6 +337,7 @@ def decay_attention(
     return in_one_pass(call, (q, k, v), of_pieces, decay, read, state, return_final_state)
 
 
+@between_graphs
 def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_state: bool = False) -> Any:
     """Compute h <- e^log_decay h + x, number by number, and return h after every token; collective.
 
@@ -371,6 +378,7 @@ def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_
     return in_one_pass(call, (x, log_decay), linear_unit, decay, read, state, return_final_state)
 
 
+@between_graphs
 def rwkv(
     k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor, place: Placement, *, return_final_state: bool = False
 ) -> Any:
@@ -416,6 +424,7 @@ def rwkv(
     return with_exponents(call, (k, v), of_pieces, decay, Exponential((size, size), size, v), return_final_state)
 
 
+@between_graphs
 def mlstm(
     q: Tensor,
     k: Tensor,

@@ -23,7 +23,7 @@ from burst_plugin.recurrent.halo import HaloFunction, HaloPlan, halo_plan
 from burst_plugin.recurrent.heads import HeadFunction, HeadPlan, can_share, check_heads, gathered
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
-from burst_plugin.recurrent.pieces import Pieces, cut_into_pieces
+from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
 from burst_plugin.recurrent.scan import ScanFunction, ScanPlan
 from burst_plugin.recurrent.scan_schedule import ScanSchedule, scan_schedule
 from burst_plugin.ring.request import as_tokens
@@ -249,7 +249,8 @@ class Call(NamedTuple):
         """
         held, schedule = self.held, self.held.schedule(finals)
         if affine.has_gradients:
-            biases = self.tied(biases, *self.tensors)
+            with_gradients = [x for x in self.tensors if x.requires_grad]
+            biases = self.tied(biases, *sorted(with_gradients, key=torch.numel)[:1])
         what = f"{self.name} ({affine.name})"
         transition, state = ((tuple(x.shape[1:]), x.dtype) for x in (transitions, biases))
         plans = [
@@ -258,21 +259,21 @@ class Call(NamedTuple):
         ]
         with unseen_by_selective_checkpoints():
             both: tuple[Tensor, Tensor] = ScanFunction.apply(
-                held.passes, plans, self.number, self._kept(), transitions, biases
+                held.passes, plans, self.number, self._kept(what), transitions, biases
             )  # type: ignore[no-untyped-call]
         return both
 
-    def _kept(self) -> KeptTensors | None:
+    def _kept(self, what: str) -> KeptTensors | None:
         """Return where a checkpoint keeps what this rank receives next."""
-        return next_kept_tensors(self.held.passes.states[0].strategy)
+        return next_kept_tensors(self.held.passes.states[0].strategy, what)
 
     def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
         """Return the rows of each x [T, ...] with the `width` rows before each piece in front, and where rows are."""
         held, device = self.held, xs[0].device
         plans = held.halo_plans(width, device)
-        xs = [self.tied(x, *self.tensors) for x in xs]
+        kept = self._kept(plans[0].what)
         with unseen_by_selective_checkpoints():
-            halos = HaloFunction.apply(held.passes, plans, held.counts, self.number, self._kept(), *xs)  # type: ignore[no-untyped-call]
+            halos = HaloFunction.apply(held.passes, plans, held.counts, self.number, kept, *xs)  # type: ignore[no-untyped-call]
         rows, keep = held._kept("extended", (width, device), lambda: _extended(held.offsets, width, device))
         both = [torch.cat([halo, x]) for halo, x in zip(halos, xs, strict=True)]
         if not held.numbers:  # something for the function to be called with
@@ -297,7 +298,7 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
         ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return x.view_as(x)
+        return x.detach()  # a new tensor, which may be modified in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -447,6 +448,16 @@ class Placement:
         """Return the sequence that x [B, S, ...] is of."""
         whole = 1 if isinstance(self.passes, OfVirtualRing) else self.passes.states[0].topology.ranks
         return self.tokens or Tokens(max(1, x.shape[1] * whole))
+
+    def starts(self, x: Tensor) -> Tensor:
+        """Return which of this rank's tokens begin a document, bool [B, S_local], of x [B, S_local, ...]."""
+        held = self.held(x)
+        begin = [
+            held.offsets[n] for n, number in enumerate(held.numbers) if held.pieces.every[number].before == START
+        ]
+        starts = torch.zeros(held.offsets[-1], dtype=torch.bool, device=x.device)
+        starts[begin] = True
+        return held.unflat(starts)
 
     def held(self, x: Tensor) -> HeldPieces:
         """Return the pieces of a batch of which this process holds x [B, S, ...]. Raise ValueError if it does not."""

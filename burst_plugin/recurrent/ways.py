@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from burst_plugin.recurrent.affine import ELEMENTWISE, LARGEST, Affine
 from burst_plugin.recurrent.placement import Call, Group
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Kernel = Callable[..., tuple[Tensor, Tensor]]  # of dense pieces, and the states that enter them: outputs, and states
 _NO_EXPONENT = -1e30
 _FINEST = 64  # exponents are multiples of 1 / 64, whose sums are exact
@@ -43,6 +46,22 @@ def state_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def _without_autocast(compute: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that computes in the types of its tensors: states would lose their digits in fewer bits."""
+
+    @functools.wraps(compute)
+    def computed(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = args[0]
+        assert isinstance(call, Call)
+        kind = call.tensors[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return compute(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return compute(*args, **kwargs)
+
+    return computed
+
+
 class _OfPieces:
     """A tensor for each piece of this process; zeros where there is none."""
 
@@ -60,6 +79,7 @@ class _OfPieces:
         return torch.stack(self.found) if self.found else self.zero.new_zeros((0, *self.zero.shape))
 
 
+@_without_autocast
 def in_two_passes(
     call: Call,
     tensors: Sequence[Tensor],
@@ -92,6 +112,7 @@ def in_two_passes(
     return (out, last) if finals else out
 
 
+@_without_autocast
 def in_one_pass(
     call: Call,
     tensors: Sequence[Tensor],
@@ -160,6 +181,7 @@ class Exponential(NamedTuple):
         return [torch.Size(shape[1:]).numel() for shape in self.parts]
 
 
+@_without_autocast
 def with_exponents(
     call: Call,
     tensors: Sequence[Tensor],

@@ -92,7 +92,7 @@ def _grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> Found:
 
 def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
     """Losses and gradients of all batches; gradients on the first rank alone."""
-    cp, found = ContextParallel(dist.group.WORLD), {}
+    cp, found = ContextParallel(dist.group.WORLD, keep_attention="all"), {}
     for name in names:
         model = prepare(build(FAMILIES[name]))
         for kind, batch in BATCHES.items():

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, forwar
 
 _ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
 _CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: computes a function, and again in backward
-_first: WeakKeyDictionary[SequenceShard, Tensor] = WeakKeyDictionary()
 
 
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
@@ -43,20 +41,6 @@ def placement(shard: SequenceShard, name: str) -> recurrent.Placement:
     """Return which tokens of which documents this rank has, for one call that all ranks know by `name`."""
     shard.cp.rank_state.state_calls += 1
     return recurrent.Placement(shard.cp, mask=shard.mask, tokens=shard.tokens, tag=name)
-
-
-def first_tokens(shard: SequenceShard, like: Tensor) -> Tensor:
-    """Return which of this rank's tokens begin a document, [B, S, 1]; collective when first asked of a shard."""
-    if shard not in _first:
-        ones = torch.ones(*like.shape[:2], 1, device=like.device)
-        before = recurrent.with_tokens_before(_before, ones, 1, placement(shard, "first_tokens"))
-        _first[shard] = before == 0
-    return _first[shard]
-
-
-def _before(x: Tensor) -> Tensor:
-    """Return for each token [1, S, C] the one before it."""
-    return torch.nn.functional.pad(x, (0, 0, 1, -1))
 
 
 def refuse_state(what: str, *states: object) -> None:

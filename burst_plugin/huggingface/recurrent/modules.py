@@ -16,7 +16,7 @@ from burst_plugin import recurrent
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward
-from burst_plugin.huggingface.recurrent.forward import first_tokens, placement, refuse_state, shard_of
+from burst_plugin.huggingface.recurrent.forward import placement, refuse_state, shard_of
 
 _OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
 
@@ -69,7 +69,8 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
 def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
     """Compute RecurrentGemma's RG-LRU, which begins anew with every document."""
     x: Tensor = given["activations"]
-    starts = first_tokens(shard, x)
+    place = placement(shard, "rg_lru")
+    starts = place.starts(x).unsqueeze(-1)
     by_head = _by_head(x, module.num_attention_heads)
     gates = [
         torch.sigmoid(torch.einsum("bshi,hij->bshj", by_head, weight) + bias).flatten(2)
@@ -84,7 +85,7 @@ def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) 
     scale = torch.where(starts, torch.ones_like(rest), _bounded_root(rest))
     scaled = x * gates[0] * scale.to(x.dtype)
     log_decay = log_decay.float().masked_fill(starts, float("-inf"))
-    out: Tensor = recurrent.affine_scan(scaled.float(), log_decay, placement(shard, "rg_lru"))
+    out: Tensor = recurrent.affine_scan(scaled.float(), log_decay, place)
     return out.to(x.dtype)
 
 
