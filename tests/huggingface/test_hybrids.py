@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -264,7 +265,7 @@ def test_fused_functions_are_left_to_whole_batches(monkeypatch: pytest.MonkeyPat
 def test_the_rest_of_a_model_runs_in_chunks_as_ever(
     options: dict[str, Any], truths: dict[tuple[str, str], Found]
 ) -> None:
-    for name in ("qwen3_5", "falcon_h1", "lfm3" if "mlp_chunk" in options else "zamba2"):
+    for name in ("qwen3_5", "falcon_h1", "lfm2" if "mlp_chunk" in options else "zamba2"):
         model = prepare(build(FAMILIES[name]))
         if "offload" in options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -324,12 +325,9 @@ def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_caches_on_a_ring_are_refused() -> None:
-    for name in ("qwen3_next", "mamba"):
-        model = prepare(build(FAMILIES[name]))
-        with pytest.raises(ValueError, match="its layers carry a state along the sequence, which the cache does not"):
-            model.eval().generate(
-                _plain()["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2
-            )
+    model, cache = prepare(build(FAMILIES["qwen3_next"])).eval(), RingCache(ContextParallel())
+    with pytest.raises(ValueError, match="its layers carry a state along the sequence, which the cache does not"):
+        model.generate(_plain()["input_ids"], past_key_values=cache, max_new_tokens=2)
 
 
 def test_states_of_tokens_before_a_shard_are_refused() -> None:
@@ -342,15 +340,30 @@ def test_states_of_tokens_before_a_shard_are_refused() -> None:
                 model(**shard_batch({"input_ids": ids}, ContextParallel()), use_cache=True, **{CACHE: cache})
 
 
-def test_a_checkpoint_that_does_not_hand_on_the_shard_is_refused() -> None:
-    for name in ("mamba", "rwkv"):
+def _checkpoint_layers(model: Any) -> None:
+    """As FSDP's wrapper does, which knows nothing of a forward in progress."""
+    body = model.base_model
+    for layer in body.blocks if hasattr(body, "blocks") else body.layers:
+        layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+
+
+def test_checkpoints_of_others_hand_on_the_shard_that_layers_are_given(
+    truths: dict[tuple[str, str], Found],
+) -> None:
+    """To the layers; these may hand on to their functions nothing of it."""
+    for name in ("qwen3_next", "recurrent_gemma", "zamba"):
         model = prepare(build(FAMILIES[name]))
-        layers = model.base_model.layers if name == "mamba" else model.base_model.blocks
-        for layer in layers:
-            original = layer.forward
-            layer.forward = lambda *args, _of=original, **kwargs: torch.utils.checkpoint.checkpoint(
-                _of, *args, use_reentrant=False, **kwargs
-            )
+        _checkpoint_layers(model)
+        local = shard_batch(_packed(), ContextParallel())
+        _, grads = _grads(model, model(**local, use_cache=False).logits, local["shift_labels"])
+        error, parameter = worst(grads, truths[name, "packed"][1])
+        assert error <= 1e-5, (name, parameter, error)
+
+
+def test_a_checkpoint_that_does_not_hand_on_the_shard_is_refused() -> None:
+    for name in ("mamba", "rwkv", "jamba", "zaya"):
+        model = prepare(build(FAMILIES[name]))
+        _checkpoint_layers(model)
         logits = model(**shard_batch(_plain(), ContextParallel()), use_cache=False).logits
         with pytest.raises(ValueError, match="is computed again in the backward pass without the shard that it had"):
             logits.sum().backward()

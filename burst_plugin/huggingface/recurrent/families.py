@@ -187,8 +187,7 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
             child = getattr(module, name)
             if not isinstance(child, modules.TimeShift):
                 setattr(module, name, kind(child.padding))
-        if forward.check_recomputation not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(forward.check_recomputation, with_kwargs=True)
+        forward.watch_mixer(module)
 
 
 def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:

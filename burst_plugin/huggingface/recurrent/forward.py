@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 
 from burst_plugin import recurrent
 from burst_plugin.batch import SHARD_KEY, SequenceShard
-from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, forward_in_progress, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import (
+    Forward,
+    as_in_forward,
+    enter_forward,
+    forward_in_progress,
+    leave_forward,
+    shard_of_forward,
+)
 
 _ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
 _CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: computes a function, and again in backward
@@ -107,14 +114,35 @@ def _compute_in(forward: Forward, function: Callable[..., Any], /, *args: Any, *
         return function(*args, **kwargs)
 
 
+# ----------------------------------------------------------------------------------------------------- of a layer
+
+
+def watch_mixer(mixer: torch.nn.Module) -> None:
+    """Add hooks by which what a layer calls finds its shard, also where a checkpoint of others computes it again."""
+    if _before not in mixer._forward_pre_hooks.values():
+        mixer.register_forward_pre_hook(_before, with_kwargs=True)
+        mixer.register_forward_hook(_after, always_call=True)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_recomputation(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError before a layer is computed again without the shard that it had, as if on a whole batch."""
-    is_on_shard = shard_of(kwargs) is not None
+def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the shard that a layer is given outside of a forward; it may hand on to its functions nothing of it.
+
+    Raises ValueError for a layer that is computed again without the shard that it had, as if on a whole batch.
+    """
+    shard = shard_of(kwargs)
     if torch._C._current_graph_task_id() == -1:
-        setattr(mixer, _ON_SHARD, is_on_shard)
-    elif not is_on_shard and getattr(mixer, _ON_SHARD, False):
+        setattr(mixer, _ON_SHARD, shard is not None)
+    elif shard is None and getattr(mixer, _ON_SHARD, False):
         raise ValueError(
             f"{type(mixer).__name__} is computed again in the backward pass without the shard that it had: a "
             "checkpoint around it does not hand on what it was given; use the model's gradient_checkpointing_enable()"
         )
+    if shard is not None and shard_of_forward() is None:
+        enter_forward(mixer, shard, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after(mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Note the end of what `_before` has noted the begin of, also where the layer failed."""
+    leave_forward(mixer)

@@ -15,7 +15,6 @@ from torch import Tensor
 from burst_plugin import recurrent
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
-from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward
 from burst_plugin.huggingface.recurrent.forward import placement, refuse_state, shard_of
 
 _OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
@@ -61,8 +60,7 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
     place = placement(shard, "conv_1d")
     x = recurrent.with_tokens_before(convolve, module.linear_x(hidden), module.conv1d_width - 1, place)
     module.conv1d_state = module.rg_lru.recurrent_states = None
-    with as_in_forward(Forward(module, shard, None, None)):
-        out = module.rg_lru(x, given["position_ids"])
+    out = module.rg_lru(x, given["position_ids"])
     return module.linear_out(out * gate), None
 
 
