@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from burst_plugin.activations.kept_attention import (
     next_kept_tensors,
     unseen_by_selective_checkpoints,
 )
+from burst_plugin.checks import shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.context import ContextParallel
 from burst_plugin.recurrent.affine import Affine
@@ -26,13 +27,10 @@ from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
 from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
 from burst_plugin.recurrent.scan import ScanFunction, ScanPlan
 from burst_plugin.recurrent.scan_schedule import ScanSchedule, scan_schedule
-from burst_plugin.ring.request import as_tokens
+from burst_plugin.ring.request import as_tokens, check_mask
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.sequence.mask import Mask
-
-if TYPE_CHECKING:
-    from burst_plugin.virtual import VirtualRing
 
 _KNOWN = 8  # batches of a ring whose pieces are kept
 _LEAST_FILLED = 0.75  # of a batch of pieces, how much are tokens; the rest pads pieces to one length
@@ -326,6 +324,9 @@ class Placement:
         mask: documents, padding on the left, and prefix trees, in positions of the whole sequence; None for none.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
         tag: a name for the next call that is the same on every rank.
+
+    Raises:
+        ValueError: for an argument of another type.
     """
 
     def __init__(
@@ -335,6 +336,10 @@ class Placement:
         tokens: Tokens | None = None,
         tag: object = None,
     ) -> None:
+        if not isinstance(cp, ContextParallel | VirtualRing):
+            raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
+        if mask is not None:
+            check_mask(mask)
         self.passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
         self.plans: dict[Any, Any] = cp.plans
         self.mask, self.tokens, self.tag = mask, None if tokens is None else as_tokens(tokens), tag
