@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, MATRIX
+from burst_plugin.recurrent.held_pieces import Group
 from burst_plugin.recurrent.kernels import convolution
 from burst_plugin.recurrent.kernels import decay as decays
 from burst_plugin.recurrent.kernels import mlstm as lstm
@@ -26,7 +27,7 @@ from burst_plugin.recurrent.kernels import selective_scan as selective
 from burst_plugin.recurrent.kernels import state_space as spaces
 from burst_plugin.recurrent.kernels.delta_rule import delta_rule, delta_rule_transition
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
-from burst_plugin.recurrent.placement import Group, Placement
+from burst_plugin.recurrent.placement import Placement
 from burst_plugin.recurrent.ways import (
     Exponential,
     Kernel,

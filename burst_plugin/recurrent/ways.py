@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, LARGEST, Affine
-from burst_plugin.recurrent.placement import Call, Group
+from burst_plugin.recurrent.held_pieces import Group
+from burst_plugin.recurrent.placement import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,0 +1,236 @@
+"""The pieces of a batch that a process holds, and its tokens in batches of pieces for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.recurrent.halo import HaloPlan, halo_plan
+from burst_plugin.recurrent.passes import Passes
+from burst_plugin.recurrent.pieces import START, Pieces
+from burst_plugin.recurrent.scan_schedule import ScanSchedule, scan_schedule
+from burst_plugin.sequence.layout import Tokens, positions
+from burst_plugin.sequence.mask import Mask
+
+_LEAST_FILLED = 0.75  # of a batch of pieces, how much are tokens; the rest pads pieces to one length
+_SLACK = 8  # tokens of padding that are always all right
+
+
+class Group(NamedTuple):
+    """Pieces that a kernel takes at once, padded to one length: [pieces, length, ...].
+
+    pieces: their numbers among those of this process.
+    lengths: the tokens of each.
+    start: their first row if they lie one after another, without padding; else `rows` [pieces, length] are their
+        rows, and `is_padding` says which of them are none.
+    """
+
+    pieces: tuple[int, ...]
+    lengths: tuple[int, ...]
+    start: int | None
+    rows: Tensor | None
+    is_padding: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of pieces, and the length."""
+        return len(self.pieces), max(self.lengths)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the tokens of these pieces, of x [T, ...], with zeros as padding."""
+        if self.start is not None:
+            count, length = self.shape
+            return x.narrow(0, self.start, count * length).view(*self.shape, *x.shape[1:])
+        taken = x[self.rows]
+        if self.is_padding is None:
+            return taken
+        return taken.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 1)), 0)
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Return x [pieces, length, ...] with zeros as padding."""
+        if self.is_padding is None:
+            return x
+        return x.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 2)), 0)
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Return the tokens of each piece, [pieces], int64."""
+        return torch.tensor(self.lengths, device=device)
+
+    def of_pieces(self, x: Tensor) -> Tensor:
+        """Return what x has for these pieces, of all pieces of this process."""
+        return x[list(self.pieces)]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPieces:
+    """The pieces of a batch, and which of them the ranks of this process hold."""
+
+    passes: Passes
+    pieces: Pieces
+    tokens: Tokens
+    mask: Mask | None
+    rows: int
+    whole_rows: Tensor | None  # of a virtual ring: where its ranks' tokens, in order, are in whole sequences
+    known: dict[object, Any] = field(default_factory=dict)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the pieces of this process, in the order of its tokens."""
+        return tuple(number for state in self.passes.states for number in self.pieces.of_rank(state.rank))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the first row of each of these pieces, and the number of rows."""
+        return tuple(accumulate((self.pieces.every[n].length for n in self.numbers), initial=0))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Return the number of rows of every rank of this process."""
+        return [
+            sum(self.pieces.every[number].length for number in self.pieces.of_rank(state.rank))
+            for state in self.passes.states
+        ]
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return the rows of x [B, S, ...], those of piece after piece: [T, ...]."""
+        flat = x.flatten(0, 1)
+        return flat if self.whole_rows is None else flat[self._kept("whole", x.device, lambda: self.whole_rows)]
+
+    def unflat(self, rows: Tensor) -> Tensor:
+        """Return [B, S, ...] from the rows of all pieces."""
+        if self.whole_rows is not None:
+            whole = self.whole_rows
+            rows = rows[self._kept("back", rows.device, lambda: torch.argsort(whole))]
+        return rows.view(self.rows, len(rows) // self.rows, *rows.shape[1:])
+
+    def in_rank_order(self, x: Tensor) -> Tensor:
+        """Return x [B, S, ...], of a virtual ring with the tokens of one rank after another."""
+        if self.whole_rows is None:
+            return x
+        return x[:, self._kept("order", x.device, lambda: self._order().to(x.device))]
+
+    def from_rank_order(self, x: Tensor) -> Tensor:
+        """Return x [B, S, ...] in the order of the sequence, if it is of a virtual ring."""
+        if self.whole_rows is None:
+            return x
+        return x[:, self._kept("from order", x.device, lambda: torch.argsort(self._order()).to(x.device))]
+
+    def _order(self) -> Tensor:
+        states = self.passes.states
+        return torch.cat([positions(runs) for runs in states[0].route_table.shards(self.tokens)])
+
+    def schedule(self, finals: bool) -> ScanSchedule:
+        """Return the schedule of a scan; with `finals` the states after all rows go to all ranks."""
+        topology = self.passes.states[0].topology
+        found: ScanSchedule = self._kept("scan", finals, lambda: scan_schedule(self.pieces, topology.node, finals))
+        return found
+
+    @cached_property
+    def exchanges(self) -> bool:
+        """Return whether a state enters any piece of any rank."""
+        return any(self.schedule(False).is_entered)
+
+    def groups(self, wanted: Sequence[int], device: torch.device) -> list[Group]:
+        """Return groups of these pieces of this process, of about equal lengths."""
+        wanted = tuple(wanted)
+        if not wanted:
+            return []
+        found: list[Group] = self._kept(wanted, device, lambda: self._grouped(wanted, device))
+        return found
+
+    def _grouped(self, wanted: tuple[int, ...], device: torch.device) -> list[Group]:
+        lengths = {n: self.offsets[n + 1] - self.offsets[n] for n in wanted}
+        alike = len(set(lengths.values())) == 1
+        if alike and list(wanted) == list(range(wanted[0], wanted[-1] + 1)):
+            return [Group(wanted, tuple(lengths.values()), self.offsets[wanted[0]], None, None)]
+        groups: list[list[int]] = []
+        for number in sorted(wanted, key=lambda n: (-lengths[n], n)):
+            most = lengths[groups[-1][0]] if groups else 0
+            if groups and lengths[number] >= _LEAST_FILLED * most - _SLACK:
+                groups[-1].append(number)
+            else:
+                groups.append([number])
+        return [self._group(tuple(sorted(group)), lengths, device) for group in groups]
+
+    def _group(self, group: tuple[int, ...], lengths: Mapping[int, int], device: torch.device) -> Group:
+        of_group = tuple(lengths[n] for n in group)
+        if len(group) == 1:
+            return Group(group, of_group, self.offsets[group[0]], None, None)
+        steps = torch.arange(max(of_group), device="cpu")
+        starts = torch.tensor([self.offsets[n] for n in group], device="cpu").unsqueeze(1)
+        stops = torch.tensor(of_group, device="cpu").unsqueeze(1)
+        is_padding = steps >= stops
+        rows = (starts + steps).masked_fill(is_padding, 0)
+        padding = is_padding.to(device) if bool(is_padding.any()) else None
+        return Group(group, of_group, None, rows.to(device), padding)
+
+    def joined(self, groups: Sequence[Group], outs: Sequence[Tensor]) -> Tensor:
+        """Return rows [T, ...] of all pieces from the outputs of groups, which have each piece once."""
+        if len(groups) == 1 and groups[0].start is not None:
+            return outs[0].flatten(0, 1)
+        key = tuple(group.pieces for group in groups)
+        back = self._kept(key, outs[0].device, lambda: self._back(groups).to(outs[0].device))
+        return torch.cat([out.flatten(0, 1) for out in outs])[back]
+
+    def _back(self, groups: Sequence[Group]) -> Tensor:
+        """Return for each row where it is among the outputs of groups, one behind the other."""
+        back = torch.empty(self.offsets[-1], dtype=torch.int64, device="cpu")
+        at = 0
+        for group in groups:
+            length = max(group.lengths)
+            for place, (number, count) in enumerate(zip(group.pieces, group.lengths, strict=True)):
+                first = at + place * length
+                start = self.offsets[number]
+                back[start : start + count] = torch.arange(first, first + count, device="cpu")
+            at += len(group.pieces) * length
+        return back
+
+    def halo_plans(self, width: int, device: torch.device) -> list[HaloPlan]:
+        """Return each rank's plan for the `width` tokens before every piece."""
+        what = f"a halo of {width} tokens"
+        plans: list[HaloPlan] = self._kept(
+            width, device, lambda: [halo_plan(s, self.pieces, width, what, device) for s in self.passes.states]
+        )
+        return plans
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return which tokens begin a document, bool [T], piece after piece."""
+        starts = torch.zeros(self.offsets[-1], dtype=torch.bool, device=device)
+        starts[[self.offsets[n] for n, number in enumerate(self.numbers) if self._begins(number)]] = True
+        return starts
+
+    def _begins(self, number: int) -> bool:
+        return self.pieces.every[number].before == START
+
+    def with_halos(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows of pieces, each after its halo, of halos [pieces * width] and then tokens [T].
+
+        Also where the tokens are among these rows.
+        """
+        rows: tuple[Tensor, Tensor] = self._kept(
+            "with halos", (width, device), lambda: self._with_halos(width, device)
+        )
+        return rows
+
+    def _with_halos(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        rows, keep, halos, at = [], [], len(self.numbers) * width, 0
+        for n, number in enumerate(self.numbers):
+            length, start = self.pieces.every[number].length, halos + self.offsets[n]
+            rows += [torch.arange(n * width, (n + 1) * width, device="cpu")]
+            rows += [torch.arange(start, start + length, device="cpu")]
+            keep.append(torch.arange(at + width, at + width + length, device="cpu"))
+            at += width + length
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.cat(rows or [nothing]).to(device), torch.cat(keep or [nothing]).to(device)
+
+    def _kept(self, key: object, other: object, make: Callable[[], Any]) -> Any:
+        found = self.known.get((key, other))
+        if found is None:
+            found = self.known[key, other] = make()
+        return found
