@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.cpu.fake_cuda import replace_cuda
+from burst_plugin.megatron.cpu.mixer_kernels import stand_in_for_packages
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it reports
 _CPU = torch.device("cpu")
@@ -196,7 +197,10 @@ def _send_as_from_a_gpu() -> str:
 
 
 def hide_cuda_packages() -> str:
-    """Hide packages that need a GPU from imports, so that Megatron uses its own code instead; return a line on it."""
+    """Hide packages that need a GPU from imports, so that Megatron uses its own code instead; return a line on it.
+
+    Mixers, of which Megatron has no code of its own, get definitions in PyTorch.
+    """
     loaded = [name for name in sys.modules if name.partition(".")[0] in _CUDA_PACKAGES]
     taken = [name for name in loaded if sys.modules[name] is not None and name in _CUDA_PACKAGES]
     if taken and "megatron.core.optimizer" in sys.modules:
@@ -205,7 +209,7 @@ def hide_cuda_packages() -> str:
             "taken optimizers from there that need a GPU. Call enable() before megatron.core is imported."
         )
     sys.modules.update(dict.fromkeys([*_CUDA_PACKAGES, *loaded]))  # type: ignore[arg-type]
-    return f"imports: {', '.join(_CUDA_PACKAGES)} are not found"
+    return f"imports: {', '.join(_CUDA_PACKAGES)} are not found; {stand_in_for_packages()}"
 
 
 def _set_environment() -> str:
