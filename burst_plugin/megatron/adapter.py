@@ -28,6 +28,7 @@ from burst_plugin.megatron.identity import hook_schedules
 from burst_plugin.megatron.inference.static_context import hook_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
 from burst_plugin.megatron.memory.output_layer import hook_losses
+from burst_plugin.megatron.recurrent.mixers import hook_mixers
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
@@ -73,7 +74,7 @@ def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
     adapter.report += apply_repairs(REPAIRS, version)
     if is_enabled():
         adapter.report += apply_repairs(CPU_REPAIRS, version)
-    adapter.report.append(hook_building(registry))
+    adapter.report += [hook_building(registry), hook_mixers(registry)]
     setattr(TransformerLayer.__init__, _MARK, adapter)
     follow_checkpoint_class(CheckpointFunction)
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))

@@ -375,6 +375,7 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
 
 
 def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() -> None:
+    from megatron.core.ssm.mamba_mixer import MambaMixer
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -388,11 +389,19 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() ->
         _refuse_other_mixers(config, "zigzag", delta_net)
     _refuse_other_mixers(config, "zigzag", types.SimpleNamespace(self_attention=IdentityOp))
     _refuse_other_mixers(plain, "zigzag", delta_net)
-    with pytest.raises(ValueError, match="MambaLayer layers are not supported with hybrid_context_parallel"):
-        _refuse_mamba(Registry(None), lambda layer, config: None, None, config)
-    _refuse_mamba(Registry(None), lambda layer, config: None, None, plain)
-    with pytest.raises(ValueError, match="MambaLayer layers are not supported with layout='auto'"):
-        _refuse_mamba(Registry(Strategy(layout="auto")), lambda layer, config: None, None, plain)
+    built = []
+    for mixer in (MambaMixer, torch.nn.Linear):
+        mamba = types.SimpleNamespace(mixer=ModuleSpec(module=mixer))
+        with pytest.raises(
+            ValueError, match=f"{mixer.__name__} layers are not supported with hybrid_context_parallel"
+        ):
+            _refuse_mamba(Registry(None), lambda *given: built.append(given), None, config, mamba)
+        _refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
+    with pytest.raises(ValueError, match="Linear layers are not supported with layout='auto'"):
+        _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
+    mamba = types.SimpleNamespace(mixer=ModuleSpec(module=MambaMixer))
+    _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
+    assert len(built) == 3
 
 
 def test_packed_sequences_on_other_ranks_than_the_layers_are_refused() -> None:

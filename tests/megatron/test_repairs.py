@@ -84,9 +84,11 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "packed_token_prediction",
         "yarn_tables",
         "two_interleaved_stages",
+        "delta_net_config",
         "router_losses_per_token",
         "resume_without_te",
         "resume_in_float32",
+        "hybrid_models_without_te",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 

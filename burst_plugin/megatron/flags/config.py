@@ -52,7 +52,9 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
-        "experimental_attention_variant": Rule(off, "leave it out, for standard attention"),
+        "experimental_attention_variant": Rule(
+            one_of("gated_delta_net", "gdn", None, ""), "use gated_delta_net, or leave it out, for standard attention"
+        ),
         "attention_backend": Rule(
             one_of("auto", "flash", "fused", None),
             "use auto, flash or fused; kernels are chosen by --burst-kernel, or Strategy(kernel=...)",

@@ -24,6 +24,7 @@ from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
+from burst_plugin.megatron.recurrent.mixers import can_take_over
 from burst_plugin.megatron.registry import Registry
 
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute what TransformerConfig says
@@ -175,19 +176,23 @@ def _refuse_local_rolls(config: Any, layout: str) -> None:
 def _refuse_other_mixers(config: Any, layout: str, submodules: Any) -> None:
     """Raise ValueError for layers that rely on which tokens a rank holds, where it holds others."""
     mixer = submodules.self_attention
-    kind = getattr(mixer, "module", mixer)
-    core = getattr(getattr(mixer, "submodules", None), "core_attention", None)
-    if core is None and kind not in (IdentityOp, None):
-        _refuse_mixer(getattr(kind, "__name__", kind), config, layout)
+    if getattr(getattr(mixer, "submodules", None), "core_attention", None) is None:
+        _refuse_mixer(mixer, config, layout)
 
 
 def _refuse_mamba(
-    registry: Registry, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+    registry: Registry,
+    original: Callable[..., None],
+    layer: Any,
+    config: Any,
+    submodules: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """Build a `MambaLayer`, or raise ValueError where a rank holds other tokens than it takes them for."""
+    """Build a `MambaLayer`, or raise ValueError where a rank holds other tokens than its mixer takes them for."""
     if asks_for_burst(config):
-        _refuse_mixer("MambaLayer", config, registry.layout)
-    original(layer, config, *args, **kwargs)
+        _refuse_mixer(submodules.mixer, config, registry.layout)
+    original(layer, config, submodules, *args, **kwargs)
 
 
 def _refuse_whole_sequences(original: Callable[..., None], core: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,15 +206,20 @@ def _refuse_whole_sequences(original: Callable[..., None], core: Any, config: An
     original(core, config, *args, **kwargs)
 
 
-def _refuse_mixer(kind: object, config: Any, layout: str) -> None:
+def _refuse_mixer(mixer: Any, config: Any, layout: str) -> None:
+    kind = getattr(mixer, "module", mixer)
+    kind = import_module(kind) if isinstance(kind, tuple) else kind
+    if kind in (IdentityOp, None):
+        return
     if is_hybrid(config):
         option, tokens, instead = "hybrid_context_parallel", "consecutive ones", "context_parallel_size"
-    elif layout != MEGATRONS_OWN:
+    elif layout != MEGATRONS_OWN and not can_take_over(kind):
         option, tokens, instead = f"layout={layout!r}", "those of zigzag", "--burst-layout zigzag"
     else:
         return
+    name = getattr(kind, "__name__", kind)
     raise ValueError(
-        f"{kind} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
+        f"{name} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.recurrent.mixers import allow_delta_nets
 from burst_plugin.megatron.releases import Version
 from burst_plugin.megatron.repairs.batches import (
     CUT_BATCH,
@@ -269,6 +270,12 @@ REPAIRS = (
         fault="two interleaved pipeline stages take gradients for activations, unless p2p communication overlaps",
         fixed_in=None,
         apply=_send_forward_before_backward,
+    ),
+    Repair(
+        name="delta_net_config",
+        fault="configurations with experimental_attention_variant=gated_delta_net want context_parallel_size=1",
+        fixed_in=(0, 18, 0),
+        apply=allow_delta_nets,
     ),
     Repair(
         name="router_losses_per_token",

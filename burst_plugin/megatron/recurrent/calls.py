@@ -1,0 +1,108 @@
+"""A call of a mixer: which of its tokens are whose, from the layer that Megatron calls to the functions inside.
+
+    layer(attention_mask, packed_seq_params)
+        mixer    ->  `MixerOnRing.read`  the ring, layout and documents of this call
+            causal_conv1d_fn, mamba_chunk_scan_combined, ...
+                 ->  `call_in_progress`  the same, for `burst_plugin.recurrent`
+
+The call is that of the thread which computes the mixer, so that layers that are recomputed in a backward pass have
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from burst_plugin import recurrent
+from burst_plugin.context import ContextParallel
+from burst_plugin.megatron.layers.call_masks import MaskArguments, MaskReader
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.mask import Mask
+
+
+class MixerCall(NamedTuple):
+    """A ring, and which tokens of which documents its ranks hold. tag: as ranks know the call."""
+
+    cp: ContextParallel
+    mask: Mask
+    tokens: Tokens | None
+    tag: tuple[object, ...]
+
+    def place(self, what: str) -> recurrent.Placement:
+        """Return the tokens of this rank, for one call that all ranks know by `what`."""
+        self.cp.rank_state.state_calls += 1
+        return recurrent.Placement(self.cp, self.mask, self.tokens, (*self.tag, what))
+
+
+_call: ContextVar[MixerCall | None] = ContextVar("burst_plugin_mixer_call", default=None)
+_mask: ContextVar[Any] = ContextVar("burst_plugin_mask_of_layer", default=None)
+
+
+def call_in_progress() -> MixerCall | None:
+    """Return the call of the mixer that is computed now; None for one that has whole sequences."""
+    return _call.get()
+
+
+@contextmanager
+def computing(call: MixerCall) -> Iterator[None]:
+    """Let functions inside a mixer find its call in this context."""
+    before = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(before)
+
+
+def mask_of_layer() -> Any:
+    """Return the attention mask that the layer around a mixer was given, and does not hand on."""
+    return _mask.get()
+
+
+@contextmanager
+def with_mask(attention_mask: Any) -> Iterator[None]:
+    """Let a mixer find the attention mask of its layer in this context."""
+    before = _mask.set(attention_mask)
+    try:
+        yield
+    finally:
+        _mask.reset(before)
+
+
+class MixerOnRing:
+    """What a mixer has to know of its ring.
+
+    groups: the collection that Megatron built the mixer with. It is kept if its context-parallel group is not the
+        global one, which is looked up in each call.
+    """
+
+    def __init__(self, registry: Registry, config: Any, layer_number: int | None, groups: Any) -> None:
+        usual = parallel_state.get_context_parallel_group(check_initialized=False)
+        self._registry, self._config, self._number = registry, config, layer_number or 1
+        self._groups = groups if getattr(groups, "cp", None) is not usual else None
+        self._tp_size = groups.tp.size() if config.sequence_parallel else 1
+        self._masks = MaskReader(None, registry)
+        if self._groups is not None:
+            registry.context(config, self._groups)  # now, since messages of a pipeline are in flight later
+
+    def read(self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any) -> MixerCall:
+        """Return the call of a mixer with `hidden_states` [S/CP, B, H], or [S/CP/TP, B, H] in sequence parallelism.
+
+        Raises ValueError for masks and packed sequences that do not fit, as core attention does.
+        """
+        registry = self._registry
+        cp = registry.context(self._config, self._groups, packed_seq_params)
+        shape = (hidden_states.shape[1], hidden_states.shape[0] * self._tp_size)
+        tokens = torch.empty(shape, dtype=hidden_states.dtype, device="meta")
+        allowed = self._masks.read(
+            MaskArguments("causal", attention_mask, None, packed_seq_params), cp, tokens, tokens
+        )
+        tag = registry.identity.of_call(cp, self, self._number, own_group=False)
+        return MixerCall(cp, allowed.mask, None if allowed.tokens is None else allowed.tokens[0], tag)

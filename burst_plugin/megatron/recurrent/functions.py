@@ -1,0 +1,205 @@
+"""What takes the place of functions that Megatron's mixers call, in which tokens meet by a state or a convolution.
+
+    MambaMixer     ->  mamba_split_conv1d_scan_combined, or causal_conv1d_fn and mamba_chunk_scan_combined
+    GatedDeltaNet  ->  causal_conv1d (causal_conv1d_fn until 0.17), then chunk_gated_delta_rule
+        whole sequences:  the function itself
+        on the ring:      burst_plugin.recurrent, with the function as its kernel
+
+Each takes the original and then its arguments. What is done for each token by itself, such as gates, is done here
+where the original does it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from burst_plugin import recurrent
+from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.megatron.recurrent.calls import MixerCall, call_in_progress
+
+_Function = Callable[..., Any]
+# Arguments that go on from a state, or that say where documents begin, which the call of the mixer does.
+_STATES = frozenset(
+    """
+    initial_state initial_states seq_idx cu_seqlens return_final_states output_final_state return_varlen_states
+    """.split()  # noqa: SIM905
+)
+
+
+class ConvolutionOnRing(torch.nn.Conv1d):
+    """The `Conv1d` of a mixer, which calls it where causal_conv1d is not installed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve [B, C, S]; on the ring with the tokens before this rank's runs."""
+        call = call_in_progress()
+        if call is None:
+            return super().forward(input)
+        return _on_ring(call, super().forward, input.transpose(1, 2), self.kernel_size[0]).transpose(1, 2)
+
+
+def replace_functions(module: Any, kinds: Mapping[str, _Function]) -> None:
+    """Replace functions of a module by those of `kinds`; names that it does not have, or that are None, stay so."""
+    for name, around in kinds.items():
+        if getattr(module, name, None) is not None:
+            wrap(module, name, around)
+
+
+def functions_of_mamba(module: Any) -> dict[str, _Function]:
+    """Return what takes the place of functions of the module of `MambaMixer`."""
+    convolve, scan = getattr(module, "causal_conv1d_fn", None), getattr(module, "mamba_chunk_scan_combined", None)
+    fused = partial(_convolve_and_scan, _convolve_by_torch if convolve is None else convolve, scan)
+    return {
+        "causal_conv1d_fn": _convolve,
+        "mamba_chunk_scan_combined": _scan,
+        "mamba_split_conv1d_scan_combined": fused,
+    }
+
+
+def _on_ring(call: MixerCall, convolve: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """Return a convolution of x [B, S, C], given one of [1, C, T] that returns as many tokens or more."""
+
+    def of_piece(x: Tensor) -> Tensor:
+        return convolve(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+    return recurrent.with_tokens_before(of_piece, x, width - 1, call.place("convolution"))
+
+
+def _given(name: str, original: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name. Raise ValueError for states, which ranks carry themselves."""
+    given = by_name(original, args, kwargs)
+    states = [each for each in sorted(_STATES & given.keys()) if given[each] is not False]
+    if states:
+        raise ValueError(
+            f"{name} got {', '.join(states)} in a layer on the ring, whose ranks carry states themselves; give "
+            "documents as packed_seq_params of the layer"
+        )
+    return given
+
+
+def _convolve(original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of causal-conv1d's function, which convolves [B, C, S]."""
+    call = call_in_progress()
+    if call is None:
+        return original(*args, **kwargs)
+    given = _given("causal_conv1d_fn", original, args, kwargs)
+    x = given.pop("x")
+    return _on_ring(call, lambda x: original(x=x, **given), x.transpose(1, 2), given["weight"].shape[1]).transpose(
+        1, 2
+    )
+
+
+def _convolve_by_fla(original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of flash-linear-attention's function, which convolves [B, S, C] and returns a state, too."""
+    call = call_in_progress()
+    if call is None:
+        return original(*args, **kwargs)
+    given = _given("causal_conv1d", original, args, kwargs)
+    x, width = given.pop("x"), given["weight"].shape[1]
+
+    def of_piece(x: Tensor) -> Tensor:
+        out: Tensor = original(x=x, **given)[0]
+        return out
+
+    return recurrent.with_tokens_before(of_piece, x, width - 1, call.place("convolution")), None
+
+
+def _convolve_and_scan(convolve: _Function, scan: Any, original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of mamba-ssm's fused function, [B, S, ...] -> [B, S, H * P], which takes no tokens before.
+
+    convolve, scan: the functions for either part.
+    """
+    call = call_in_progress()
+    if call is None:
+        return original(*args, **kwargs)
+    given = _given("mamba_split_conv1d_scan_combined", original, args, kwargs)
+    refused = [name for name in ("rmsnorm_weight", "outproj_weight", "outproj_bias") if name in given]
+    if refused:
+        raise ValueError(
+            f"mamba_split_conv1d_scan_combined got {', '.join(refused)}, which Megatron leaves to itself"
+        )
+    zxbcdt, weight, bias, D = given.pop("zxbcdt"), given["conv1d_weight"], given.get("conv1d_bias"), given["D"]
+    heads = D.shape[0]
+    dim = heads * (given["headdim"] if D.dim() == 1 else D.shape[1])
+    z, xBC, dt = torch.split(zxbcdt, [dim, weight.shape[0], heads], -1)
+    known = {"weight": weight, "bias": bias, "activation": given.get("activation", "silu")}
+    xBC = _on_ring(call, partial(convolve, **known), xBC, weight.shape[1])
+    x, B, C = torch.split(xBC, [dim, *[(weight.shape[0] - dim) // 2] * 2], -1)
+    x, z = (torch.unflatten(each, -1, (heads, -1)) for each in (x, z))
+    B, C = (torch.unflatten(each, -1, (given.get("ngroups", 1), -1)) for each in (B, C))
+    parts = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "dt_softplus": True}
+    return _state_space(call, scan, {**given, **parts}).flatten(2)
+
+
+def _scan(original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of mamba-ssm's scan, [B, S, H, P]."""
+    call = call_in_progress()
+    if call is None:
+        return original(*args, **kwargs)
+    return _state_space(call, original, _given("mamba_chunk_scan_combined", original, args, kwargs))
+
+
+def _state_space(call: MixerCall, scan: _Function, given: Mapping[str, Any]) -> Tensor:
+    """Return the outputs [B, S, H, P] of a scan with mamba-ssm's arguments: also steps' bias, skip and gate."""
+    x, dt, options = given["x"], given["dt"], {name: given[name] for name in ("state_dtype",) if name in given}
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    if "dt_bias" in given:
+        dt = dt + given["dt_bias"].to(dt.dtype)
+    if given.get("dt_softplus", False):
+        dt = F.softplus(dt)
+    dt = dt.clamp(*given.get("dt_limit", (0.0, None)))
+
+    def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        known = {"initial_states": state, "return_final_states": True, **options}
+        out, last = scan(x, dt, A, B, C, given["chunk_size"], **known)
+        return out, last
+
+    out: Tensor = recurrent.state_space(x, dt, given["A"], given["B"], given["C"], call.place("scan"), kernel=kernel)
+    kind, D, z = torch.promote_types(out.dtype, torch.float32), given.get("D"), given.get("z")
+    found = out.to(kind)
+    if D is not None:
+        found = found + (D.unsqueeze(-1) if D.dim() == 1 else D).to(kind) * x.to(kind)
+    if z is not None:
+        found = found * F.silu(z.to(kind))
+    return found.to(out.dtype)
+
+
+def _delta_rule(original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of a function that computes a gated delta rule, and returns outputs [B, S, H, V] and a state."""
+    call = call_in_progress()
+    if call is None:
+        return original(*args, **kwargs)
+    given = _given("gated_delta_rule", original, args, kwargs)
+    q, k, v = (given.pop(name) for name in [*inspect.signature(original).parameters][:3])
+    g, beta = given.pop("g"), given.pop("beta")
+    options = {name: value for name, value in given.items() if name not in _STATES}
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, last = original(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
+        return out, last
+
+    return recurrent.gated_delta_rule(q, k, v, g, beta, call.place("delta rule"), kernel=kernel), None
+
+
+def _convolve_by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Convolve [B, C, S] with weights [C, W], each token with those before it; "silu" may follow."""
+    out = F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight.unsqueeze(1), bias, groups=weight.shape[0])
+    return out if activation is None else F.silu(out)
+
+
+FUNCTIONS_OF_DELTA_NET: Mapping[str, _Function] = {
+    "causal_conv1d_fn": _convolve,
+    "causal_conv1d": _convolve_by_fla,
+    "chunk_gated_delta_rule": _delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}
