@@ -41,7 +41,7 @@ class Identity:
         self.microbatches = 1  # of the schedule in progress
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
-        self.model_calls = 0  # of GPT models on this rank, which programs without schedules make, too
+        self.model_calls = 0  # of language models on this rank, which programs without schedules make, too
         self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()

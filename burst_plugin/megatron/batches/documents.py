@@ -9,7 +9,7 @@ keeps them apart by masks [S, S]. Here samples say where documents begin, and fi
 1. `GPTDataset` adds them to a sample, in the loader's worker.
 2. A rank that reads a batch keeps its bounds. Ranks that do not, of other tensor ranks and of other pipeline stages,
    get them through the store: from host to host, so that no GPU waits.
-3. `GPTModel` takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to every layer, and again
+3. `GPTModel`, or a hybrid one, takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to every layer, and again
    to layers that it recomputes.
 """
 
@@ -155,9 +155,21 @@ def hook_documents(registry: Any) -> str:
     """Let Megatron's loader say where documents begin, and its models hand that on; return a line that says so."""
     _add_to_samples()
     wrap(schedules, "forward_step", partial(_keep_what_is_read, registry))
-    wrap(GPTModel, "forward", partial(_hand_on, registry))
+    for kind in (GPTModel, hybrid_model()):
+        wrap(kind, "forward", partial(_hand_on, registry))
     wrap(MultiLatentAttention, "forward", partial(_follow_recomputation, registry))
     return "--reset-attention-mask: layers get where documents begin, in place of a mask of all pairs"
+
+
+def hybrid_model() -> Any:
+    """Return the class of models with layers of several kinds, which was `MambaModel` until 0.17."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel
+    return HybridModel
 
 
 def _add_to_samples() -> None:
@@ -219,7 +231,7 @@ def _keep_what_is_read(registry: Any, original: Any, *args: Any, **kwargs: Any) 
 
 
 def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a `GPTModel` with the bounds of this microbatch as its attention mask; a prompt is one document."""
+    """Run a language model with the bounds of this microbatch as its attention mask; a prompt is one document."""
     if not resets_attention_mask() or registry.turn is not None:
         return original(model, *args, **kwargs)
     call = bind(original, model, *args, **kwargs)

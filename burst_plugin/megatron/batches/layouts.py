@@ -20,6 +20,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
+from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.batches.rolled import roll_left
 from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
@@ -48,6 +49,7 @@ def hook_layouts(registry: Registry) -> str:
             vars(replaced)["cache_clear"] = kept.cache_clear
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", hooks.fused_tables)
     wrap(GPTModel, "_preprocess", hooks.look_at_batch)
+    wrap(hybrid_model(), "forward", hooks.look_at_batch)
     wrap_everywhere(multi_token_prediction, "roll_tensor", hooks.roll)
     if hasattr(multi_token_prediction, _ROLLS_LOCALLY):
         wrap(multi_token_prediction, _ROLLS_LOCALLY, hooks.local_documents)
@@ -186,7 +188,7 @@ class _LayoutHooks:
         return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else plain
 
     def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `GPTModel._preprocess`, and count the call.
+        """Run `GPTModel._preprocess`, or a hybrid model, and count the call.
 
         Raises ValueError if the first batch was cut in zigzag elsewhere.
         """
