@@ -6,6 +6,7 @@ Megatron's own context parallelism has ranks exchange heads in these layers, and
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -80,7 +81,9 @@ def _build(
     registry: Registry, kind: Any, original: Callable[..., None], mixer: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Build a mixer; on the ring with all heads on every context-parallel rank, as on one rank."""
-    call = bind(original, mixer, *args, **kwargs)
+    known = inspect.signature(original).parameters
+    usual = {name: value for name, value in kwargs.items() if name != "cp_comm_type" or name in known}
+    call = bind(original, mixer, *args, **usual)  # until 0.18 delta nets do not take what layers give attention
     config, number = call.arguments["config"], call.arguments.get("layer_number")
     if type(mixer) is not kind or not asks_for_burst(config):
         original(mixer, *args, **kwargs)
