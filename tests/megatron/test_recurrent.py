@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import Strategy
+from tests.megatron.test_documents import ENDS, documents, parse, with_documents
+from tests.megatron.test_documents import step as step_of_documents
 from tests.support.megatron_gpt import (
     GptRun,
     SequenceParallelNorm,
@@ -96,7 +98,18 @@ def _attention_layer() -> Any:
 
 def _sections(name: str, config: Any) -> list[int] | None:
     """The sizes of what a parameter of a mixer has along dim 0, each of which tensor-parallel ranks share."""
-    if ".mixer." not in name or "out_proj" in name:
+    if "out_proj" in name or "out_norm" in name:
+        return None
+    if ".self_attention." in name and "linear_" not in name:
+        keys, values = (
+            getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
+            for kind in ("key", "value")
+        )
+        gates = [config.linear_num_value_heads]
+        if "in_proj" in name:
+            return [keys, keys, values, values, *gates * 2]
+        return [keys, keys, values] if "conv1d" in name else gates
+    if ".mixer." not in name:
         return None
     inner = config.mamba_num_heads * config.mamba_head_dim
     states = [config.mamba_num_groups * config.mamba_state_dim] * 2
@@ -171,7 +184,9 @@ def param_config(model: Any) -> Any:
     return model.config
 
 
-def _step(rank: int, run: GptRun, build: Any, tokens: torch.Tensor, step: Any = forward_step) -> StepResult:
+def _step(
+    rank: int, run: GptRun, build: Any, tokens: torch.Tensor, step: Any = forward_step, data: Any = batches
+) -> StepResult:
     """One forward and backward of a model that `build` builds, on all ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -181,7 +196,7 @@ def _step(rank: int, run: GptRun, build: Any, tokens: torch.Tensor, step: Any = 
     _set_weights(model, run)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     try:
-        return StepResult(forward_backward(ddp, run, tokens, step), _grads(ddp, run))
+        return StepResult(forward_backward(ddp, run, tokens, step, data), _grads(ddp, run))
     finally:
         leave()
 
@@ -221,3 +236,164 @@ def one_rank() -> StepResult:
 def test_mamba_equals_one_rank(one_rank: StepResult, world: int, strategy: Strategy, options: dict[str, Any]) -> None:
     run = replace(RUN, cp=world, strategy=strategy, **options)
     _check(run_ranks(_step, world, run, MAMBA_MODEL, TOKENS), one_rank)
+
+
+def test_mamba_equals_one_rank_with_tensor_parallelism(one_rank: StepResult) -> None:
+    run = replace(RUN, tp=2, cp=2, sequence_parallel=True, strategy=Strategy(layout="contiguous"))
+    _check(run_ranks(_step, 4, run, MAMBA_MODEL, TOKENS), one_rank)
+
+
+# The first document fits into no rank; the second is shorter than a convolution; the last is padded.
+STARTS, REAL = (0, 24, 26, 40, 64), (0, 24, 26, 40, 61)
+
+
+def _alone(data: Any, model: Any, *, starts: tuple[int, ...], real: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+    """A forward step on one rank of each document by itself; the last token of each has no part in the loss."""
+    batch, losses, masks = next(data), [], []
+    for number, start in enumerate(starts[:-1]):
+        stop = start + real[number + 1] - real[number]
+        tokens, labels, ids = (batch[name][:, start:stop] for name in ("tokens", "labels", "position_ids"))
+        losses.append(model(tokens, ids, None, labels=labels))
+        masks.append(torch.ones_like(losses[-1]))
+        masks[-1][:, -1] = 0
+    return torch.cat(losses, 1), partial(loss_of, torch.cat(masks, 1))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "starts", "real"),
+    [
+        (2, "zigzag", (0, 24, 32, 48, 64), (0, 22, 29, 45, 60)),
+        (4, "striped", STARTS, REAL),
+        (4, "contiguous", STARTS, REAL),
+        (4, "auto", STARTS, REAL),
+    ],
+)
+def test_packed_documents_equal_each_alone(
+    world: int, layout: str, starts: tuple[int, ...], real: tuple[int, ...]
+) -> None:
+    """Megatron itself needs packages of CUDA to keep documents of Mamba-2 apart."""
+    one, tokens = replace(RUN, microbatch_size=1), random_tokens(replace(RUN, microbatch_size=1))
+    (expected,) = run_ranks(_step, 1, one, MAMBA_MODEL, tokens, partial(_alone, starts=starts, real=real))
+    run = replace(one, cp=world, strategy=Strategy(layout=layout))
+    step = partial(_packed, starts=starts, real=real)
+    _check(run_ranks(_step, world, run, MAMBA_MODEL, tokens, step), expected)
+
+
+def _packed(data: Any, model: Any, *, starts: tuple[int, ...], real: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+    """A forward step of packed documents."""
+    return packed_forward_step(data, _WithoutLossMask(model), starts=starts, real=real)
+
+
+class _WithoutLossMask:
+    """A model called without a loss mask, which a `MambaModel` does not take until 0.17."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, loss_mask: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+
+def _with_documents(rank: int, run: GptRun, build: Any, tokens: torch.Tensor) -> StepResult:
+    """A step with `--reset-attention-mask`."""
+    parse(context_parallel_size=run.cp)
+    make = partial(with_documents, masks=False, reset=False)
+
+    def step(data: Any, model: Any) -> Any:
+        return step_of_documents(data, _WithoutLossMask(model), read=None)
+
+    return _step(rank, run, build, tokens, step, make)
+
+
+def _documents_alone(data: Any, model: Any, *, ends: Any) -> tuple[torch.Tensor, Any]:
+    """The same on one rank with each document of each row by itself."""
+    batch, losses = next(data), []
+    batch.pop("burst_documents")
+    for row, of_row in enumerate(next(ends)):
+        starts = [0, *(end + 1 for end in of_row if end < RUN.seq_length - 1), RUN.seq_length]
+        for start, stop in itertools.pairwise(starts):
+            tokens, labels, ids = (
+                batch[name][row : row + 1, start:stop] for name in ("tokens", "labels", "position_ids")
+            )
+            losses.append(model(tokens, ids, None, labels=labels).flatten())
+    output = torch.cat(losses).view(batch["tokens"].shape)
+    return output, partial(loss_of, batch["loss_mask"])
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "zigzag"), (4, "contiguous"), (4, "auto")])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_documents_of_reset_attention_mask_equal_each_alone(world: int, layout: str, recompute: str) -> None:
+    tokens = documents(RUN)
+    one = partial(_documents_alone, ends=iter(ENDS))
+    data = partial(with_documents, masks=False, reset=False)
+    (expected,) = run_ranks(_step, 1, RUN, MAMBA_MODEL, tokens, one, data)
+    run = replace(RUN, cp=world, strategy=Strategy(layout=layout), recompute=recompute)
+    _check(run_ranks(_with_documents, world, run, MAMBA_MODEL, tokens), expected)
+
+
+# ----------------------------------------------------------------------------------------------- gated delta net
+
+DELTA = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+DELTA_RUN = replace(RUN, layers=2, config=DELTA)
+
+
+def _delta_model(run: GptRun, config: Any) -> Any:
+    """A `GPTModel` with a gated delta net in every other layer."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    inner = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
+    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    attention, delta = _attention_layer(), _attention_layer()
+    delta.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
+    for layer in (delta, attention):
+        layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        layer.submodules.mlp, layer.submodules.mlp_bda = mlp, get_bias_dropout_add
+    spec = TransformerBlockSubmodules([delta, attention], SequenceParallelNorm)
+    return GPTModel(config, spec, run.vocab, run.seq_length, position_embedding_type="rope")
+
+
+@pytest.fixture(scope="module")
+def delta_on_one_rank() -> StepResult:
+    (result,) = run_ranks(_step, 1, DELTA_RUN, _delta_model, TOKENS)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "options"),
+    [
+        (2, Strategy(), {}),
+        (4, Strategy(), {"config": {**DELTA, "deterministic_mode": True}, "strategy": Strategy(deterministic=True)}),
+        (4, Strategy(layout="contiguous"), {"recompute": "full"}),
+        (4, Strategy(layout="auto", ranks_per_node=2), {}),
+        (2, Strategy(layout="contiguous"), {"tp": 2, "sequence_parallel": True}),
+    ],
+)
+def test_gated_delta_net_equals_one_rank(
+    delta_on_one_rank: StepResult, world: int, strategy: Strategy, options: dict[str, Any]
+) -> None:
+    run = replace(DELTA_RUN, **{"cp": world, "strategy": strategy, **options})
+    _check(run_ranks(_step, run.tp * world, run, _delta_model, TOKENS), delta_on_one_rank)
+
+
+def test_packed_documents_of_gated_delta_net_equal_each_alone() -> None:
+    one, tokens = replace(DELTA_RUN, microbatch_size=1), random_tokens(replace(DELTA_RUN, microbatch_size=1))
+    (expected,) = run_ranks(_step, 1, one, _delta_model, tokens, partial(_alone, starts=STARTS, real=REAL))
+    run = replace(one, cp=4, strategy=Strategy(layout="auto"))
+    step = partial(packed_forward_step, starts=STARTS, real=REAL)
+    _check(run_ranks(_step, 4, run, _delta_model, tokens, step), expected)
