@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import zlib
 from dataclasses import replace
@@ -46,10 +47,8 @@ PATTERN = "M*M-"
 
 
 def _mamba_model(run: GptRun, config: Any, pattern: str) -> Any:
-    """A `MambaModel` of local layers."""
+    """A `MambaModel`, or since 0.18 a `HybridModel`, of local layers."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.mamba import MambaModel
-    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -64,19 +63,29 @@ def _mamba_model(run: GptRun, config: Any, pattern: str) -> Any:
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     mamba = MambaLayerSubmodules(norm=SequenceParallelNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     mlps = TransformerLayerSubmodules(pre_mlp_layernorm=SequenceParallelNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
-    stack = MambaStackSubmodules(
+    kind, stack_kind, kind_of_submodules = _kinds()
+    stack = kind_of_submodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
         attention_layer=_attention_layer(),
         mlp_layer=ModuleSpec(MLPLayer, submodules=mlps),
     )
-    return MambaModel(
-        config,
-        ModuleSpec(MambaStack, submodules=stack),
-        run.vocab,
-        run.seq_length,
-        hybrid_override_pattern=pattern,
-        position_embedding_type="rope",
-    )
+    name = "hybrid_layer_pattern"  # since 0.17
+    patterns = {name if name in inspect.signature(kind.__init__).parameters else "hybrid_override_pattern": pattern}
+    spec = ModuleSpec(stack_kind, submodules=stack)
+    return kind(config, spec, run.vocab, run.seq_length, position_embedding_type="rope", **patterns)
+
+
+def _kinds() -> tuple[Any, Any, Any]:
+    """The classes of a hybrid model, of its stack of layers, and of that one's submodules."""
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        return MambaModel, MambaStack, MambaStackSubmodules
+    return HybridModel, HybridStack, HybridStackSubmodules
 
 
 def _attention_layer() -> Any:
@@ -225,8 +234,8 @@ def one_rank() -> StepResult:
 @pytest.mark.parametrize(
     ("world", "strategy", "options"),
     [
-        (2, Strategy(), {}),
-        (2, Strategy(layout="contiguous"), {}),
+        (2, Strategy(recurrent="heads"), {}),
+        (2, Strategy(layout="contiguous", recurrent="state"), {}),
         (4, Strategy(), {}),
         (4, Strategy(layout="auto"), {}),
         (4, Strategy(layout="striped"), {}),
@@ -239,7 +248,7 @@ def test_mamba_equals_one_rank(one_rank: StepResult, world: int, strategy: Strat
 
 
 def test_mamba_equals_one_rank_with_tensor_parallelism(one_rank: StepResult) -> None:
-    run = replace(RUN, tp=2, cp=2, sequence_parallel=True, strategy=Strategy(layout="contiguous"))
+    run = replace(RUN, tp=2, cp=2, sequence_parallel=True, strategy=Strategy(layout="contiguous", recurrent="state"))
     _check(run_ranks(_step, 4, run, MAMBA_MODEL, TOKENS), one_rank)
 
 
@@ -274,7 +283,7 @@ def test_packed_documents_equal_each_alone(
     """Megatron itself needs packages of CUDA to keep documents of Mamba-2 apart."""
     one, tokens = replace(RUN, microbatch_size=1), random_tokens(replace(RUN, microbatch_size=1))
     (expected,) = run_ranks(_step, 1, one, MAMBA_MODEL, tokens, partial(_alone, starts=starts, real=real))
-    run = replace(one, cp=world, strategy=Strategy(layout=layout))
+    run = replace(one, cp=world, strategy=Strategy(layout=layout, recurrent="state"))
     step = partial(_packed, starts=starts, real=real)
     _check(run_ranks(_step, world, run, MAMBA_MODEL, tokens, step), expected)
 
@@ -327,7 +336,7 @@ def test_documents_of_reset_attention_mask_equal_each_alone(world: int, layout: 
     one = partial(_documents_alone, ends=iter(ENDS))
     data = partial(with_documents, masks=False, reset=False)
     (expected,) = run_ranks(_step, 1, RUN, MAMBA_MODEL, tokens, one, data)
-    run = replace(RUN, cp=world, strategy=Strategy(layout=layout), recompute=recompute)
+    run = replace(RUN, cp=world, strategy=Strategy(layout=layout, recurrent="state"), recompute=recompute)
     _check(run_ranks(_with_documents, world, run, MAMBA_MODEL, tokens), expected)
 
 
@@ -377,7 +386,8 @@ def delta_on_one_rank() -> StepResult:
 @pytest.mark.parametrize(
     ("world", "strategy", "options"),
     [
-        (2, Strategy(), {}),
+        (2, Strategy(recurrent="state"), {}),
+        (2, Strategy(layout="contiguous", recurrent="heads"), {}),
         (4, Strategy(), {"config": {**DELTA, "deterministic_mode": True}, "strategy": Strategy(deterministic=True)}),
         (4, Strategy(layout="contiguous"), {"recompute": "full"}),
         (4, Strategy(layout="auto", ranks_per_node=2), {}),

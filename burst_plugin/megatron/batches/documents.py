@@ -9,8 +9,8 @@ keeps them apart by masks [S, S]. Here samples say where documents begin, and fi
 1. `GPTDataset` adds them to a sample, in the loader's worker.
 2. A rank that reads a batch keeps its bounds. Ranks that do not, of other tensor ranks and of other pipeline stages,
    get them through the store: from host to host, so that no GPU waits.
-3. `GPTModel`, or a hybrid one, takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to every layer, and again
-   to layers that it recomputes.
+3. `GPTModel`, or a hybrid model, takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to
+   every layer, and again to layers that it recomputes.
 """
 
 from __future__ import annotations
