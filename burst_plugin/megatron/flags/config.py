@@ -15,6 +15,7 @@ from typing import Any
 from burst_plugin.frameworks.options import Rule, off, one_of
 from burst_plugin.megatron.flags.arguments import option_of, resets_attention_mask, unsupported
 
+DELTA_NETS = ("gated_delta_net", "gdn")  # names of one kind of layer; the second since 0.20
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
         "num_attention_heads": "query heads, as the tensors come",
@@ -53,7 +54,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
         "experimental_attention_variant": Rule(
-            one_of("gated_delta_net", "gdn", None, ""), "use gated_delta_net, or leave it out, for standard attention"
+            one_of(*DELTA_NETS, None, ""), "use gated_delta_net, or leave it out, for standard attention"
         ),
         "attention_backend": Rule(
             one_of("auto", "flash", "fused", None),

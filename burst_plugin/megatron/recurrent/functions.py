@@ -34,7 +34,7 @@ _STATES = frozenset(
 
 
 class ConvolutionOnRing(torch.nn.Conv1d):
-    """The `Conv1d` of a mixer, which calls it where causal_conv1d is not installed."""
+    """The `Conv1d` of a gated delta net, which calls it until 0.17 where causal-conv1d is not installed."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve [B, C, S]; on the ring with the tokens before this rank's runs."""
@@ -81,6 +81,15 @@ def _given(name: str, original: _Function, args: tuple[Any, ...], kwargs: Mappin
             "documents as packed_seq_params of the layer"
         )
     return given
+
+
+def convolve_by_method(original: _Function, params: Any, input_: Tensor) -> Tensor:
+    """Take the place of `MambaContextParallel.conv1d` [B, C, S], for a mixer without causal-conv1d."""
+    call = call_in_progress()
+    if call is None:
+        return original(params, input_)  # type: ignore[no-any-return]
+    width = params.get_conv1d_weight().shape[-1]
+    return _on_ring(call, partial(original, params), input_.transpose(1, 2), width).transpose(1, 2)
 
 
 def _convolve(original: _Function, *args: Any, **kwargs: Any) -> Any:

@@ -13,17 +13,19 @@ from functools import partial
 from typing import Any
 
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from burst_plugin.frameworks.wrapping import bind, wrap
-from burst_plugin.megatron.flags.config import asks_for_burst, problems
+from burst_plugin.megatron.flags.config import DELTA_NETS, asks_for_burst, problems
 from burst_plugin.megatron.flags.flag_checks import flag_problems
 from burst_plugin.megatron.recurrent.calls import MixerOnRing, computing, mask_of_layer, with_mask
 from burst_plugin.megatron.recurrent.functions import (
     FUNCTIONS_OF_DELTA_NET,
     ConvolutionOnRing,
+    convolve_by_method,
     functions_of_mamba,
     replace_functions,
 )
@@ -59,15 +61,16 @@ def hook_mixers(registry: Registry) -> str:
         wrap(kind, "__init__", partial(_build, registry, kind))
         wrap(kind, "forward", _run)
     wrap(MambaLayer, "forward", _run_layer)
+    wrap(MambaContextParallel, "conv1d", convolve_by_method)
     return "Mamba-2 and gated delta net carry states over the ring, in any layout"
 
 
 def allow_delta_nets() -> None:
-    """Let configurations have a gated delta net beside context parallelism, which 0.16 and 0.17 refuse."""
+    """Let configurations have a gated delta net beside context parallelism, whatever its number of heads."""
 
     def check(original: Callable[[Any], None], config: Any) -> None:
         size = config.context_parallel_size
-        is_ours = config.experimental_attention_variant == "gated_delta_net" and asks_for_burst(config)
+        is_ours = config.experimental_attention_variant in DELTA_NETS and asks_for_burst(config)
         config.context_parallel_size = 1 if is_ours else size
         try:
             original(config)
@@ -95,7 +98,8 @@ def _build(
     call.arguments["pg_collection"] = alone
     original(*call.args, **call.kwargs)
     setattr(mixer, _RING, MixerOnRing(registry, config, number, groups))
-    mixer.conv1d.__class__ = ConvolutionOnRing
+    if kind is GatedDeltaNet:
+        mixer.conv1d.__class__ = ConvolutionOnRing
 
 
 def _check(kind: type, config: Any, layer_number: int | None) -> None:

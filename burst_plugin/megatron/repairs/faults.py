@@ -273,8 +273,8 @@ REPAIRS = (
     ),
     Repair(
         name="delta_net_config",
-        fault="configurations with experimental_attention_variant=gated_delta_net want context_parallel_size=1",
-        fixed_in=(0, 18, 0),
+        fault="gated delta nets want context_parallel_size=1, and from 0.18 on heads that tp * cp ranks can share",
+        fixed_in=None,
         apply=allow_delta_nets,
     ),
     Repair(
