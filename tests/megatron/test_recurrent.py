@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import zlib
@@ -237,6 +238,7 @@ def one_rank() -> StepResult:
         (2, Strategy(recurrent="heads"), {}),
         (2, Strategy(layout="contiguous", recurrent="state"), {}),
         (4, Strategy(), {}),
+        (2, Strategy(recurrent="state"), {"config": {**MAMBA, "use_mamba_mem_eff_path": False}}),
         (4, Strategy(layout="auto"), {}),
         (4, Strategy(layout="striped"), {}),
         (4, Strategy(layout="contiguous", ranks_per_node=2), {"recompute": "full"}),
@@ -283,7 +285,9 @@ def test_packed_documents_equal_each_alone(
     """Megatron itself needs packages of CUDA to keep documents of Mamba-2 apart."""
     one, tokens = replace(RUN, microbatch_size=1), random_tokens(replace(RUN, microbatch_size=1))
     (expected,) = run_ranks(_step, 1, one, MAMBA_MODEL, tokens, partial(_alone, starts=starts, real=real))
-    run = replace(one, cp=world, strategy=Strategy(layout=layout, recurrent="state"))
+    tp = 2 if layout == "contiguous" else 1
+    run = replace(one, cp=world // tp, tp=tp, sequence_parallel=tp > 1)
+    run = replace(run, strategy=Strategy(layout=layout, recurrent="state"))
     step = partial(_packed, starts=starts, real=real)
     _check(run_ranks(_step, world, run, MAMBA_MODEL, tokens, step), expected)
 
@@ -397,6 +401,10 @@ def delta_on_one_rank() -> StepResult:
 def test_gated_delta_net_equals_one_rank(
     delta_on_one_rank: StepResult, world: int, strategy: Strategy, options: dict[str, Any]
 ) -> None:
+    from megatron.core.ssm import gated_delta_net
+
+    if "config" in options and not hasattr(gated_delta_net, "causal_conv1d_fn"):
+        pytest.skip("deterministic delta nets are refused from 0.18 on")
     run = replace(DELTA_RUN, **{"cp": world, "strategy": strategy, **options})
     _check(run_ranks(_step, run.tp * world, run, _delta_model, TOKENS), delta_on_one_rank)
 
@@ -407,3 +415,43 @@ def test_packed_documents_of_gated_delta_net_equal_each_alone() -> None:
     run = replace(one, cp=4, strategy=Strategy(layout="auto"))
     step = partial(packed_forward_step, starts=STARTS, real=REAL)
     _check(run_ranks(_step, 4, run, _delta_model, tokens, step), expected)
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(rank: int) -> list[str]:
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    found = []
+    for run, build in ((RUN, MAMBA_MODEL), (DELTA_RUN, _delta_model)):
+        run = replace(run, cp=2)
+        join(run)
+        config = transformer_config(run)
+        model = build(run, config)
+        layer = model.decoder.layers[0]
+        mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
+        given = {"attention_mask": None} if mixer is getattr(layer, "self_attention", None) else {}
+        x = torch.zeros(8, 1, run.hidden, device="cpu")
+        with pytest.raises(ValueError, match="inference") as inference:
+            mixer(x, inference_context=StaticInferenceContext(1, 16), **given)
+        with pytest.raises(ValueError, match="fp8") as fp8:
+            build(run, replace_field(config, "fp8_dot_product_attention", True))
+        found += [str(inference.value), str(fp8.value)]
+        leave()
+    return found
+
+
+def replace_field(config: Any, name: str, value: Any) -> Any:
+    """A copy of a configuration with another value, unchecked."""
+    config = copy.copy(config)
+    setattr(config, name, value)
+    return config
+
+
+def test_what_mixers_cannot_honour_is_refused_by_name() -> None:
+    for found in run_ranks(_refused, 2):
+        for kind, (inference, fp8) in zip(("MambaMixer", "GatedDeltaNet"), (found[:2], found[2:]), strict=True):
+            assert f"is not for {kind} layers; use context_parallel_size=1" in inference
+            assert f"{kind} of layer 1 cannot run on the ring" in fp8
+            assert "fp8_dot_product_attention" in fp8
