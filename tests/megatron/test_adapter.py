@@ -374,11 +374,12 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
         ChosenCoreAttention(original=own, registry=None, config=config, layer_number=1)
 
 
-def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() -> None:
+def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.ssm.mamba_mixer import MambaMixer
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from burst_plugin.megatron.layers import building
     from burst_plugin.megatron.layers.building import _refuse_mamba, _refuse_other_mixers
     from burst_plugin.megatron.registry import Registry
 
@@ -399,6 +400,9 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() ->
         _refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
     with pytest.raises(ValueError, match="Linear layers are not supported with layout='auto'"):
         _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
+    monkeypatch.setattr(building, "resets_attention_mask", lambda: True)
+    with pytest.raises(ValueError, match="Linear layers are not supported with --reset-attention-mask"):
+        _refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
     mamba = types.SimpleNamespace(mixer=ModuleSpec(module=MambaMixer))
     _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
     assert len(built) == 3

@@ -98,14 +98,6 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
         ({"cp_comm_type": ["brust"]}, "--cp-comm-type brust is not known: write --cp-comm-type burst"),
         ({"cp_comm_type": ["burst", "Burst"]}, "--cp-comm-type Burst is not known: write --cp-comm-type burst"),
         (
-            {"reset_attention_mask": True, "hybrid_layer_pattern": "M*M*"},
-            "--reset-attention-mask is not supported with --hybrid-layer-pattern, whose models do not hand on where",
-        ),
-        (
-            {"reset_attention_mask": True, "is_hybrid_model": True},
-            "--reset-attention-mask is not supported with --is-hybrid-model, whose models do not hand on where",
-        ),
-        (
             {"hybrid_context_parallel": True, "mtp_num_layers": 1},
             "--mtp-num-layers 1 is not supported with --hybrid-context-parallel: outside of attention it takes",
         ),

@@ -51,9 +51,6 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     }
 )
 
-# Arguments that pretrain_mamba.py and pretrain_hybrid.py alone take; the first since 0.17, others until then.
-_HYBRID_MODELS = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
-
 _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 
@@ -121,12 +118,6 @@ def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
     if brings_groups(args):
         reasons.append(
             f"{flag_of(flags[0])} is not supported with --hybrid-context-parallel: use --context-parallel-size alone"
-        )
-    hybrid = next((name for name in _HYBRID_MODELS if getattr(args, name, None)), None)
-    if RESETS in flags and hybrid is not None:
-        reasons.append(
-            f"{flag_of(RESETS)} is not supported with {flag_of(hybrid)}, whose models do not hand on where documents "
-            f"begin: drop it, or {_PACK}"
         )
     if RESETS in flags:
         args.create_attention_mask_in_dataloader = False

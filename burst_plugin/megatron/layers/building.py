@@ -18,7 +18,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
-from burst_plugin.megatron.flags.arguments import burst_is_possible, burst_is_requested, option_of
+from burst_plugin.megatron.flags.arguments import (
+    RESETS,
+    burst_is_possible,
+    burst_is_requested,
+    flag_of,
+    option_of,
+    resets_attention_mask,
+)
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, kinds_of, misspelt_kind, spreads_sequences
 from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
@@ -213,8 +220,12 @@ def _refuse_mixer(mixer: Any, config: Any, layout: str) -> None:
         return
     if is_hybrid(config):
         option, tokens, instead = "hybrid_context_parallel", "consecutive ones", "context_parallel_size"
-    elif layout != MEGATRONS_OWN and not can_take_over(kind):
+    elif can_take_over(kind):
+        return
+    elif layout != MEGATRONS_OWN:
         option, tokens, instead = f"layout={layout!r}", "those of zigzag", "--burst-layout zigzag"
+    elif resets_attention_mask():
+        option, tokens, instead = flag_of(RESETS), "those of one document", "packed_seq_params"
     else:
         return
     name = getattr(kind, "__name__", kind)
