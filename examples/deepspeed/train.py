@@ -1,8 +1,9 @@
-"""Trains a small Llama with DeepSpeed, ZeRO-3 and burst attention: every sequence is spread over all ranks.
+"""Trains a small model with DeepSpeed, ZeRO-3 and burst attention: every sequence is spread over all ranks.
 
     torchrun --nproc-per-node 8 examples/deepspeed/train.py
     deepspeed --num_gpus 8 examples/deepspeed/train.py
 
+`--model qwen3_5` trains a hybrid model, in which three of four layers carry a state (a gated delta net).
 Only the block "burst_attention" in ds_config.json and `install()` say so; the loop is DeepSpeed's own. With
 `--config examples/deepspeed/ds_config_long.json` it trains with all that saves memory; of ZeRO-3 the sizes there are
 those of a model of this width, of which no more is held than is at work.
@@ -49,20 +50,30 @@ def main() -> None:
     save(train(engine, loader), options.out, engine.global_rank)
 
 
-def build_model(options: argparse.Namespace) -> LlamaForCausalLM:
+def build_model(options: argparse.Namespace) -> Any:
     """The same on every rank."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=options.vocabulary,
-            hidden_size=options.hidden,
-            intermediate_size=3 * options.hidden,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
-            max_position_embeddings=options.seq_length,
-        )
-    )
+    sizes = {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "max_position_embeddings": options.seq_length,
+    }
+    if options.model == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # which releases before 5.2 do not have
+
+    head_dim = options.hidden // options.heads
+    state = {
+        "linear_num_key_heads": options.kv_heads,
+        "linear_num_value_heads": options.heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **state, head_dim=head_dim))
 
 
 def train(engine: Any, loader: Any) -> list[dict[str, float]]:
@@ -91,6 +102,7 @@ def save(history: list[dict[str, float]], path: str, rank: int) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(HERE / "ds_config.json"), help="DeepSpeed's configuration")
+    parser.add_argument("--model", choices=("llama", "qwen3_5"), default="llama")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
