@@ -364,3 +364,31 @@ print(__name__, sys.argv[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--cp', '2']"
     assert "argument parser knows --burst-backward" in done.stdout
+
+
+def test_scans_of_mamba_are_those_of_its_definition() -> None:
+    """S <- e^(dt A) S + dt x B^T, out = (S C + D x) silu(z), with dt = softplus(dt + bias), head by head."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    x, z, dt, B, C, A, D, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        for shape in ((2, 9, 4, 3), (2, 9, 4, 3), (2, 9, 4), (2, 9, 2, 5), (2, 9, 2, 5), (4,), (4,), (4,))
+    )
+    A = -A.exp()
+    found = mamba_chunk_scan_combined(x, dt, A, B, C, 4, D=D, z=z, dt_bias=bias, dt_softplus=True)
+    state = torch.zeros(2, 4, 3, 5, dtype=torch.float64, device="cpu")
+    for t in range(9):
+        step = torch.log1p((dt[:, t] + bias).exp())
+        added = torch.einsum("bh,bhp,bhn->bhpn", step, x[:, t], B[:, t].repeat_interleave(2, 1))
+        state = (step * A).exp()[..., None, None] * state + added
+        out = torch.einsum("bhpn,bhn->bhp", state, C[:, t].repeat_interleave(2, 1)) + D[:, None] * x[:, t]
+        torch.testing.assert_close(found[:, t], out * z[:, t] * z[:, t].sigmoid())
+
+
+def test_transformers_takes_functions_on_cpus_for_no_packages() -> None:
+    """It would otherwise import other functions from them."""
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    for name in ("is_flash_linear_attention_available", "is_mamba_2_ssm_available", "is_mamba_ssm_available"):
+        check = getattr(utils, name, None)
+        assert check is None or not check()

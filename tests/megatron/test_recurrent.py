@@ -65,10 +65,12 @@ def _mamba_model(run: GptRun, config: Any, pattern: str) -> Any:
     mamba = MambaLayerSubmodules(norm=SequenceParallelNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     mlps = TransformerLayerSubmodules(pre_mlp_layernorm=SequenceParallelNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
     kind, stack_kind, kind_of_submodules = _kinds()
+    delta = {"gdn_layer": _delta_layer()} if "G" in pattern else {}
     stack = kind_of_submodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
         attention_layer=_attention_layer(),
         mlp_layer=ModuleSpec(MLPLayer, submodules=mlps),
+        **delta,
     )
     name = "hybrid_layer_pattern"  # since 0.17
     patterns = {name if name in inspect.signature(kind.__init__).parameters else "hybrid_override_pattern": pattern}
@@ -362,23 +364,31 @@ def _delta_model(run: GptRun, config: Any) -> Any:
     """A `GPTModel` with a gated delta net in every other layer."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    inner = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
-    )
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    attention, delta = _attention_layer(), _attention_layer()
-    delta.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
+    attention, delta = _attention_layer(), _delta_layer()
     for layer in (delta, attention):
         layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
         layer.submodules.mlp, layer.submodules.mlp_bda = mlp, get_bias_dropout_add
     spec = TransformerBlockSubmodules([delta, attention], SequenceParallelNorm)
     return GPTModel(config, spec, run.vocab, run.seq_length, position_embedding_type="rope")
+
+
+def _delta_layer() -> Any:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    layer = _attention_layer()
+    inner = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
+    )
+    layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
+    return layer
 
 
 @pytest.fixture(scope="module")
@@ -415,6 +425,15 @@ def test_packed_documents_of_gated_delta_net_equal_each_alone() -> None:
     run = replace(one, cp=4, strategy=Strategy(layout="auto"))
     step = partial(packed_forward_step, starts=STARTS, real=REAL)
     _check(run_ranks(_step, 4, run, _delta_model, tokens, step), expected)
+
+
+def test_hybrid_models_with_both_kinds_equal_one_rank() -> None:
+    if "gdn_layer" not in inspect.signature(_kinds()[2]).parameters:
+        pytest.skip("hybrid models have no gated delta net until 0.17")
+    heads = {name: value for name, value in DELTA.items() if name.startswith("linear_") and "freq" not in name}
+    run, build = replace(RUN, config={**MAMBA, **heads}), partial(_mamba_model, pattern="MG*-")
+    (expected,) = run_ranks(_step, 1, run, build, TOKENS)
+    _check(run_ranks(_step, 4, replace(run, cp=4, strategy=Strategy(layout="contiguous")), build, TOKENS), expected)
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
