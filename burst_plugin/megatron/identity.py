@@ -80,7 +80,7 @@ class Identity:
             None if iteration is None else f"iteration {iteration}",
             f"forward step {counts.forward_steps}" if self.forward_steps else None,
             None if self._microbatch is None else f"microbatch {self._microbatch}",
-            f"layer {layer_number}" if number == layer_number else f"layer {layer_number} (core attention {number})",
+            f"layer {layer_number}" if number == layer_number else f"layer {layer_number} ({number} on the ring)",
             None if calls == 1 else f"call {calls} of it",
             self.batches.get(cp.group),
         )
