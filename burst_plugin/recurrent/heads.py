@@ -97,10 +97,12 @@ class HeadFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.passes, ctx.plans, ctx.call, ctx.towards_heads = passes, plans, call, heads is None
         ctx.heads = [x.shape[2] for x in xs] if heads is None else heads
+        ctx.save_for_backward(xs[0].new_empty(0))  # as scans do
         return _exchanged(ctx, "forward", xs, towards_heads=heads is None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint computes again here
         return None, None, None, None, *_exchanged(ctx, "backward", grads, towards_heads=not ctx.towards_heads)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.halo import HaloPlan, halo_plan
+from burst_plugin.recurrent.heads import HeadPlan
 from burst_plugin.recurrent.passes import Passes
 from burst_plugin.recurrent.pieces import START, Pieces
 from burst_plugin.recurrent.scan_schedule import ScanSchedule, scan_schedule
@@ -29,6 +30,7 @@ class Group(NamedTuple):
     lengths: the tokens of each.
     start: their first row if they lie one after another, without padding; else `rows` [pieces, length] are their
         rows, and `is_padding` says which of them are none.
+    places, counts: `pieces` and `lengths` on the device, int64.
     """
 
     pieces: tuple[int, ...]
@@ -36,6 +38,8 @@ class Group(NamedTuple):
     start: int | None
     rows: Tensor | None
     is_padding: Tensor | None
+    places: Tensor
+    counts: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,13 +62,9 @@ class Group(NamedTuple):
             return x
         return x.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 2)), 0)
 
-    def counts(self, device: torch.device) -> Tensor:
-        """Return the tokens of each piece, [pieces], int64."""
-        return torch.tensor(self.lengths, device=device)
-
     def of_pieces(self, x: Tensor) -> Tensor:
         """Return what x has for these pieces, of all pieces of this process."""
-        return x[list(self.pieces)]
+        return x.index_select(0, self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +136,26 @@ class HeldPieces:
         """Return whether a state enters any piece of any rank."""
         return any(self.schedule(False).is_entered)
 
+    def head_plans(self, device: torch.device) -> list[HeadPlan]:
+        """Return each rank's plan for an exchange of heads."""
+        plans: list[HeadPlan] = self._kept("heads", device, lambda: self._head_plans(device))
+        return plans
+
+    def _head_plans(self, device: torch.device) -> list[HeadPlan]:
+        states = self.passes.states
+        rows = [positions(runs).to(device) for runs in states[0].route_table.shards(self.tokens)]
+        return [HeadPlan(state, rows, self.rows) for state in states]
+
+    def is_entered(self, device: torch.device) -> Tensor:
+        """Return which pieces of this process a state enters, bool [pieces]."""
+        entered = self.schedule(False).is_entered
+        found: Tensor = self._kept(
+            "entered",
+            device,
+            lambda: torch.tensor([entered[n] for n in self.numbers], dtype=torch.bool, device=device),
+        )
+        return found
+
     def groups(self, wanted: Sequence[int], device: torch.device) -> list[Group]:
         """Return groups of these pieces of this process, of about equal lengths."""
         wanted = tuple(wanted)
@@ -148,7 +168,7 @@ class HeldPieces:
         lengths = {n: self.offsets[n + 1] - self.offsets[n] for n in wanted}
         alike = len(set(lengths.values())) == 1
         if alike and list(wanted) == list(range(wanted[0], wanted[-1] + 1)):
-            return [Group(wanted, tuple(lengths.values()), self.offsets[wanted[0]], None, None)]
+            return [self._group(wanted, lengths, device)]
         groups: list[list[int]] = []
         for number in sorted(wanted, key=lambda n: (-lengths[n], n)):
             most = lengths[groups[-1][0]] if groups else 0
@@ -160,15 +180,16 @@ class HeldPieces:
 
     def _group(self, group: tuple[int, ...], lengths: Mapping[int, int], device: torch.device) -> Group:
         of_group = tuple(lengths[n] for n in group)
-        if len(group) == 1:
-            return Group(group, of_group, self.offsets[group[0]], None, None)
+        places, counts = (torch.tensor(each, device=device) for each in (group, of_group))
+        follows = all(self.offsets[n] + lengths[n] == self.offsets[after] for n, after in pairwise(group))
+        if follows and len(set(of_group)) == 1:
+            return Group(group, of_group, self.offsets[group[0]], None, None, places, counts)
         steps = torch.arange(max(of_group), device="cpu")
         starts = torch.tensor([self.offsets[n] for n in group], device="cpu").unsqueeze(1)
-        stops = torch.tensor(of_group, device="cpu").unsqueeze(1)
-        is_padding = steps >= stops
+        is_padding = steps >= torch.tensor(of_group, device="cpu").unsqueeze(1)
         rows = (starts + steps).masked_fill(is_padding, 0)
         padding = is_padding.to(device) if bool(is_padding.any()) else None
-        return Group(group, of_group, None, rows.to(device), padding)
+        return Group(group, of_group, None, rows.to(device), padding, places, counts)
 
     def joined(self, groups: Sequence[Group], outs: Sequence[Tensor]) -> Tensor:
         """Return rows [T, ...] of all pieces from the outputs of groups, which have each piece once."""
@@ -232,5 +253,6 @@ class HeldPieces:
     def _kept(self, key: object, other: object, make: Callable[[], Any]) -> Any:
         found = self.known.get((key, other))
         if found is None:
-            found = self.known[key, other] = make()
+            with torch.inference_mode(False):  # tensors that are made inside of it cannot be saved outside
+                found = self.known[key, other] = make()
         return found

@@ -39,6 +39,8 @@ from burst_plugin.recurrent.ways import (
 )
 from burst_plugin.ring.graph_breaks import between_graphs
 
+_NOTHING_LEFT = -1e4  # a logarithm of decays whose power is 0 in every type, and no infinity
+
 
 @between_graphs
 def with_tokens_before(
@@ -142,16 +144,17 @@ def gated_delta_rule(
     tensors = {"v": v, "q": q, "k": k, "g": g, "beta": beta}
     if place.exchanges_heads(tensors, k.shape[-1] * v.shape[-1], k.shape[-1] ** 2):
         return place.by_heads(partial(gated_delta_rule, kernel=kernel), tensors, {}, return_final_state)
-    heads, dim = v.shape[2], k.shape[-1]
 
     def check() -> dict[str, object]:
-        if v.dim() != 4 or q.shape != k.shape or q.dim() != 4 or heads % q.shape[2]:
+        if v.dim() != 4 or q.shape != k.shape or q.dim() != 4 or v.shape[2] % q.shape[2]:
             raise ValueError(_unlike("gated_delta_rule", tensors, "H of v is a multiple of the heads of q and k"))
+        heads, dim = v.shape[2], k.shape[3]
         if g.shape[2:] not in ((heads,), (heads, dim)) or beta.shape[2:] != (heads,):
             raise ValueError(_unlike("gated_delta_rule", tensors, "g is [..., H] or [..., H, K], beta [..., H]"))
         return {"heads": heads, "qk_dim": dim, "v_dim": v.shape[3], "dtype": v.dtype, "decays": list(g.shape[3:])}
 
     call = place.call("gated_delta_rule", tensors, check)
+    heads, dim = v.shape[2], k.shape[3]
     if kernel is None:
         rule: Kernel = delta_rule
         pair: Kernel = _pair_by_rule
@@ -198,7 +201,7 @@ def state_space(
     Args:
         x: [B, S_local, H, P].
         dt: steps, [B, S_local, H], 0 or more: after bias, softplus and limits.
-        A: [H], 0 or less; the same on all ranks. Its gradient is that of this rank's tokens.
+        A: [H], 0 or less; the same on all ranks. Its gradient is a part of the whole: sum it over ranks.
         B, C: [B, S_local, G, N]; H is a multiple of G.
         place: see `Placement`.
         kernel: `kernel(x, dt, A, B, C, initial_state)` in place of the one here, of pieces [N, L, ...] padded with
@@ -219,9 +222,9 @@ def state_space(
         return place.by_heads(partial(state_space, kernel=kernel), tensors, {"A": A}, return_final_state)
 
     def check() -> dict[str, object]:
-        heads = x.shape[2]
-        if x.dim() != 4 or B.dim() != 4 or B.shape != C.shape or heads % B.shape[2]:
+        if x.dim() != 4 or B.dim() != 4 or B.shape != C.shape or x.shape[2] % B.shape[2]:
             raise ValueError(_unlike("state_space", tensors, "B and C are [..., G, N], H of x a multiple of G"))
+        heads = x.shape[2]
         if dt.shape[2:] != (heads,) or A.shape != (heads,):
             raise ValueError(_unlike("state_space", {**tensors, "A": A}, "dt is [..., H], A [H]"))
         return {"sizes": [list(each.shape[2:]) for each in tensors.values()], "dtype": x.dtype}
@@ -252,7 +255,7 @@ def selective_scan(
     Args:
         x: [B, S_local, D].
         dt: [B, S_local, D], 0 or more: after bias and softplus.
-        A: [D, N], 0 or less; the same on all ranks. Its gradient is that of this rank's tokens.
+        A: [D, N], 0 or less; the same on all ranks. Its gradient is a part of the whole: sum it over ranks.
         B, C: [B, S_local, N].
         place: see `Placement`.
         return_final_state: also return the states after the last tokens of rows, [B, D, N], on every rank, without
@@ -323,13 +326,14 @@ def decay_attention(
         return {"sizes": [list(each.shape[2:]) for each in tensors.values()], "dtype": v.dtype}
 
     call = place.call("decay_attention", tensors, check, (log_decay,))
+    log_decay = log_decay.clamp(min=_NOTHING_LEFT)
     logs = log_decay.to(state_type(v))
 
     def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
         return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
 
     def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp(group.counts(v.device).unsqueeze(-1) * logs)[:, :, None, None]
+        return torch.exp(group.counts.unsqueeze(-1) * logs)[:, :, None, None]
 
     def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
         return decays.decay_attention_read(given[0], log_decay, entries)
@@ -411,6 +415,7 @@ def rwkv(
         return {"sizes": list(v.shape[2:]), "dtype": v.dtype}
 
     call = place.call("rwkv", tensors, check, (log_decay, bonus))
+    log_decay = log_decay.clamp(min=_NOTHING_LEFT)
     logs = log_decay.to(state_type(v))
 
     def of_pieces(given: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
@@ -419,7 +424,7 @@ def rwkv(
         return out, (num, den), most
 
     def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return group.counts(v.device).unsqueeze(-1) * logs
+        return group.counts.unsqueeze(-1) * logs
 
     size = (v.shape[2],)
     return with_exponents(call, (k, v), of_pieces, decay, Exponential((size, size), size, v), return_final_state)

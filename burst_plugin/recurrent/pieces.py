@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from burst_plugin.sequence.layout import Run
+from burst_plugin.sequence.layout import Run, check_total
 from burst_plugin.sequence.mask import Both, Mask
 from burst_plugin.sequence.masks import Keys
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -86,7 +86,7 @@ def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mas
     """Return the pieces of `rows` sequences of `length` tokens, of which rank r holds the runs `shards[r]`.
 
     Documents are those of `mask`, of each row. Tokens before a row's first real key, padding on the left, are a
-    document, too. Raises ValueError for a mask of another number of rows.
+    document, too. Raises ValueError for a mask of another number of rows, or another length.
     """
     if mask is not None and mask.rows not in (None, rows):
         raise ValueError(f"the mask is for {mask.rows} batch rows, but there are {rows}; give it one for each")
@@ -142,7 +142,16 @@ def _begins(mask: Mask | None, length: int) -> dict[int, int]:
     found = {0: -1}
     if mask is None:
         return found
+    if mask.head_groups is not None:
+        raise ValueError(
+            "a mask per group of heads is not for layers that carry a state: their heads share documents"
+        )
     for part in _parts(mask):
+        if part.shifts:
+            raise ValueError(
+                "documents whose keys begin elsewhere than their queries mean nothing in layers that carry a state; "
+                "give documents of tokens"
+            )
         if isinstance(part, PrefixTree):
             before = part.before()
             jumps = (before[1:] != torch.arange(len(before) - 1, device="cpu")).nonzero().flatten() + 1
@@ -150,6 +159,7 @@ def _begins(mask: Mask | None, length: int) -> dict[int, int]:
         elif isinstance(part, Keys):
             found.update({start: -1 for start, stop in part.spans[:1] if start < stop and start < length})
         elif part.documents is not None:
+            check_total(part.documents, length)
             found.update({at: -1 for at in part.documents[:-1] if at < length})
     return found
 

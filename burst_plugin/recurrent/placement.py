@@ -73,6 +73,13 @@ class Call(NamedTuple):
             )  # type: ignore[no-untyped-call]
         return both
 
+    def exchange_heads(self, heads: Sequence[int] | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return whole sequences of the heads of this process; or given `heads`, its tokens of so many heads."""
+        held, plans = self.held, self.held.head_plans(xs[0].device)
+        with unseen_by_selective_checkpoints():
+            found: tuple[Tensor, ...] = HeadFunction.apply(held.passes, plans, self.number, heads, *xs)  # type: ignore[no-untyped-call]
+        return found
+
     def _kept(self, what: str) -> KeptTensors | None:
         """Return where a checkpoint keeps what this rank receives next."""
         return next_kept_tensors(self.held.passes.states[0].strategy, what)
@@ -234,15 +241,13 @@ class Placement:
 
         call = self.call("an exchange of heads", tensors, check, tuple(parameters.values()))
         held, most = call.held, max(heads)
-        shards = [positions(runs) for runs in states[0].route_table.shards(held.tokens)]
-        plans = [HeadPlan(state, shards, held.rows) for state in states]
-        rows = [held.in_rank_order(call.tied(x, *call.tensors)) for x in tensors.values()]
-        whole = HeadFunction.apply(held.passes, plans, call.number, None, *rows)  # type: ignore[no-untyped-call]
+        plans = held.head_plans(call.tensors[0].device)
+        whole = call.exchange_heads(None, [held.in_rank_order(x) for x in tensors.values()])
         mine = slice(plans[0].heads_of(states[0].rank, most).start, plans[-1].heads_of(states[-1].rank, most).stop)
         alone = Placement(self._alone(), self.mask, Tokens(held.tokens.length))
         given = {**dict(zip(tensors, whole, strict=True)), **{name: x[mine] for name, x in parameters.items()}}
         found = function(**given, place=alone, return_final_state=finals)
-        out = HeadFunction.apply(held.passes, plans, call.number, [most], found[0] if finals else found)[0]  # type: ignore[no-untyped-call]
+        (out,) = call.exchange_heads([most], [found[0] if finals else found])
         return (held.from_rank_order(out), _gathered(call, plans, found[1])) if finals else held.from_rank_order(out)
 
     def _alone(self) -> ContextParallel:
@@ -272,7 +277,10 @@ class Placement:
             mine = [known for known in self.plans if isinstance(known, tuple) and known[:1] == (HeldPieces,)]
             for known in mine if len(mine) >= _KNOWN else ():
                 del self.plans[known]
-            held = self.plans[key] = self._made(x.shape[0], tokens, table)
+            if not x.shape[0]:
+                raise ValueError(f"{list(x.shape)} has no batch rows; give 1 or more")
+            with torch.inference_mode(False):
+                held = self.plans[key] = self._made(x.shape[0], tokens, table)
         expected = sum(held.counts) // max(1, held.rows)
         if x.shape[1] != expected:
             raise ValueError(

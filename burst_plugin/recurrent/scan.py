@@ -249,7 +249,8 @@ class ScanFunction(torch.autograd.Function):
             found = kept.found
         entries, last, values = found
         ctx.keys = [list(each) for each in values]
-        ctx.save_for_backward(*(x for each in values for x in each.values()))
+        # The first, so that a checkpoint computes again before the backward pass on every rank, or on none.
+        ctx.save_for_backward(entries.new_empty(0), *(x for each in values for x in each.values()))
         ctx.passes, ctx.plans, ctx.call = passes, plans, call
         entries, last = entries.view_as(entries), last.view_as(last)
         ctx.mark_non_differentiable(last)
@@ -257,7 +258,7 @@ class ScanFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
-        saved, scans, at = ctx.saved_tensors, [], 0
+        (_, *saved), scans, at = ctx.saved_tensors, [], 0
         for plan, keys in zip(ctx.plans, ctx.keys, strict=True):
             scans.append(Scan(plan, dict(zip(keys, saved[at : at + len(keys)], strict=True))))
             at += len(keys)

@@ -135,7 +135,7 @@ def in_one_pass(
     taken: list[list[Tensor]] = []
     for group in held.groups(range(len(held.numbers)), device):
         given = [group.take(x) for x in rows]
-        out, final = kernel(*given, None, *((group.counts(device),) if state.takes_lengths else ()))
+        out, final = kernel(*given, None, *((group.counts,) if state.takes_lengths else ()))
         done.append((group, out))
         taken.append(given)
         biases.put(group, final)
@@ -210,7 +210,7 @@ def with_exponents(
         for group in held.groups(of_kind, device):
             given = [group.take(x) for x in rows]
             nothing = None if of_kind is fresh else state.nothing(len(group.pieces), dtype)
-            out, parts, most = kernel(given, nothing, group.counts(device))
+            out, parts, most = kernel(given, nothing, group.counts)
             states.put(group, state.joined(parts))
             mosts.put(group, most)
             logs.put(group, log_decay(given, group))
@@ -222,9 +222,7 @@ def with_exponents(
     exact_log, exact_most = log.detach().double(), most.detach().double()
     both_logs, both_mosts = (torch.stack([(x * _FINEST).round() / _FINEST, x], -1) for x in (exact_log, exact_most))
     enters, last_most = call.entries(LARGEST, both_logs, both_mosts, finals)
-    is_entered = torch.zeros(len(enters), dtype=torch.bool, device=device)
-    is_entered[entered] = True
-    is_entered = is_entered.unsqueeze(1)
+    is_entered = held.is_entered(device).unsqueeze(1)
     fine = enters[..., 0]
     leaves = torch.where(is_entered, torch.maximum(both_logs[..., 0] + fine, both_mosts[..., 0]), both_mosts[..., 0])
     transitions = torch.where(is_entered, log + (fine - leaves), 0).exp().to(dtype).unsqueeze(-1)
@@ -234,7 +232,7 @@ def with_exponents(
     for group in held.groups(entered, device):
         parts = state.split(group.of_pieces(entries * to_exact))
         initial = (*parts, group.of_pieces(enters[..., 1]).to(dtype))
-        done.append((group, kernel([group.take(x) for x in rows], initial, group.counts(device))[0]))
+        done.append((group, kernel([group.take(x) for x in rows], initial, group.counts)[0]))
     out = call.tied(_joined(call, done, state.out), entries)
     return (out, (*state.split(last), last_most[..., 0].to(dtype))) if finals else out
 

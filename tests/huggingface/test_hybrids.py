@@ -191,37 +191,28 @@ def test_layers_are_computed_again_in_the_forward_that_they_were_in(
         assert error <= 1e-5, (name, parameter, error)
 
 
-def _evaluated(rank: int, names: Sequence[str]) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Logits of a whole batch, and the last states that caches hold."""
+def _evaluated(rank: int, names: Sequence[str]) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Logits of a whole batch, and whether there is a cache, which would be that of a shard."""
     cp, found = ContextParallel(dist.group.WORLD), {}
     for name in names:
         model = prepare(build(FAMILIES[name])).eval()
         local = shard_batch({"input_ids": _plain()["input_ids"]}, cp)
         with torch.no_grad():
             output = model(**local, use_cache=True)
-        found[name] = local["burst"].unshard(output.logits), _states(output)
+        has_cache = any(output.get(key) is not None for key in ("cache", "cache_params", "past_key_values", "state"))
+        found[name] = local["burst"].unshard(output.logits), has_cache
     return found
 
 
-def _states(output: Any) -> list[torch.Tensor]:
-    cache = next((x for x in output.values() if isinstance(x, transformers.Cache)), None)
-    linear = list(getattr(cache, "linear_cache", []))
-    for layer in getattr(cache, "layers", []):
-        held = getattr(layer, "recurrent_states", {})
-        linear += held.values() if isinstance(held, dict) else held
-    return [state for state in linear if isinstance(state, torch.Tensor)]
-
-
-def test_evaluation_of_shards_leaves_the_last_states_in_caches() -> None:
-    names = [name for name in FEW if name not in ("xlstm", "zaya", "lfm3")]
+def test_evaluation_of_shards_makes_no_caches() -> None:
+    names = [name for name in FEW if name != "zaya"]
     by_rank = run_ranks(_evaluated, 2, names, timeout_s=120.0)
     for name in names:
         with torch.no_grad():
-            output = build(FAMILIES[name]).eval()(_plain()["input_ids"], use_cache=True)
-        for logits, states in (found[name] for found in by_rank):
+            output = build(FAMILIES[name]).eval()(_plain()["input_ids"])
+        for logits, has_cache in (found[name] for found in by_rank):
             torch.testing.assert_close(logits, output.logits, rtol=2e-5, atol=2e-5, msg=name)
-            for state, truth in zip(states, _states(output), strict=True):
-                torch.testing.assert_close(state, truth, rtol=2e-5, atol=2e-5, msg=name)
+            assert not has_cache, name
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -294,12 +294,56 @@ def test_checkpoints_keep_what_was_received(keep: str) -> None:
     assert times == {1.0 if keep == "all" else 2.0}
 
 
+def _checkpointed(rank: int, kind: str) -> float:
+    """Where no state enters what one rank holds, and nothing follows the layer in the checkpoint."""
+    cp, tokens, whole = ContextParallel(dist.group.WORLD, layout="contiguous"), Tokens(24), _drawn(kind, 0, 1, 24)
+    local = {n: x if n in PARAMETERS else cp.shard(x.detach(), 1, tokens).requires_grad_() for n, x in whole.items()}
+    place = recurrent.Placement(cp, tokens=tokens)
+    out = torch.utils.checkpoint.checkpoint(LAYERS[kind], **local, place=place, use_reentrant=False)
+    grads = dict(zip(local, _grads(out, list(local.values()), out.detach()), strict=True))
+    expected, _ = DEFINITIONS[kind](**whole)
+    truths = dict(zip(whole, _grads(expected, list(whole.values()), expected.detach()), strict=True))
+    cut = [name for name in whole if name not in PARAMETERS]
+    return max(_error(grads[name], cp.shard(truths[name], 1, tokens), expected) for name in cut)
+
+
+@pytest.mark.parametrize("kind", ["delta_rule", "state_space"])
+def test_checkpoints_of_a_layer_alone_keep_ranks_in_step(kind: str) -> None:
+    assert max(run_ranks(_checkpointed, 2, kind)) < 1e-11
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_training_may_follow_inference(kind: str) -> None:
+    ring = VirtualRing(Topology(1, 4))
+    with torch.inference_mode():
+        LAYERS[kind](**_drawn(kind, 0, 1, 70), place=recurrent.Placement(ring))
+
+    assert _worst(kind, ring, None, (0, 70), batch=1) < 1e-11
+
+
+@pytest.mark.parametrize("bounds", [(0, 5), (0, 5, 40)], ids=str)
+def test_documents_of_another_length_are_refused(bounds: tuple[int, ...]) -> None:
+    place = recurrent.Placement(VirtualRing(Topology(1, 2)), mask=Documents(bounds))
+    with pytest.raises(ValueError, match=f"ends at {bounds[-1]}, but the sequence has 16 tokens"):
+        recurrent.affine_scan(**_drawn("linear_unit", 0, 1, 16), place=place)
+
+
+def test_nothing_may_be_left_of_a_state() -> None:
+    place = recurrent.Placement(VirtualRing(Topology(1, 4)))
+    xs = _drawn("decay_attention", 0, 1, 32)
+    xs["log_decay"] = torch.full_like(xs["log_decay"], -torch.inf).requires_grad_()
+    out = recurrent.decay_attention(**xs, place=place)
+
+    assert _error(out, (xs["q"] * xs["k"]).sum(-1, keepdim=True) * xs["v"], out) < 1e-11
+    assert all(bool(grad.isfinite().all()) for grad in _grads(out, list(xs.values()), out.detach()))
+
+
 def _refused(rank: int, kind: str) -> str:
     cp, xs = ContextParallel(dist.group.WORLD), _drawn(kind, 0, 1, 8)
     place = recurrent.Placement(cp, tokens=Tokens(16))
     if rank == 1:
-        name = next(iter(xs))
-        xs[name] = xs[name][..., :-1] if kind == "selective_scan" else xs[name].unsqueeze(-1)
+        name = next(iter(xs)) if kind not in ("delta_rule", "state_space") else {"delta_rule": "v"}.get(kind, "x")
+        xs[name] = xs[name][..., :-1] if kind == "selective_scan" else xs[name].flatten(1)
     try:
         LAYERS[kind](**xs, place=place)
     except ValueError as error:
@@ -311,7 +355,7 @@ def _refused(rank: int, kind: str) -> str:
 def test_shapes_that_do_not_fit_are_refused_on_every_rank(kind: str) -> None:
     found = run_ranks(_refused, 2, kind)
 
-    assert all("do not fit" in text for text in found), found
+    assert all("do not fit" in text or "all of them are [batch, tokens" in text for text in found), found
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:

@@ -37,14 +37,12 @@ class Mixer(NamedTuple):
     on_shard: what its `forward` does on a shard; None if its functions are replaced.
     replaced: child modules to put others in place of, by name.
     takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
-    makes_caches: its model goes on from caches in a way that shards cannot.
     """
 
     calls: tuple[str, ...]
     on_shard: Callable[..., Any] | None = None
     replaced: tuple[tuple[str, Callable[..., torch.nn.Module]], ...] = ()
     takes_mask: bool = False
-    makes_caches: bool = False
 
 
 _DELTA = Mixer((_CONV, "torch_chunk_gated_delta_rule"))
@@ -86,9 +84,9 @@ MIXERS = {
         ("input_gate_weight", "recurrent_gate_bias", "recurrent_param", "SqrtBoundDerivative", "_rnn_scan"),
         modules.recurrent_unit,
     ),
-    "RwkvSelfAttention": Mixer(("rwkv_linear_attention",), replaced=_SHIFT, makes_caches=True),
+    "RwkvSelfAttention": Mixer(("rwkv_linear_attention",), replaced=_SHIFT),
     "RwkvFeedForward": Mixer(("time_shift",), replaced=_SHIFT),
-    "xLSTMBackend": Mixer(("_train_fn", "_inference_fn"), modules.mlstm, makes_caches=True),
+    "xLSTMBackend": Mixer(("_train_fn", "_inference_fn"), modules.mlstm),
     "ZayaCCAProjection": Mixer(
         ("q_proj", "k_proj", "conv_qk_depthwise", "conv_qk_grouped", "v_proj_current", "v_proj_delayed"),
         modules.compressed_projection,
@@ -207,5 +205,4 @@ def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> di
         shard,
         kwargs,
         takes_mask=any(each.takes_mask for each in known),
-        caches=any(each.makes_caches for each in known),
     )

@@ -73,13 +73,11 @@ def padding_of(shard: SequenceShard) -> Tensor | None:
     return None if shard.real is None or bool(shard.real.all()) else shard.real
 
 
-def begin(
-    model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], takes_mask: bool, caches: bool
-) -> dict[str, Any]:
+def begin(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], takes_mask: bool) -> dict[str, Any]:
     """Return the keyword arguments of a forward on a shard. Raises ValueError for what no state goes along.
 
     takes_mask: its layers get the mask of padding just as the model does.
-    caches: its layers go on from a cache in a way that a shard cannot, so that it is to make none.
+    No cache is made: its convolutions would go on from this rank's last tokens, which are not those of the text.
     """
     chunk = getattr(model.config, "max_inference_chunksize", None)
     if chunk is not None and not model.training and shard.tokens.length > chunk * shard.cp.ranks:
@@ -90,7 +88,7 @@ def begin(
     carry_into_recomputation(model)
     if takes_mask and kwargs.get("attention_mask") is None:
         kwargs = {**kwargs, "attention_mask": padding_of(shard)}
-    return {**kwargs, "use_cache": False} if caches else kwargs
+    return {**kwargs, "use_cache": False}
 
 
 def carry_into_recomputation(model: torch.nn.Module) -> None:

@@ -25,17 +25,28 @@ def stand_in_for_packages() -> str:
                 outer, _, last = name.rpartition(".")
                 if outer:
                     setattr(sys.modules[outer], last, sys.modules[name])
-        vars(sys.modules[path]).update(names)
+        vars(sys.modules[path])["functions"] = names
     return f"functions of {' and '.join(_PACKAGES)} are definitions in PyTorch"
 
 
 class _PackageOfFunctions(ModuleType):
-    """A module of a package that is not the real one, and has no other modules than those that are put there."""
+    """A module of a package that is not the real one, and has no other modules than those that are put there.
+
+    Megatron alone finds functions in it: other libraries would call them otherwise than Megatron does.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self.__path__: list[str] = []
+        self.functions: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function to Megatron's code. Raise AttributeError for others, and other names."""
+        functions = self.__dict__.get("functions", {})
+        if name in functions and sys._getframe(1).f_globals.get("__name__", "").startswith(_CALLERS):
+            return functions[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 class _GatedNorm(torch.nn.Module):
@@ -166,3 +177,4 @@ _MODULES: dict[str, dict[str, Any]] = {
 }
 
 _PACKAGES = ("mamba_ssm", "fla")
+_CALLERS = ("megatron.", "tests.")
