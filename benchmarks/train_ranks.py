@@ -275,7 +275,7 @@ def _llama(job: Job, offload: bool | None) -> tuple[Any, Tensor, dict[str, Any]]
     config["burst_attention"] |= {} if offload is None else {"offload": offload}
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
-    shape = argparse.Namespace(vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
+    shape = argparse.Namespace(model="llama", vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
     count, source = (WARM_UP + job.steps) * job.sequences, torch.Generator().manual_seed(1)
     samples = torch.randint(job.vocabulary, (count, job.seq), generator=source)
     return importlib.import_module("train").build_model(shape), samples, config
