@@ -209,7 +209,7 @@ def test_evaluation_of_shards_makes_no_caches() -> None:
     by_rank = run_ranks(_evaluated, 2, names, timeout_s=120.0)
     for name in names:
         with torch.no_grad():
-            output = build(FAMILIES[name]).eval()(_plain()["input_ids"])
+            output = build(FAMILIES[name]).eval()(_plain()["input_ids"], use_cache=False)
         for logits, has_cache in (found[name] for found in by_rank):
             torch.testing.assert_close(logits, output.logits, rtol=2e-5, atol=2e-5, msg=name)
             assert not has_cache, name
