@@ -33,9 +33,8 @@ class HeadPlan:
         return len(self.rows)
 
     def heads_of(self, rank: int, heads: int) -> slice:
-        """Return which of so many heads a rank has; several ranks have the same one if there are fewer heads."""
-        first = rank * heads // self.ranks
-        return slice(first, max(first + 1, (rank + 1) * heads // self.ranks))
+        """Return which of so many heads a rank has."""
+        return heads_of(rank, self.ranks, heads)
 
     def to_heads(self, messages: Messages, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
         """Return this rank's heads of whole sequences, [B, S, h, ...], of its tokens xs [B, S_local, H, ...]."""
@@ -130,6 +129,12 @@ def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, N
         {p: [x] for p in others}, {p: [(tuple(x.shape), x.dtype)] for p in others}
     )
     return torch.cat([x if p == rank else received[p][0] for p in range(plan.ranks)], 1)
+
+
+def heads_of(part: int, parts: int, heads: int) -> slice:
+    """Return which heads a part has; several parts have the same one if there are fewer heads than parts."""
+    first = part * heads // parts
+    return slice(first, max(first + 1, (part + 1) * heads // parts))
 
 
 def can_share(ranks: int, heads: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.sequence.mask import Mask
 
 _LEAST_FILLED = 0.75  # of a batch of pieces, how much are tokens; the rest pads pieces to one length
+MANY_TOKENS = 1024  # of a rank, from which on states of some heads travel while others are computed
 _SLACK = 8  # tokens of padding that are always all right
 
 
@@ -135,6 +136,11 @@ class HeldPieces:
     def exchanges(self) -> bool:
         """Return whether a state enters any piece of any rank."""
         return any(self.schedule(False).is_entered)
+
+    @property
+    def has_many_tokens(self) -> bool:
+        """Return whether a rank has so many tokens that computing a part of the heads takes longer than a message."""
+        return self.rows * self.tokens.length >= MANY_TOKENS * self.passes.states[0].topology.ranks
 
     def head_plans(self, device: torch.device) -> list[HeadPlan]:
         """Return each rank's plan for an exchange of heads."""

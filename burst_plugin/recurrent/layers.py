@@ -31,14 +31,16 @@ from burst_plugin.recurrent.placement import Placement
 from burst_plugin.recurrent.ways import (
     Exponential,
     Kernel,
+    OnePass,
     State,
-    in_one_pass,
-    in_two_passes,
+    TwoPasses,
+    in_parts,
     state_type,
     with_exponents,
 )
 from burst_plugin.ring.graph_breaks import between_graphs
 
+_PARTS, _PARTS_OF_ONE_PASS = 2, 4  # of the heads, so that states of one travel while others are computed
 _NOTHING_LEFT = -1e4  # a logarithm of decays whose power is 0 in every type, and no infinity
 
 
@@ -154,14 +156,14 @@ def gated_delta_rule(
         return {"heads": heads, "qk_dim": dim, "v_dim": v.shape[3], "dtype": v.dtype, "decays": list(g.shape[3:])}
 
     call = place.call("gated_delta_rule", tensors, check)
-    heads, dim = v.shape[2], k.shape[3]
-    if kernel is None:
-        rule: Kernel = delta_rule
-        pair: Kernel = _pair_by_rule
-    else:
-        rule, pair = kernel, partial(_pair_by_kernel, kernel)
-    state = State(MATRIX, (heads, dim, dim), (heads, dim, v.shape[3]), v)
-    return in_two_passes(call, (q, k, v, g, beta), rule, pair, state, return_final_state)
+    rule: Kernel = kernel or delta_rule
+    pair: Kernel = partial(_pair_by_kernel, kernel) if kernel else _pair_by_rule
+
+    def of_heads(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> TwoPasses:
+        heads, dim = v.shape[2], k.shape[3]
+        return TwoPasses(rule, pair, State(MATRIX, (heads, dim, dim), (heads, dim, v.shape[3]), v))
+
+    return in_parts(call, _PARTS, of_heads, (q, k, v, g, beta), return_final_state)
 
 
 def _pair_by_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,20 +232,21 @@ def state_space(
         return {"sizes": [list(each.shape[2:]) for each in tensors.values()], "dtype": x.dtype}
 
     call = place.call("state_space", tensors, check, (A,))
-    run = kernel or spaces.state_space
-    dtype = state_type(x)
-    state = State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x)
+    run, dtype = kernel or spaces.state_space, state_type(x)
 
-    def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        return run(x, dt, A, B, C, initial)
+    def of_heads(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> OnePass:
+        def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Any) -> tuple[Tensor, Tensor]:
+            return run(x, dt, A, B, C, initial)
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp((given[1].to(dtype) * A.to(dtype)).sum(1))[:, :, None, None]
+        def decay(given: Sequence[Tensor], group: Group) -> Tensor:
+            return torch.exp((given[1].to(dtype) * A.to(dtype)).sum(1))[:, :, None, None]
 
-    def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-        return spaces.state_space_read(given[1], A, given[3], entries)
+        def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
+            return spaces.state_space_read(given[1], A, given[3], entries)
 
-    return in_one_pass(call, (x, dt, B, C), of_pieces, decay, read, state, return_final_state)
+        return OnePass(of_pieces, decay, read, State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x))
+
+    return in_parts(call, _PARTS_OF_ONE_PASS, of_heads, (x, dt, B, C), return_final_state, A)
 
 
 @between_graphs
@@ -288,8 +291,8 @@ def selective_scan(
     def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
         return selective.selective_scan_read(given[1], A, given[3], entries)
 
-    state = State(ELEMENTWISE, tuple(A.shape), tuple(A.shape), x)
-    return in_one_pass(call, (x, dt, B, C), of_pieces, decay, read, state, return_final_state)
+    way = OnePass(of_pieces, decay, read, State(ELEMENTWISE, tuple(A.shape), tuple(A.shape), x))
+    return in_parts(call, 1, lambda *_: way, (x, dt, B, C), return_final_state)
 
 
 @between_graphs
@@ -327,19 +330,22 @@ def decay_attention(
 
     call = place.call("decay_attention", tensors, check, (log_decay,))
     log_decay = log_decay.clamp(min=_NOTHING_LEFT)
-    logs = log_decay.to(state_type(v))
 
-    def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
+    def of_heads(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> OnePass:
+        def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Any, lengths: Tensor) -> tuple[Tensor, Tensor]:
+            return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp(group.counts.unsqueeze(-1) * logs)[:, :, None, None]
+        def decay(given: Sequence[Tensor], group: Group) -> Tensor:
+            return torch.exp(group.counts.unsqueeze(-1) * log_decay.to(state_type(v)))[:, :, None, None]
 
-    def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-        return decays.decay_attention_read(given[0], log_decay, entries)
+        def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
+            return decays.decay_attention_read(given[0], log_decay, entries)
 
-    state = State(ELEMENTWISE, (v.shape[2], 1, 1), (v.shape[2], k.shape[3], v.shape[3]), v, takes_lengths=True)
-    return in_one_pass(call, (q, k, v), of_pieces, decay, read, state, return_final_state)
+        heads = v.shape[2]
+        state = State(ELEMENTWISE, (heads, 1, 1), (heads, k.shape[3], v.shape[3]), v, takes_lengths=True)
+        return OnePass(of_pieces, decay, read, state)
+
+    return in_parts(call, _PARTS_OF_ONE_PASS, of_heads, (q, k, v), return_final_state, log_decay)
 
 
 @between_graphs
@@ -379,8 +385,8 @@ def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_
     def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
         return torch.exp(given[1].to(dtype).cumsum(1)) * entries.unsqueeze(1)
 
-    state = State(ELEMENTWISE, tuple(x.shape[2:]), tuple(x.shape[2:]), x)
-    return in_one_pass(call, (x, log_decay), linear_unit, decay, read, state, return_final_state)
+    way = OnePass(linear_unit, decay, read, State(ELEMENTWISE, tuple(x.shape[2:]), tuple(x.shape[2:]), x))
+    return in_parts(call, 1, lambda *_: way, (x, log_decay), return_final_state)
 
 
 @between_graphs

@@ -1,13 +1,19 @@
-"""How a pass of a recurrent layer runs: on the rank of this process, or on all ranks of a virtual ring in turn."""
+"""How a pass of a recurrent layer runs: on the rank of this process, or on all ranks of a virtual ring in turn.
+
+A pass may run beside what its thread does next: on GPUs on a stream of its own, on CPUs in a thread of its own.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.messages import connect
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Program = Generator[None, None, Any]
+Results = Callable[[], list[Any]]  # waits for a pass
 
 
 class Passes(ABC):
@@ -41,12 +48,31 @@ class Passes(ABC):
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
         """Run a program for each rank; return what they return."""
 
+    def start(
+        self,
+        direction: Direction,
+        call: CallId,
+        programs: Sequence[Program],
+        inputs: Sequence[Tensor],
+        beside: bool,
+    ) -> Results:
+        """Start a program for each rank; return a function that waits for what they return.
+
+        No other pass of these ranks may run before that function has been called.
+
+        inputs: all tensors that programs read, the first of which says on which device.
+        beside: whether they may run while this thread does something else; if not, they have run at once.
+        """
+        results = self.run(direction, call, programs, inputs[0].device)
+        return lambda: results
+
 
 class OfOneRank(Passes):
     """The pass of the rank that this process is."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.states = cp, [cp.rank_state]
+        self._beside: dict[str, Any] = cp.plans.setdefault(OfOneRank, {})  # a stream, or a thread
 
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
         """Compare the call with all ranks; see `Passes.agree`."""
@@ -73,6 +99,66 @@ class OfOneRank(Passes):
             self.cp.agreement.before_backward(call)
         with state.one_pass(direction, call, device):
             return [completed(program)]
+
+    def start(
+        self,
+        direction: Direction,
+        call: CallId,
+        programs: Sequence[Program],
+        inputs: Sequence[Tensor],
+        beside: bool,
+    ) -> Results:
+        """Start this rank's program, after ranks have compared a backward pass; see `Passes.start`."""
+        if not beside:
+            return super().start(direction, call, programs, inputs, beside)
+        (state,), (program,), device = self.states, programs, inputs[0].device
+        if direction == "backward":
+            refuse_second_derivatives()
+            self.cp.agreement.before_backward(call)
+        ends = ExitStack()
+        ends.enter_context(state.one_pass(direction, call, device))
+        wait = self._on_stream(program, inputs) if device.type == "cuda" else self._in_thread(program)
+
+        def results() -> list[Any]:
+            with ends:
+                return [wait()]
+
+        return results
+
+    def _on_stream(self, program: Program, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+        """Run a program on a stream beside the current one, which waits for it where its result is asked for.
+
+        Until then `inputs` are held, so that their memory is not given to what the current stream does meanwhile.
+        """
+        device = inputs[0].device
+        if "stream" not in self._beside:
+            self._beside["stream"] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._beside["stream"]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            found = completed(program)
+            done = stream.record_event()
+
+        def wait(held: Sequence[Tensor] = inputs) -> Any:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(done)
+            for x in tree_leaves(found):
+                x.record_stream(current)
+            return found
+
+        return wait
+
+    def _in_thread(self, program: Program) -> Callable[[], Any]:
+        """Run a program in a thread beside this one; neither gradients nor inference mode are the thread's own."""
+        if "thread" not in self._beside:
+            self._beside["thread"] = ThreadPoolExecutor(1, "burst-scan")
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> Any:
+            with torch.inference_mode(inference), torch.no_grad():
+                return completed(program)
+
+        return self._beside["thread"].submit(run).result  # type: ignore[no-any-return]
 
 
 class OfVirtualRing(Passes):

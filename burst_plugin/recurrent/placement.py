@@ -23,7 +23,7 @@ from burst_plugin.recurrent.held_pieces import HeldPieces
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
 from burst_plugin.recurrent.pieces import cut_into_pieces
-from burst_plugin.recurrent.scan import ScanFunction, ScanPlan
+from burst_plugin.recurrent.scan import ScanOfProcess, ScanPlan
 from burst_plugin.ring.request import as_tokens, check_mask
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import Tokens, positions
@@ -32,6 +32,18 @@ from burst_plugin.virtual import VirtualRing
 
 _KNOWN = 8  # batches of a ring whose pieces are kept
 STATE_BYTES = 4  # of a number of a state
+
+
+class States(NamedTuple):
+    """States on their way."""
+
+    scan: ScanOfProcess
+    begun: Tensor
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the states that enter the pieces of this process, [pieces, ...], and those after all rows."""
+        with unseen_by_selective_checkpoints():
+            return self.scan.end(self.begun)
 
 
 class Call(NamedTuple):
@@ -50,28 +62,33 @@ class Call(NamedTuple):
         tied: Tensor = _Tied.apply(x, *others)  # type: ignore[no-untyped-call]
         return tied
 
-    def entries(
-        self, affine: Affine, transitions: Tensor, biases: Tensor, finals: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the states that enter the pieces of this process, [pieces, ...], and those after all rows.
+    def begin(
+        self,
+        affine: Affine,
+        transitions: Tensor,
+        biases: Tensor,
+        finals: bool = False,
+        part: tuple[int, int] = (0, 1),
+    ) -> States:
+        """Begin to find the states that enter pieces.
 
-        `transitions` and `biases` are [pieces, ...], and zeros where the schedule does not need them.
+        transitions, biases: [pieces, ...] of this process, and zeros where the schedule does not need them.
+        part: which part of the heads they are of, and of how many; what is computed for others hides messages.
         """
         held, schedule = self.held, self.held.schedule(finals)
         if affine.has_gradients:
             with_gradients = [x for x in self.tensors if x.requires_grad]
             biases = self.tied(biases, *sorted(with_gradients, key=torch.numel)[:1])
-        what = f"{self.name} ({affine.name})"
+        which = "" if part[1] == 1 else f", part {part[0] + 1} of {part[1]}"
+        what = f"{self.name} ({affine.name}{which})"
         transition, state = ((tuple(x.shape[1:]), x.dtype) for x in (transitions, biases))
         plans = [
             ScanPlan(each, schedule, held.pieces.of_rank(each.rank), affine, transition, state, biases.device, what)
             for each in held.passes.states
         ]
+        scan = ScanOfProcess(held.passes, plans, self.number, self._kept(what), is_hidden=part[1] > 1)
         with unseen_by_selective_checkpoints():
-            both: tuple[Tensor, Tensor] = ScanFunction.apply(
-                held.passes, plans, self.number, self._kept(what), transitions, biases
-            )  # type: ignore[no-untyped-call]
-        return both
+            return States(scan, scan.begin(transitions, biases))
 
     def exchange_heads(self, heads: Sequence[int] | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return whole sequences of the heads of this process; or given `heads`, its tokens of so many heads."""

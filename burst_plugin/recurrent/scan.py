@@ -1,8 +1,7 @@
 """A scan over the pieces of a sequence: from what each piece does to a state, the state that enters each piece.
 
-Autograd sees one operation, the same on all ranks. Its backward pass goes through the schedule in the opposite order:
-what enters a piece gets a gradient, and gradients go where states came from. Transitions are not sent again, since
-each rank keeps those that it has met.
+The backward pass goes through the schedule in the opposite order: what enters a piece gets a gradient, and gradients
+go where states came from. Transitions are not sent again, since each rank keeps those that it has met.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from burst_plugin.activations.kept_attention import KeptTensors
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.affine import Affine
 from burst_plugin.recurrent.messages import Messages
-from burst_plugin.recurrent.passes import Passes
+from burst_plugin.recurrent.passes import Passes, Results
 from burst_plugin.recurrent.scan_schedule import Compute, Move, ScanSchedule, Value
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction, Spec
@@ -70,8 +71,8 @@ class Scan:
                     values[Value("transition", number)] = transitions[local]
         return cls(plan, values)
 
-    def forward(self, call: CallId) -> Generator[None, None, list[Tensor]]:
-        """Find the state that enters each span; return the states after the last pieces of all rows, if asked for."""
+    def forward(self, call: CallId) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """Return the states that enter this rank's pieces, and those after all rows if they are asked for."""
         messages, rank = self.plan.messages("forward", call), self.plan.rank_state.rank
         for step in self.plan.schedule.rounds:
             for where, compute in step.computes:
@@ -80,9 +81,10 @@ class Scan:
             yield from self._move(messages, step.moves)
         for moves in self.plan.schedule.final_moves:
             yield from self._move(messages, moves)
-        return [self.values[Value("exit", number)] for number in self.plan.schedule.final_pieces]
+        last = [self.values[Value("exit", number)] for number in self.plan.schedule.final_pieces]
+        return self._entries(), last
 
-    def entries(self) -> Tensor:
+    def _entries(self) -> Tensor:
         """Return the states that enter this rank's pieces, [pieces, ...]: zeros where none does."""
         shape, dtype = self.plan.state
         found = torch.zeros((len(self.plan.pieces), *shape), dtype=dtype, device=self.plan.device)
@@ -208,65 +210,112 @@ def _add(found: Values, value: Value, grad: Tensor) -> None:
     found[value] = found[value] + grad if value in found else grad
 
 
-def _scanned(
-    passes: Passes, plans: Sequence[ScanPlan], call: CallId, transitions: Tensor, biases: Tensor
-) -> tuple[Tensor, Tensor, list[Values]]:
-    """Return entries, final states, and the values that the backward pass needs of each rank of this process."""
-    scans, at = [], 0
-    for plan in plans:
-        stop = at + len(plan.pieces)
-        scans.append(Scan.of(plan, transitions[at:stop], biases[at:stop]))
-        at = stop
-    finals = passes.run("forward", call, [scan.forward(call) for scan in scans], transitions.device)
-    entries = torch.cat([scan.entries() for scan in scans])
-    needed = [{key: x for key, x in scan.values.items() if key.kind in ("transition", "entry")} for scan in scans]
-    last = torch.stack(finals[0]) if finals[0] else entries.new_empty((0, *entries.shape[1:]))
-    return entries, last, needed
+class ScanOfProcess:
+    """A scan on the ranks of this process, mostly one, all of a virtual ring, between its beginning and its end.
 
+    Autograd sees two steps, `begin` and `end`. What is computed between them hides the messages, in the backward pass
+    as well: the gradient of `end` begins a pass, and that of `begin` ends it.
 
-class ScanFunction(torch.autograd.Function):
-    """A scan on the ranks of this process as one step of autograd: mostly one rank, all of a virtual ring.
-
-    Takes transitions and biases of all their pieces, rank after rank; returns entries of all pieces, and the states
-    after all rows, without gradient.
+    kept: where a checkpoint keeps what is found.
+    is_hidden: whether there is anything to hide messages behind.
     """
 
+    def __init__(
+        self, passes: Passes, plans: Sequence[ScanPlan], call: CallId, kept: KeptTensors | None, is_hidden: bool
+    ) -> None:
+        self.plans, self.kept = plans, kept
+        self._start, self._call = partial(passes.start, call=call, beside=is_hidden), call
+        self._results: Results | None = None
+        self._scans: list[Scan] = []
+
+    def begin(self, transitions: Tensor, biases: Tensor) -> Tensor:
+        """Begin the scan over transitions and biases of all pieces, rank after rank; return what `end` takes."""
+        begun: Tensor = _Begun.apply(self, transitions, biases)  # type: ignore[no-untyped-call]
+        return begun
+
+    def end(self, begun: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states that enter all pieces, and those after all rows, without gradient."""
+        both: tuple[Tensor, Tensor] = _Ended.apply(self, begun)  # type: ignore[no-untyped-call]
+        return both
+
+    def start(self, transitions: Tensor, biases: Tensor) -> None:
+        """Start the pass that finds the states."""
+        if self.kept is not None and self.kept.found is not None:
+            return
+        cuts = self._cuts()
+        self._scans = [
+            Scan.of(plan, transitions[at:stop], biases[at:stop])
+            for plan, at, stop in zip(self.plans, cuts, cuts[1:], strict=False)
+        ]
+        programs = [scan.forward(self._call) for scan in self._scans]
+        self._results = self._start("forward", programs=programs, inputs=(transitions, biases))
+
+    def found(self) -> tuple[Tensor, Tensor, list[Values]]:
+        """Return entries, final states, and the values that the backward pass needs of each rank."""
+        if self._results is None:
+            assert self.kept is not None
+            known: tuple[Tensor, Tensor, list[Values]] = self.kept.found
+            return known
+        results, scans, self._results, self._scans = self._results(), self._scans, None, []
+        parts, finals = zip(*results, strict=True)
+        entries = torch.cat(parts)
+        last = torch.stack(finals[0]) if finals[0] else entries.new_empty((0, *entries.shape[1:]))
+        needed = [{key: x for key, x in scan.values.items() if key.kind in ("transition", "entry")} for scan in scans]
+        if self.kept is not None:
+            self.kept.found = entries, last, needed
+        return entries, last, needed
+
+    def start_backward(self, grad: Tensor, values: Sequence[Values]) -> None:
+        """Start the pass that finds the gradients of transitions and biases, from that of the entries."""
+        cuts = self._cuts()
+        programs = [
+            Scan(plan, each).backward(self._call, grad[at:stop])
+            for plan, each, at, stop in zip(self.plans, values, cuts, cuts[1:], strict=False)
+        ]
+        inputs = (grad, *(x for each in values for x in each.values()))
+        self._results = self._start("backward", programs=programs, inputs=inputs)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of transitions and biases."""
+        assert self._results is not None
+        results, self._results = self._results(), None
+        transitions, biases = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return transitions, biases
+
+    def _cuts(self) -> list[int]:
+        """Return the first piece of each rank, and the number of pieces."""
+        return [*accumulate((len(plan.pieces) for plan in self.plans), initial=0)]
+
+
+class _Begun(torch.autograd.Function):
+    """The beginning of a scan; returns an empty tensor that its end is a function of."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        passes: Passes,
-        plans: Sequence[ScanPlan],
-        call: CallId,
-        kept: KeptTensors | None,
-        transitions: Tensor,
-        biases: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if kept is None or kept.found is None:
-            found = _scanned(passes, plans, call, transitions, biases)
-            if kept is not None:
-                kept.found = found
-        else:
-            found = kept.found
-        entries, last, values = found
-        ctx.keys = [list(each) for each in values]
+    def forward(ctx: Any, scan: ScanOfProcess, transitions: Tensor, biases: Tensor) -> Tensor:
+        ctx.scan = scan
+        scan.start(transitions, biases)
+        return biases.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.scan.gradients()
+
+
+class _Ended(torch.autograd.Function):
+    """The end of a scan; returns entries of all pieces, and the states after all rows, without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scan: ScanOfProcess, begun: Tensor) -> tuple[Tensor, Tensor]:
+        entries, last, values = scan.found()
+        ctx.scan, ctx.keys = scan, [list(each) for each in values]
         # The first, so that a checkpoint computes again before the backward pass on every rank, or on none.
         ctx.save_for_backward(entries.new_empty(0), *(x for each in values for x in each.values()))
-        ctx.passes, ctx.plans, ctx.call = passes, plans, call
         entries, last = entries.view_as(entries), last.view_as(last)
         ctx.mark_non_differentiable(last)
         return entries, last
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
-        (_, *saved), scans, at = ctx.saved_tensors, [], 0
-        for plan, keys in zip(ctx.plans, ctx.keys, strict=True):
-            scans.append(Scan(plan, dict(zip(keys, saved[at : at + len(keys)], strict=True))))
-            at += len(keys)
-        programs, at = [], 0
-        for scan in scans:
-            stop = at + len(scan.plan.pieces)
-            programs.append(scan.backward(ctx.call, grad[at:stop]))
-            at = stop
-        results = ctx.passes.run("backward", ctx.call, programs, grad.device)
-        transitions, biases = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return None, None, None, None, transitions, biases
+        saved = iter(ctx.saved_tensors[1:])
+        ctx.scan.start_backward(grad, [dict(zip(keys, saved, strict=False)) for keys in ctx.keys])
+        return None, grad.new_empty(0)

@@ -1,8 +1,8 @@
 """Ways to compute pieces of a sequence with the states that enter them.
 
-- Outputs are linear in the entering state, by numbers (`in_one_pass`): the kernel runs once, from zero, and what the
+- Outputs are linear in the entering state, by numbers (`OnePass`): the kernel runs once, from zero, and what the
   entering state adds is added.
-- The map of states is a matrix (`in_two_passes`): what pieces do to a state first, then the kernel with the entering
+- The map of states is a matrix (`TwoPasses`): what pieces do to a state first, then the kernel with the entering
   states. Pieces that begin a document take one pass.
 - States have exponents of their own, so that they do not overflow (`with_exponents`): ranks agree on these first.
 """
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, LARGEST, Affine
+from burst_plugin.recurrent.heads import can_share, heads_of
 from burst_plugin.recurrent.held_pieces import Group
 from burst_plugin.recurrent.placement import Call
 
@@ -80,74 +81,133 @@ class _OfPieces:
         return torch.stack(self.found) if self.found else self.zero.new_zeros((0, *self.zero.shape))
 
 
-@_without_autocast
-def in_two_passes(
-    call: Call,
-    tensors: Sequence[Tensor],
-    kernel: Kernel,
-    pair: Callable[..., tuple[Tensor, Tensor]],
-    state: State,
-    finals: bool,
-) -> Any:
-    """Return the outputs of a kind whose pairs `pair` computes; with `finals` the states after rows as well."""
-    held, device, dtype = call.held, state.out.device, state_type(state.out)
-    rows, (fresh, entered, paired) = [held.flat(x) for x in tensors], _sorted_pieces(call, finals)
-    transitions, biases = (_OfPieces(call, shape, dtype, device) for shape in (state.transition, state.state))
-    done: list[tuple[Group, Tensor]] = []
-    for group in held.groups(fresh, device):
-        out, final = kernel(*(group.take(x) for x in rows), None)
-        done.append((group, out))
-        biases.put(group, final)
-    last = biases.zero
-    if held.exchanges or finals:
-        for group in held.groups(paired, device):
-            transition, bias = pair(*(group.take(x) for x in rows))
-            transitions.put(group, transition)
-            biases.put(group, bias)
-        entries, last = call.entries(state.affine, transitions.stacked(), biases.stacked(), finals)
-        for group in held.groups(entered, device):
-            done.append((group, kernel(*(group.take(x) for x in rows), group.of_pieces(entries))[0]))
-        out = call.tied(_joined(call, done, state.out), entries)
-    else:
-        out = _joined(call, done, state.out)
-    return (out, last) if finals else out
+class TwoPasses(NamedTuple):
+    """What pieces do to states by `pair`, and then the kernel with the entering states."""
+
+    kernel: Kernel
+    pair: Callable[..., tuple[Tensor, Tensor]]
+    state: State
+
+    def start(self, work: Work, needs_pairs: bool) -> None:
+        """Compute what needs no entering states; also the pairs of pieces, if that is asked for."""
+        for group, given in work.groups(work.fresh):
+            out, final = self.kernel(*given, None)
+            work.done.append((group, out))
+            work.biases.put(group, final)
+        for group, given in work.groups(work.paired if needs_pairs else ()):
+            transition, bias = self.pair(*given)
+            work.transitions.put(group, transition)
+            work.biases.put(group, bias)
+
+    def finish(self, work: Work) -> None:
+        """Compute what needs the states that enter pieces."""
+        for group, given in work.groups(work.entered):
+            work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
 
 
-@_without_autocast
-def in_one_pass(
-    call: Call,
-    tensors: Sequence[Tensor],
-    kernel: Kernel,
-    transition: Callable[[Sequence[Tensor], Group], Tensor],
-    read: Callable[[Sequence[Tensor], Tensor], Tensor],
-    state: State,
-    finals: bool,
-) -> Any:
-    """Return the outputs of a kind in which what an entering state adds to outputs is added afterwards.
+class OnePass(NamedTuple):
+    """The kernel, from states of zero; what entering states add to outputs is added afterwards.
 
     transition: returns the transitions of a group's pieces, of its tensors.
     read: returns what entering states [N, ...] add to the outputs of a group, of its tensors.
     """
-    held, device, dtype = call.held, state.out.device, state_type(state.out)
-    rows, (_, entered, _) = [held.flat(x) for x in tensors], _sorted_pieces(call, finals)
-    transitions, biases = (_OfPieces(call, shape, dtype, device) for shape in (state.transition, state.state))
-    done: list[tuple[Group, Tensor]] = []
-    taken: list[list[Tensor]] = []
-    for group in held.groups(range(len(held.numbers)), device):
-        given = [group.take(x) for x in rows]
-        out, final = kernel(*given, None, *((group.counts,) if state.takes_lengths else ()))
-        done.append((group, out))
-        taken.append(given)
-        biases.put(group, final)
-        transitions.put(group, transition(given, group))
-    if not (held.exchanges or finals):
-        return _joined(call, done, state.out)
-    entries, last = call.entries(state.affine, transitions.stacked(), biases.stacked(), finals)
-    for place, ((group, out), given) in enumerate(zip(done, taken, strict=True)):
-        if not set(group.pieces).isdisjoint(entered):
-            done[place] = group, (out + read(given, group.of_pieces(entries))).to(out.dtype)
-    out = call.tied(_joined(call, done, state.out), entries)
-    return (out, last) if finals else out
+
+    kernel: Kernel
+    transition: Callable[[Sequence[Tensor], Group], Tensor]
+    read: Callable[[Sequence[Tensor], Tensor], Tensor]
+    state: State
+
+    def start(self, work: Work, needs_pairs: bool) -> None:
+        """Compute all from states of zero; also the pairs of pieces, if that is asked for."""
+        for group, given in work.groups(range(len(work.call.held.numbers))):
+            out, final = self.kernel(*given, None, *((group.counts,) if self.state.takes_lengths else ()))
+            work.done.append((group, out))
+            if needs_pairs:
+                work.biases.put(group, final)
+                work.transitions.put(group, self.transition(given, group))
+
+    def finish(self, work: Work) -> None:
+        """Add what the states that enter pieces add to outputs."""
+        for place, (group, out) in enumerate(work.done):
+            if not set(group.pieces).isdisjoint(work.entered):
+                read = self.read([group.take(x) for x in work.rows], group.of_pieces(work.entries))
+                work.done[place] = group, (out + read).to(out.dtype)
+
+
+class Work:
+    """What is computed of some heads of all pieces of this process, of `tensors` [B, S, h, ...].
+
+    done: groups of pieces, and their outputs.
+    """
+
+    def __init__(self, call: Call, way: OnePass | TwoPasses, tensors: Sequence[Tensor], finals: bool) -> None:
+        self.call, self.way, self.finals = call, way, finals
+        self.rows = [call.held.flat(x) for x in tensors]
+        out, affine, *shapes = way.state.out, way.state.affine, way.state.transition, way.state.state
+        self.affine, self.device = affine, out.device
+        self.transitions, self.biases = (_OfPieces(call, shape, state_type(out), self.device) for shape in shapes)
+        self.fresh, self.entered, self.paired = _sorted_pieces(call, finals)
+        self.done: list[tuple[Group, Tensor]] = []
+
+    def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
+        """Yield groups of pieces, and their tokens."""
+        for group in self.call.held.groups(pieces, self.device):
+            yield group, [group.take(x) for x in self.rows]
+
+    def send(self, part: tuple[int, int]) -> None:
+        """Begin to find the states that enter pieces; see `Call.begin`."""
+        pairs = self.transitions.stacked(), self.biases.stacked()
+        self._states = self.call.begin(self.affine, *pairs, self.finals, part)
+
+    def receive(self) -> None:
+        """Wait for these states."""
+        self.entries, self.last = self._states.wait()
+
+    def out(self) -> Tensor:
+        """Return the outputs of all pieces, [B, S, h, ...]."""
+        return _joined(self.call, self.done, self.way.state.out)
+
+
+@_without_autocast
+def in_parts(
+    call: Call,
+    parts: int,
+    of_heads: Callable[..., OnePass | TwoPasses],
+    tensors: Sequence[Tensor],
+    finals: bool,
+    *shared: Tensor,
+) -> Any:
+    """Return the outputs of a kind that is computed a part of the heads at a time; with `finals` states after rows.
+
+    States of a part are on their way while the next part is started, and the part before is finished.
+
+    parts: into how many parts heads are cut, if ranks exchange states, and have many tokens.
+    of_heads: returns how some heads are computed, given `tensors` [B, S, h, ...] and `shared` [h, ...].
+    """
+    held = call.held
+    waits = held.exchanges or finals
+    hides = parts > 1 and held.exchanges and held.has_many_tokens
+    if not (hides and can_share(parts, [x.shape[2] for x in tensors])):
+        parts = 1
+    works: list[Work] = []
+    for part in range(parts):
+        cut = [x[:, :, heads_of(part, parts, x.shape[2])] for x in tensors] if parts > 1 else tensors
+        way = of_heads(*cut, *(x[heads_of(part, parts, len(x))] for x in shared))
+        work = Work(call, way, cut, finals)
+        way.start(work, waits)
+        if not waits:
+            return work.out()
+        for before in works[-1:]:
+            before.receive()
+        work.send((part, parts))
+        for before in works[-1:]:
+            before.way.finish(before)
+        works.append(work)
+    works[-1].receive()
+    works[-1].way.finish(works[-1])
+    out = torch.cat([work.out() for work in works], 2) if parts > 1 else works[0].out()
+    out = call.tied(out, *(work.entries for work in works))
+    return (out, torch.cat([work.last for work in works], 1)) if finals else out
 
 
 class Exponential(NamedTuple):
@@ -221,13 +281,13 @@ def with_exponents(
     log, most = logs.stacked(), mosts.stacked()
     exact_log, exact_most = log.detach().double(), most.detach().double()
     both_logs, both_mosts = (torch.stack([(x * _FINEST).round() / _FINEST, x], -1) for x in (exact_log, exact_most))
-    enters, last_most = call.entries(LARGEST, both_logs, both_mosts, finals)
+    enters, last_most = call.begin(LARGEST, both_logs, both_mosts, finals).wait()
     is_entered = held.is_entered(device).unsqueeze(1)
     fine = enters[..., 0]
     leaves = torch.where(is_entered, torch.maximum(both_logs[..., 0] + fine, both_mosts[..., 0]), both_mosts[..., 0])
     transitions = torch.where(is_entered, log + (fine - leaves), 0).exp().to(dtype).unsqueeze(-1)
     biases = states.stacked() * (most - leaves).exp().to(dtype).unsqueeze(-1)
-    entries, last = call.entries(ELEMENTWISE, transitions, biases, finals)
+    entries, last = call.begin(ELEMENTWISE, transitions, biases, finals).wait()
     to_exact = torch.where(is_entered, enters[..., 0] - enters[..., 1], 0).exp().to(dtype).unsqueeze(-1)
     for group in held.groups(entered, device):
         parts = state.split(group.of_pieces(entries * to_exact))

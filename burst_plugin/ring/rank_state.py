@@ -127,6 +127,11 @@ class RankState:
         for counter in (self.transport.sent_bytes, self.ulysses_transport.sent_bytes, self.expected_bytes):
             counter.clear()
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Return whether a pass has begun and not ended."""
+        return self._busy.locked()
+
     @contextmanager
     def one_pass(self, direction: Direction, call: CallId, device: torch.device) -> Iterator[None]:
         """Run the block as a pass of `call`: no other pass meanwhile, no autocast, and on GPUs one stream for all.

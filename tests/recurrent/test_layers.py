@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
+from burst_plugin.recurrent import held_pieces
+from burst_plugin.recurrent.kernels.state_space import state_space
 from burst_plugin.recurrent.pieces import START
 from burst_plugin.sequence.mask import Mask
 from tests.support.ranks import run_ranks
@@ -35,6 +37,14 @@ PARAMETERS = ("A", "log_decay", "bonus", "weight", "bias")  # of which each rank
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 4))
 LENGTHS = (1, 17, 2, 40, 3, 5, 1, 33, 9, 1, 12, 4, 22)  # of 13 documents
 SIZES = {"groups": 8, "heads": 8, "keys": 5, "values": 6}
+
+
+@pytest.fixture(params=["one after another", "at once"])
+def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether states of some heads travel while others are computed, as where ranks have many tokens."""
+    if request.param == "at once":
+        monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
+    return bool(request.param == "at once")
 
 
 def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -215,6 +225,7 @@ def _over_gloo(rank: int, kind: str, bounds: tuple[int, ...], options: dict[str,
 
 @pytest.mark.parametrize("options", [{}, {"recurrent": "heads"}, {"ulysses_degree": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["delta_rule", "state_space", "mlstm"])
+@pytest.mark.usefixtures("hidden")
 def test_layers_over_gloo(kind: str, options: dict[str, Any]) -> None:
     if kind not in BY_HEADS and options.get("recurrent") == "heads":
         options = {"layout": "contiguous"}
@@ -250,8 +261,28 @@ def _with_an_empty_rank(rank: int) -> float:
     return _error(whole["x"].grad, x.grad, x.grad)
 
 
+@pytest.mark.usefixtures("hidden")
 def test_ranks_without_tokens_take_part() -> None:
     assert max(run_ranks(_with_an_empty_rank, 4)) < 1e-11
+
+
+def _passes_in_progress(rank: int) -> list[bool]:
+    """Whether states are on their way whenever heads of Mamba-2 are computed, part after part."""
+    cp, tokens, whole = ContextParallel(dist.group.WORLD), Tokens(64), _drawn("state_space", 0, 1, 64)
+    local = {name: x if name == "A" else cp.shard(x, 1, tokens) for name, x in whole.items()}
+    found: list[bool] = []
+
+    def kernel(*tensors: Any) -> tuple[Tensor, Tensor]:
+        found.append(cp.rank_state.is_in_pass)
+        return state_space(*tensors)
+
+    recurrent.state_space(**local, place=recurrent.Placement(cp, tokens=tokens), kernel=kernel)
+    assert not cp.rank_state.is_in_pass
+    return found
+
+
+def test_states_travel_while_other_heads_are_computed(hidden: bool) -> None:
+    assert run_ranks(_passes_in_progress, 2) == [[False, True, True, True] if hidden else [False]] * 2
 
 
 def _kept(rank: int, keep: str) -> tuple[float, int, int]:
@@ -286,6 +317,7 @@ def _kept(rank: int, keep: str) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("keep", ["all", "none"])
+@pytest.mark.usefixtures("hidden")
 def test_checkpoints_keep_what_was_received(keep: str) -> None:
     found = run_ranks(_kept, 2, keep)
 
@@ -308,6 +340,7 @@ def _checkpointed(rank: int, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "state_space"])
+@pytest.mark.usefixtures("hidden")
 def test_checkpoints_of_a_layer_alone_keep_ranks_in_step(kind: str) -> None:
     assert max(run_ranks(_checkpointed, 2, kind)) < 1e-11
 

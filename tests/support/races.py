@@ -89,6 +89,7 @@ class _Memory:
     nbytes: int
     write: _Access | None = None
     reads: dict[Stream, _Access] = field(default_factory=dict)  # since that write, the last one of each stream
+    waited_for: set[Stream] = field(default_factory=set)  # what the allocator waits for before it gives it away again
 
     def before_reading(self) -> list[_Access]:
         return [] if self.write is None else [self.write]
@@ -182,7 +183,12 @@ class Gpus:
         for key in [key for key, memory in self._lent.items() if memory.storage.expired()]:
             memory = self._lent.pop(key)
             self.frees += 1
-            self._check(memory, memory.before_writing(), None, "given back to it", memory.home)
+            others = [access for access in memory.before_writing() if access.stream not in memory.waited_for]
+            self._check(memory, others, None, "given back to it", memory.home)
+
+    def record_stream(self, x: Tensor, stream: Stream) -> None:
+        """Do what `torch.Tensor.record_stream` does."""
+        self._of(x).waited_for.add(stream)
 
     def _check(
         self, memory: _Memory, before: Sequence[_Access], here: _Access | None, what: str, stream: Stream

@@ -234,6 +234,7 @@ def recorded_gpus() -> Iterator[Gpus]:
         (torch.cuda, "current_stream", gpus.current_stream),
         (torch.cuda, "stream", gpus.on),
         (torch.cuda, "_sleep", gpus.sleep),
+        (torch.Tensor, "record_stream", lambda x, stream: gpus.record_stream(x, stream)),
         (dist, "P2POp", _Op),
         (dist, "batch_isend_irecv", partial(_batch, gpus)),
         (torch_distributed, "launches_batches", lambda group: True),
