@@ -65,13 +65,13 @@ def measure_in_rank(rank: int, case: Case, able: Able, slept: Slept | None, roun
         gc.collect()  # what is in cycles may hold groups that are destroyed
     for number in range(rounds):  # in another order every time, the same on all ranks
         for entry in Random(number).sample([*entries.values()], len(entries)):
-            _take_turn(entry, inputs, count=number == 0)
+            take_turn(entry, inputs, count=number == 0)
     for entry in entries.values():
         entry.close()
     return {name: (entry.contender, entry.times, entry.nic_bytes) for name, entry in entries.items()}
 
 
-def _defer_transfers() -> None:
+def defer_transfers() -> None:
     """Let the threads that move data have the processors only when no rank wants them; for all contenders.
 
     On a cluster copy engines and NICs move data; here a rank that waits for a processor before it may begin to sleep
@@ -90,13 +90,13 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
     for contender in configurations:
         known = _groups()
         entry = Entry(contender, contender.prepare(case, slept))
-        _take_turn(entry, inputs)  # which opens its connections
+        take_turn(entry, inputs)  # which opens its connections
         entry.times.clear()
         entry.groups = _groups() - known
         prepared.append(entry)
     if slept is not None:
-        _defer_transfers()
-    kept = prepared[0] if len(prepared) == 1 else best_of(prepared, lambda entry: _take_turn(entry, inputs))
+        defer_transfers()
+    kept = prepared[0] if len(prepared) == 1 else best_of(prepared, lambda entry: take_turn(entry, inputs))
     kept.times.clear()
     return kept
 
@@ -106,7 +106,7 @@ def _groups() -> frozenset[dist.ProcessGroup]:
     return frozenset(dist.distributed_c10d._world.pg_map)
 
 
-def _take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:
+def take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:
     """Time one forward and one backward pass and, if asked, count the bytes at the busiest NIC."""
     *qkv, dout = inputs
     passes: dict[str, Callable[[], Any]] = {"forward": partial(entry.session.attend, *qkv)}

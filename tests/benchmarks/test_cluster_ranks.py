@@ -22,11 +22,11 @@ from tests.support.ranks import run_ranks
 def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
     script = """if True:
         import os, threading
-        from benchmarks.cluster_ranks import _defer_transfers
+        from benchmarks.cluster_ranks import defer_transfers
         done = threading.Event()
         mover = threading.Thread(target=done.wait)
         mover.start()
-        _defer_transfers()
+        defer_transfers()
         print(*map(os.sched_getscheduler, (threading.get_native_id(), mover.native_id)))
         done.set()
     """
@@ -38,7 +38,7 @@ def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
 def turns_in_rank(_: int) -> tuple[list[tuple[int, int]], int, int]:
     """Groups of each turn: all there are, and those of the contender whose turn it is; in the end; their threads."""
     turns = []
-    take_turn = cluster_ranks._take_turn
+    take_turn = cluster_ranks.take_turn
 
     def recorded(entry: cluster_ranks.Entry, *arguments: Any, **named: Any) -> None:
         turns.append((len(cluster_ranks._groups()), len(entry.groups)))
@@ -46,7 +46,7 @@ def turns_in_rank(_: int) -> tuple[list[tuple[int, int]], int, int]:
 
     case = Case(1, 2, 8, 2, 2, 8, torch.float32, causal=False)
     able = {"burst": Burst("burst", several=True).configurations(case)}
-    with patch.multiple(cluster_ranks, _take_turn=recorded, interface_bytes=lambda: (0, 0), LEAD_S=0.01):
+    with patch.multiple(cluster_ranks, take_turn=recorded, interface_bytes=lambda: (0, 0), LEAD_S=0.01):
         cluster_ranks.measure_in_rank(0, case, able, Slept(0.001, 0.001), rounds=1)
     gc.collect()
     return turns, len(cluster_ranks._groups()), sum("gloo_tcp_loop" in name for name in thread_names())

@@ -1,0 +1,204 @@
+"""What every rank of an emulated cluster does with a layer that carries a state: all ways by turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.cluster_ranks import Entry, defer_transfers, take_turn
+from benchmarks.memory import keep_freed_memory
+from burst_plugin import ContextParallel, Tokens, recurrent
+from burst_plugin.recurrent.kernels import state_space
+from burst_plugin.sequence.layout import positions
+from burst_plugin.types import DIRECTIONS
+from tests.support.emulated_gpu import EmulatedDevice, zeros
+
+LAYERS = ("delta_rule", "mamba2")
+WAYS = ("states", "heads", "contiguous")
+_HEADS = {"delta_rule": (8, 128), "mamba2": (16, 64)}  # heads of a layer, and their width
+_HIDDEN = {"delta_rule": 512, "mamba2": 512}  # width of the model, for this share of its heads
+_READ = 0.2  # of the kernel's time: what an entering state adds to outputs
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A case: tokens per rank, and seconds of kernels for 8,192 tokens and 8 heads of 128."""
+
+    nodes: int
+    ranks_per_node: int
+    tokens: int
+    layer: str
+    forward_s: float
+    backward_s: float
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def kernels_s(self) -> dict[str, float]:
+        """Return what a layer's kernels take on a rank, by direction."""
+        heads, width = _HEADS[self.layer]
+        times = (2 if self.layer == "delta_rule" else 1) * self.tokens / 8192 * heads * width / 1024
+        return dict(zip(DIRECTIONS, (self.forward_s * times, self.backward_s * times), strict=True))
+
+
+class _Kernel(NamedTuple):
+    """A kernel that takes its time and no processor, in proportion to tokens and heads."""
+
+    device: EmulatedDevice
+    sizes: Sizes
+    share: float = 1.0
+
+    def sleep(self, direction: str, tokens: int, heads: int) -> None:
+        seconds = getattr(self.sizes, f"{direction}_s")
+        self.device.finish(self.share * seconds * tokens / 8192 * heads * _HEADS[self.sizes.layer][1] / 1024)
+
+    def delta_rule(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, k, v, *_ = tensors
+        return self._run(v.shape, (*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]), tensors)
+
+    def mamba2(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, *_, B, _, _ = tensors
+        return self._run(x.shape, (*x.shape[:1], *x.shape[2:], B.shape[3]), tensors)
+
+    def read(self, dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
+        return self._replace(share=_READ)._run((*dt.shape, state.shape[2]), (), (dt, A, C, state))[0]
+
+    def _run(self, out: Sequence[int], state: Sequence[int], tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _Slept.apply(self, tuple(out), tuple(state), *tensors)
+        return found
+
+
+class _Slept(torch.autograd.Function):
+    """Zeros of the right shapes, after the kernel's time."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: _Kernel, out: tuple[int, ...], state: tuple[int, ...], *xs: Any) -> Any:
+        ctx.kernel, ctx.work = kernel, (out[0] * out[1], out[2])
+        ctx.shapes = [None if x is None else (tuple(x.shape), x.dtype) for x in xs]
+        kernel.device.launch()
+        found = zeros(out, torch.bfloat16, 1).detach(), zeros(state or (1,), torch.float32, 2).detach()
+        kernel.sleep("forward", *ctx.work)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.kernel.device.launch()
+        ctx.kernel.sleep("backward", *ctx.work)
+        return None, None, None, *(None if each is None else zeros(*each, 3) for each in ctx.shapes)
+
+
+class _Projected(torch.autograd.Function):
+    """Tensors of the layer from those of the model, and back; their projections are not what is measured."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], x: Tensor) -> Any:
+        ctx.shape, ctx.dtype = tuple(x.shape), x.dtype
+        found = [zeros(shape, dtype, 4).detach() for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, zeros(ctx.shape, ctx.dtype, 5)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows of x [1, S_local, D], which ranks hold as `here` says, where they are to be as `there` says."""
+
+    @staticmethod
+    def forward(ctx: Any, here: Sequence[Tensor], there: Sequence[Tensor], x: Tensor) -> Tensor:
+        ctx.back = there, here
+        rank, whole = dist.get_rank(), torch.zeros(sum(map(len, here)), x.shape[2], dtype=x.dtype)
+        ops, taken = [], {}
+        for peer in range(len(here)):
+            leaving, arriving = (torch.isin(*pair) for pair in ((here[rank], there[peer]), (here[peer], there[rank])))
+            rows, places = x[0, leaving], here[peer][arriving]
+            if peer == rank:
+                whole[places] = rows
+                continue
+            taken[peer] = places, rows.new_empty(len(places), x.shape[2])
+            ops += [dist.P2POp(dist.irecv, taken[peer][1], peer)] if len(places) else []
+            ops += [dist.P2POp(dist.isend, rows, peer)] if len(rows) else []
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        for places, rows in taken.values():
+            whole[places] = rows
+        return whole[there[rank]].unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, _Moved.apply(*ctx.back, grad)
+
+
+def _layer(sizes: Sizes, kernel: _Kernel, place: recurrent.Placement, hidden: Tensor) -> Tensor:
+    """Compute the layer on this rank's tokens, hidden [1, S_local, D]; return [1, S_local, D]."""
+    heads, width = _HEADS[sizes.layer]
+    of, half, full = (1, hidden.shape[1], heads), torch.bfloat16, torch.float32
+    if sizes.layer == "delta_rule":
+        shapes = [(*of, width)] * 3 + [of] * 2
+        q, k, v, g, beta = _Projected.apply(shapes, [half] * 3 + [full, half], hidden)
+        out = recurrent.gated_delta_rule(q, k, v, g, beta, place, kernel=kernel.delta_rule)
+    else:
+        groups = (*of[:2], sizes.ranks, 128)
+        x, dt, B, C = _Projected.apply([(*of, width), of, groups, groups], [half, full, half, half], hidden)
+        out = recurrent.state_space(x, dt, torch.zeros(heads), B, C, place, kernel=kernel.mamba2)
+    done: Tensor = _Projected.apply([tuple(hidden.shape)], [half], out)
+    return done
+
+
+class _Session(NamedTuple):
+    attend: Callable[[Tensor], Tensor]
+
+
+def _sessions(sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the ways to compute the layer on a shard in zigzag order, hidden [1, S_local, D]."""
+    kernel, tokens = _Kernel(EmulatedDevice(), sizes), Tokens(sizes.ranks * sizes.tokens)
+    rings = {
+        "states": {"recurrent": "state"},
+        "heads": {"recurrent": "heads"},
+        "contiguous": {"recurrent": "state", "layout": "contiguous"},
+    }
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    rows: dict[str, list[Tensor]] = {}
+    for way, options in rings.items():
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=sizes.ranks_per_node, **options)
+        rows[way] = [positions(runs) for runs in cp.rank_state.route_table.shards(tokens)]
+        found[way] = partial(_layer, sizes, kernel, recurrent.Placement(cp, tokens=tokens))
+    layer = found["contiguous"]
+
+    def converted(hidden: Tensor) -> Tensor:
+        here, there = rows["states"], rows["contiguous"]
+        moved: Tensor = _Moved.apply(there, here, layer(_Moved.apply(here, there, hidden)))
+        return moved
+
+    return {**found, "contiguous": converted}
+
+
+def measure_in_rank(rank: int, sizes: Sizes, rounds: int) -> dict[str, tuple[dict[str, list[float]], dict[str, int]]]:
+    """Measure all ways on one case, by turns: times by direction, and bytes at the busiest NIC."""
+    gc.collect()
+    gc.freeze()
+    keep_freed_memory()
+    hidden = torch.zeros(1, sizes.tokens, _HIDDEN[sizes.layer], dtype=torch.bfloat16)
+    inputs = hidden.clone().requires_grad_(), hidden
+    kernel = _Kernel(EmulatedDevice(), sizes)
+    with mock.patch.object(state_space, "state_space_read", kernel.read):
+        entries = {way: Entry(way, _Session(attend)) for way, attend in _sessions(sizes).items()}
+        for entry in entries.values():
+            take_turn(entry, inputs)
+            entry.times.clear()
+        defer_transfers()
+        for number in range(rounds):
+            for entry in Random(number).sample([*entries.values()], len(entries)):
+                take_turn(entry, inputs, count=number == 0)
+    return {way: (dict(entry.times), entry.nic_bytes) for way, entry in entries.items()}
