@@ -329,7 +329,7 @@ def decay_attention(
         return {"sizes": [list(each.shape[2:]) for each in tensors.values()], "dtype": v.dtype}
 
     call = place.call("decay_attention", tensors, check, (log_decay,))
-    log_decay = log_decay.clamp(min=_NOTHING_LEFT)
+    log_decay = log_decay.to(state_type(v)).clamp(min=_NOTHING_LEFT)
 
     def of_heads(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> OnePass:
         def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Any, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -421,12 +421,12 @@ def rwkv(
         return {"sizes": list(v.shape[2:]), "dtype": v.dtype}
 
     call = place.call("rwkv", tensors, check, (log_decay, bonus))
-    log_decay = log_decay.clamp(min=_NOTHING_LEFT)
-    logs = log_decay.to(state_type(v))
+    # All gradients of parameters are added up before they are rounded.
+    logs, bonus = log_decay.to(state_type(v)).clamp(min=_NOTHING_LEFT), bonus.to(state_type(v))
 
     def of_pieces(given: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         k, v = given
-        out, (num, den, most) = wkv.rwkv(k, v, log_decay, bonus, initial, lengths=lengths)
+        out, (num, den, most) = wkv.rwkv(k, v, logs, bonus, initial, lengths=lengths)
         return out, (num, den), most
 
     def decay(given: Sequence[Tensor], group: Group) -> Tensor:
