@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -17,6 +18,7 @@ from torch import Tensor
 from benchmarks.cluster_ranks import Entry, defer_transfers, take_turn
 from benchmarks.memory import keep_freed_memory
 from burst_plugin import ContextParallel, Tokens, recurrent
+from burst_plugin.recurrent import layers
 from burst_plugin.recurrent.kernels import state_space
 from burst_plugin.sequence.layout import positions
 from burst_plugin.types import DIRECTIONS
@@ -26,6 +28,7 @@ LAYERS = ("delta_rule", "mamba2")
 WAYS = ("states", "heads", "contiguous")
 _HEADS = {"delta_rule": (8, 128), "mamba2": (16, 64)}  # heads of a layer, and their width
 _HIDDEN = {"delta_rule": 512, "mamba2": 512}  # width of the model, for this share of its heads
+_PAIR = 0.74  # of the kernel's time: what pieces of a delta rule do to states, as measured of the kernels here
 _READ = 0.2  # of the kernel's time: what an entering state adds to outputs
 
 
@@ -63,33 +66,43 @@ class _Kernel(NamedTuple):
         seconds = getattr(self.sizes, f"{direction}_s")
         self.device.finish(self.share * seconds * tokens / 8192 * heads * _HEADS[self.sizes.layer][1] / 1024)
 
-    def delta_rule(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def delta_rule(self, *tensors: Tensor | None) -> Any:
         _, k, v, *_ = tensors
-        return self._run(v.shape, (*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]), tensors)
+        return self._run(v.shape, (torch.bfloat16, v.shape), (torch.float32, _state(k, v)), tensors=tensors)
 
-    def mamba2(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def pair(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+        pairs = [(torch.float32, _state(k, x)) for x in (k, v)]
+        return self._replace(share=_PAIR)._run(v.shape, *pairs, tensors=(k, v, g, beta))
+
+    def mamba2(self, *tensors: Tensor | None) -> Any:
         x, *_, B, _, _ = tensors
-        return self._run(x.shape, (*x.shape[:1], *x.shape[2:], B.shape[3]), tensors)
+        state = torch.float32, (len(x), *x.shape[2:], B.shape[3])
+        return self._run(x.shape, (torch.bfloat16, x.shape), state, tensors=tensors)
 
-    def read(self, dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
-        return self._replace(share=_READ)._run((*dt.shape, state.shape[2]), (), (dt, A, C, state))[0]
+    def read(self, dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Any:
+        out = torch.bfloat16, (*dt.shape, state.shape[2])
+        return self._replace(share=_READ)._run(dt.shape, out, tensors=(dt, A, C, state))
 
-    def _run(self, out: Sequence[int], state: Sequence[int], tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _Slept.apply(self, tuple(out), tuple(state), *tensors)
-        return found
+    def _run(self, work: Sequence[int], *outs: Any, tensors: Sequence[Tensor | None]) -> Any:
+        """Return zeros of these types and shapes after the time for `work`, [batch, tokens, heads, ...]."""
+        return _Slept.apply(self, (work[0] * work[1], work[2]), outs, *tensors)
+
+
+def _state(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    return len(values), values.shape[2], keys.shape[3], values.shape[3]
 
 
 class _Slept(torch.autograd.Function):
-    """Zeros of the right shapes, after the kernel's time."""
+    """Zeros of the right shapes, after a kernel's time."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: _Kernel, out: tuple[int, ...], state: tuple[int, ...], *xs: Any) -> Any:
-        ctx.kernel, ctx.work = kernel, (out[0] * out[1], out[2])
+    def forward(ctx: Any, kernel: _Kernel, work: tuple[int, int], outs: Sequence[Any], *xs: Any) -> Any:
+        ctx.kernel, ctx.work = kernel, work
         ctx.shapes = [None if x is None else (tuple(x.shape), x.dtype) for x in xs]
         kernel.device.launch()
-        found = zeros(out, torch.bfloat16, 1).detach(), zeros(state or (1,), torch.float32, 2).detach()
-        kernel.sleep("forward", *ctx.work)
-        return found
+        found = [zeros(tuple(shape), dtype, n).detach() for n, (dtype, shape) in enumerate(outs)]
+        kernel.sleep("forward", *work)
+        return tuple(found) if len(found) > 1 else found[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -140,18 +153,18 @@ class _Moved(torch.autograd.Function):
         return None, None, _Moved.apply(*ctx.back, grad)
 
 
-def _layer(sizes: Sizes, kernel: _Kernel, place: recurrent.Placement, hidden: Tensor) -> Tensor:
+def _layer(sizes: Sizes, place: recurrent.Placement, hidden: Tensor) -> Tensor:
     """Compute the layer on this rank's tokens, hidden [1, S_local, D]; return [1, S_local, D]."""
     heads, width = _HEADS[sizes.layer]
     of, half, full = (1, hidden.shape[1], heads), torch.bfloat16, torch.float32
     if sizes.layer == "delta_rule":
         shapes = [(*of, width)] * 3 + [of] * 2
         q, k, v, g, beta = _Projected.apply(shapes, [half] * 3 + [full, half], hidden)
-        out = recurrent.gated_delta_rule(q, k, v, g, beta, place, kernel=kernel.delta_rule)
+        out = recurrent.gated_delta_rule(q, k, v, g, beta, place)
     else:
         groups = (*of[:2], sizes.ranks, 128)
         x, dt, B, C = _Projected.apply([(*of, width), of, groups, groups], [half, full, half, half], hidden)
-        out = recurrent.state_space(x, dt, torch.zeros(heads), B, C, place, kernel=kernel.mamba2)
+        out = recurrent.state_space(x, dt, torch.zeros(heads), B, C, place)
     done: Tensor = _Projected.apply([tuple(hidden.shape)], [half], out)
     return done
 
@@ -162,7 +175,7 @@ class _Session(NamedTuple):
 
 def _sessions(sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the ways to compute the layer on a shard in zigzag order, hidden [1, S_local, D]."""
-    kernel, tokens = _Kernel(EmulatedDevice(), sizes), Tokens(sizes.ranks * sizes.tokens)
+    tokens = Tokens(sizes.ranks * sizes.tokens)
     rings = {
         "states": {"recurrent": "state"},
         "heads": {"recurrent": "heads"},
@@ -173,7 +186,7 @@ def _sessions(sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
     for way, options in rings.items():
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=sizes.ranks_per_node, **options)
         rows[way] = [positions(runs) for runs in cp.rank_state.route_table.shards(tokens)]
-        found[way] = partial(_layer, sizes, kernel, recurrent.Placement(cp, tokens=tokens))
+        found[way] = partial(_layer, sizes, recurrent.Placement(cp, tokens=tokens))
     layer = found["contiguous"]
 
     def converted(hidden: Tensor) -> Tensor:
@@ -192,7 +205,15 @@ def measure_in_rank(rank: int, sizes: Sizes, rounds: int) -> dict[str, tuple[dic
     hidden = torch.zeros(1, sizes.tokens, _HIDDEN[sizes.layer], dtype=torch.bfloat16)
     inputs = hidden.clone().requires_grad_(), hidden
     kernel = _Kernel(EmulatedDevice(), sizes)
-    with mock.patch.object(state_space, "state_space_read", kernel.read):
+    in_place_of = [
+        (layers, "delta_rule", kernel.delta_rule),
+        (layers, "_pair_by_rule", kernel.pair),
+        (state_space, "state_space", kernel.mamba2),
+        (state_space, "state_space_read", kernel.read),
+    ]
+    with ExitStack() as stack:
+        for module, name, slept in in_place_of:
+            stack.enter_context(mock.patch.object(module, name, slept))
         entries = {way: Entry(way, _Session(attend)) for way, attend in _sessions(sizes).items()}
         for entry in entries.values():
             take_turn(entry, inputs)

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
@@ -42,8 +43,23 @@ SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 _IDS = ("input_ids", "inputs_embeds")
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# How names of entries begin that hold images, video or audio, and are not cut: ranks share them out.
+MEDIA = (
+    "aspect_ratio_",
+    "audio_",
+    "feature_attention_mask",
+    "image_",
+    "images_",
+    "input_features",
+    "num_frames",
+    "patch_",
+    "pixel_",
+    "second_per_grid",
+    "spatial_shapes",
+    "video_",
+)
+_WHOLE = ("input_ids", "attention_mask", *_TOKEN_TYPES)
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
-NOT_YET = "images, audio and video are not supported on a ring yet"
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
 _LOOKS = 10  # batches to look at until one is uneven; each look takes as long as making a new mask's plan
 _looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # by ring: batches looked at so far
@@ -75,6 +91,7 @@ class SequenceShard:
     token_types: which of "token_type_ids" and "mm_token_type_ids" are in the batch and not all 0.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
+    whole: ids, masks and types of all tokens, [B, S], of a batch with images, video or audio; else empty.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """
@@ -91,6 +108,7 @@ class SequenceShard:
     longest: int = 0
     token_types: tuple[str, ...] = ()
     counted: Tensor | None = None
+    whole: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
     def __str__(self) -> str:
@@ -155,6 +173,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         longest=int(tensors["position_ids"].max()),
         token_types=tuple(name for name in _TOKEN_TYPES if name in tensors and bool(tensors[name].any())),
         counted=_counted(batch, read, local["position_ids"], cp, tokens),
+        whole={name: batch[name] for name in _WHOLE if isinstance(batch.get(name), Tensor)} if read.media else {},
     )
     if cp.ranks > 1:
         for name in _IDS:
@@ -213,6 +232,7 @@ class _WholeBatch(NamedTuple):
     mask: padding and document bounds; None if there are neither.
     real: which tokens of the padded length, [B, S], are no padding; None if all are.
     checksum: what ranks compare to know that they cut the same batch.
+    media: whether there are images, video or audio, which are not cut.
     """
 
     tensors: dict[str, Tensor]
@@ -220,6 +240,7 @@ class _WholeBatch(NamedTuple):
     mask: Mask | None
     real: Tensor | None
     checksum: int
+    media: bool
 
 
 def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _WholeBatch:
@@ -236,8 +257,17 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     positions = _positions_in_text(tensors["position_ids"])
     valid = valid_tokens(batch, positions)
     mask, real = batch_mask(batch, positions, valid, padded, trees), real_tokens(valid, padded)
-    compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
-    return _WholeBatch(tensors, padded, mask, real, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
+    media = [value for name, value in batch.items() if _is_media(name, value, positions.shape)]
+    compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q"), *tree_leaves(media)]
+    checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
+    return _WholeBatch(tensors, padded, mask, real, checksum, bool(media))
+
+
+def _is_media(name: str, value: object, shape: Sequence[int]) -> bool:
+    """Return whether an entry of a batch holds images, video or audio, and not something of every token [B, S]."""
+    holds = isinstance(value, Tensor | list | tuple)
+    of_tokens = isinstance(value, Tensor) and value.shape == tuple(shape)
+    return name.startswith(MEDIA) and holds and not of_tokens
 
 
 def _ids_are_cut(batch: Mapping[str, Any]) -> bool:
@@ -317,7 +347,7 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"a batch needs input_ids of shape [batch, tokens], got {got}")
     tensors: dict[str, Tensor] = {}
     for name, value in batch.items():
-        if name in _MASK_KEYS:
+        if name in _MASK_KEYS or _is_media(name, value, ids.shape[:2]):
             continue
         if not isinstance(value, Tensor) or value.dim() < 2:
             _check_passed_on(name, value)
@@ -327,8 +357,7 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         elif value.shape[:2] != ids.shape[:2]:
             raise ValueError(
                 f"{name} of shape {list(value.shape)} cannot be cut along the sequence: the first two dims of a "
-                f"batch's tensors have to be {list(ids.shape[:2])}, those of the input ({NOT_YET}); take {name} out "
-                "of the batch"
+                f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take {name} out of the batch"
             )
         tensors[name] = value
     for name in ("position_ids", "labels", "shift_labels"):
@@ -356,8 +385,8 @@ def _check_passed_on(name: str, value: object) -> None:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     if any(isinstance(part, Tensor) and part.dim() > 1 for part in parts):
         raise ValueError(
-            f"{name}, tensors in a {type(value).__name__}, cannot be cut along the sequence ({NOT_YET}); take {name} "
-            "out of the batch"
+            f"{name}, tensors in a {type(value).__name__}, cannot be cut along the sequence; take {name} out of the "
+            "batch"
         )
     for part in parts:
         _check_passed_on(name, part)

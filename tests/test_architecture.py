@@ -30,6 +30,7 @@ FLOORS = (
     ("attention", "batch", "trajectories"),
     ("virtual", "inference"),
     ("recurrent",),
+    ("towers",),
     ("__init__",),
     ("check",),
     ("frameworks",),

@@ -21,6 +21,9 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
+from burst_plugin.huggingface.media.absent import with_absent_media
+from burst_plugin.huggingface.media.features import use_media
+from burst_plugin.huggingface.media.positions import with_media_positions
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
 from burst_plugin.huggingface.recurrent import (
@@ -40,7 +43,7 @@ from burst_plugin.huggingface.router_losses import (
     use_router_losses,
 )
 from burst_plugin.huggingface.text_only import (
-    check_is_text,
+    check_media,
     leaves_attention_to_parts,
     other_parts,
     text_modules,
@@ -87,6 +90,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         use_longest_positions(pretrained)
         watch_positions(pretrained)
         use_recurrent(pretrained)
+        use_media(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):
             setattr(module, EXAMINED, number)
@@ -139,9 +143,10 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     own = kwargs
     if shard is not None:
         if not shard.as_given:
-            check_is_text(model, args, kwargs)
+            check_media(model, args, kwargs)
             _check_labels(model, kwargs)
-            kwargs = begin(model, shard, kwargs)
+            kwargs = with_absent_media(model, shard, begin(model, shard, kwargs))
+            kwargs = with_media_positions(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import NOT_YET, SHARD_KEY
+from burst_plugin.batch import MEDIA, SHARD_KEY
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import shard_of_forward
+from burst_plugin.huggingface.media.features import takes_media
 
 # Tensors, caches and lists that a batch of text may have; of `token_type_ids` masks are made, which are examined.
 _OF_TEXT = frozenset(
@@ -120,19 +121,25 @@ def _refuse_tower(tower: torch.nn.Module, args: tuple[Any, ...]) -> None:
         )
 
 
-def check_is_text(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for a batch with anything but text, given with a shard to a model that has other parts."""
+def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a shard with images, video or audio that a model cannot share, or was cut without."""
     if not text_part(model.config):
         return
-    shard = kwargs[SHARD_KEY]
-    if shard.token_types:
+    shard, name = kwargs[SHARD_KEY], type(model).__name__
+    if shard.whole and not takes_media(model):
         raise ValueError(
-            f"{type(model).__name__} got {', '.join(shard.token_types)} that mark tokens of an image in a batch that "
-            f"is cut: {NOT_YET}; leave them out, or give zeros for text"
+            f"{name} got images, video or audio in a batch that is cut, and makes features of them in a way that "
+            "ranks cannot share yet; train on text alone"
         )
-    for name, value in by_name(model.forward, args, kwargs).items():
-        if name not in _OF_TEXT and isinstance(value, Tensor | list | tuple | Mapping):
+    if shard.token_types and not shard.whole:
+        raise ValueError(
+            f"{name} got {', '.join(shard.token_types)} that mark tokens of an image in a batch that is cut, without "
+            "the image; leave them out, or give zeros for text"
+        )
+    for entry, value in by_name(model.forward, args, kwargs).items():
+        is_known = entry in _OF_TEXT or (shard.whole and entry.startswith(MEDIA))
+        if not is_known and isinstance(value, Tensor | list | tuple | Mapping):
             raise ValueError(
-                f"{type(model).__name__} got {name} with a batch that is cut: {NOT_YET}; leave {name} out, and train "
-                "on text alone"
+                f"{name} got {entry} with a batch that was cut without it: give shard_batch all that a processor "
+                f"returns, or leave {entry} out"
             )

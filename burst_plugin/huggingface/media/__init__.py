@@ -1,0 +1,1 @@
+"""Models that take images, video and audio, on shards of their batches."""

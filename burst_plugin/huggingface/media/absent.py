@@ -1,0 +1,85 @@
+"""Batches without images, where other rings have some: a tower whose parameters are cut runs on all ranks or none.
+
+ZeRO-3 and FSDP gather a tower's parameters when it runs, from all ranks that have a part of them. So a ring without
+an image encodes one of another ring's, and leaves the features out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.huggingface.media.features import by_frame, modalities_of
+from burst_plugin.huggingface.media.units import units_of
+
+_SAMPLES = "_burst_plugin_samples"  # of a model: a small image, video and clip, by the name of the method
+
+
+def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward with an image of another ring for each tower that runs there; collective."""
+    towers = {f"get_{modality}_features": module for module in model.modules() for modality in modalities_of(module)}
+    group = partition_group(model) if towers else None
+    if group is None or dist.get_world_size(group) <= shard.cp.ranks:
+        return kwargs
+    names = sorted(towers)
+    given = {name: _given(towers[name], name, kwargs) for name in names}
+    known: dict[str, Any] = model.__dict__.setdefault(_SAMPLES, {})
+    for name in names:
+        if given[name] and name not in known:
+            units = units_of(next(iter(given[name])), given[name], by_frame(towers[name]))
+            known[name] = units.take([units.smallest])
+    device = next(x.device for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    none = dist.get_world_size(group)
+    # Of each method: the first rank that is to run it, and that knows what to run it on; whether any does not know.
+    rank = dist.get_rank(group)
+    found = [[rank if given[n] else none, rank if n in known else none, -int(n not in known)] for n in names]
+    least = torch.tensor(found, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    for name, (runs, knows, unknown) in zip(names, least.tolist(), strict=True):
+        if runs == none:
+            continue
+        if unknown:
+            box = [_on_cpu(known.get(name))]
+            dist.broadcast_object_list(box, group=group, group_src=knows)
+            known.setdefault(name, box[0])
+        if not given[name]:
+            kwargs = {**kwargs, **_on_device(known[name], device)}
+    return kwargs
+
+
+def _given(module: torch.nn.Module, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a forward that one of its module's methods gets; nothing without pixels, or sound."""
+    names = list(inspect.signature(getattr(module, name)).parameters)
+    return {n: kwargs[n] for n in names if kwargs.get(n) is not None} if kwargs.get(names[0]) is not None else {}
+
+
+def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks between which the parameters of a model are cut; None if each rank has them all."""
+    for module in model.modules():
+        group = getattr(module, "process_group", None)
+        if type(module).__name__ == "FullyShardedDataParallel" and isinstance(group, dist.ProcessGroup):
+            return group
+    for parameter in model.parameters():
+        group = getattr(parameter, "ds_process_group", None)  # of DeepSpeed's ZeRO-3
+        if group is not None:
+            found: dist.ProcessGroup = group
+            return found
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            cut = [dim for dim, each in enumerate(parameter.placements) if each.is_shard()]  # type: ignore[attr-defined]
+            return mesh.get_group(cut[-1]) if cut else None
+    return None
+
+
+def _on_cpu(sample: Any) -> Any:
+    return {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in (sample or {}).items()}
+
+
+def _on_device(sample: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in sample.items()}

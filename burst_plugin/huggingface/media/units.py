@@ -1,0 +1,89 @@
+"""What a call of a tower encodes, as units that it treats alone: images, tiles, frames, clips.
+
+pixel_values [patches of all images, ...], image_grid_thw [images, 3]     patches of one image follow each other
+pixel_values [images, ...], others [images, ...]                          one unit each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.towers.sharing import work_of
+
+
+class Units(NamedTuple):
+    """What a call encodes. patches: of each unit; take: the arguments of a call for some of them, ascending."""
+
+    patches: list[int]
+    take: Callable[[Sequence[int]], dict[str, Any]]
+
+    @property
+    def smallest(self) -> int:
+        """Return the unit with fewest patches."""
+        return min(range(len(self.patches)), key=self.patches.__getitem__)
+
+    def work(self, width: int) -> list[float]:
+        """Return the work of each unit in a tower of this width."""
+        return [work_of(patches, width) for patches in self.patches]
+
+
+def units_of(name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+    """Return the units of a call.
+
+    name: of the argument with the pixels, or features of sound. by_frame: frames of a video are units of their own.
+    Raises ValueError for numbers of images that do not fit together.
+    """
+    pixels = given[name]
+    grid_name = next((each for each in given if "grid" in each and isinstance(given[each], Tensor)), None)
+    if grid_name is not None and int(given[grid_name].prod(-1).sum()) == len(pixels):
+        return _of_patches(name, grid_name, given, by_frame)
+    if grid_name is not None and len(given[grid_name]) != len(pixels):
+        raise ValueError(
+            f"{grid_name} says that there are {int(given[grid_name].prod(-1).sum())} patches, but {name} has "
+            f"{len(pixels)}: give the grids of these images"
+        )
+    count = len(pixels)
+    return Units(
+        [pixels[0].numel() if count else 1] * count
+        if isinstance(pixels, Tensor)
+        else [each.numel() for each in pixels],
+        lambda numbers: {key: _picked(value, count, numbers) for key, value in given.items()},
+    )
+
+
+def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+    """Return units whose patches follow each other, as grids say."""
+    grid = given[grid_name]
+    if by_frame and grid.shape[1] == 3:
+        frames = grid.repeat_interleave(grid[:, 0], 0)
+        grid = torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], 1)
+    patches = grid.prod(-1).tolist()
+    ends = [*accumulate(patches, initial=0)]
+
+    def take(numbers: Sequence[int]) -> dict[str, Any]:
+        rows = torch.cat([torch.arange(ends[n], ends[n + 1], device="cpu") for n in numbers])
+        taken = {}
+        for key, value in given.items():
+            if key == grid_name:
+                taken[key] = grid[list(numbers)]
+            elif isinstance(value, Tensor) and value.dim() and len(value) == ends[-1]:
+                taken[key] = value[rows.to(value.device)]
+            else:
+                taken[key] = _picked(value, len(patches), numbers)
+        return taken
+
+    return Units(patches, take)
+
+
+def _picked(value: Any, count: int, numbers: Sequence[int]) -> Any:
+    """Return those of the entries that are one for each unit; other arguments as they are."""
+    if isinstance(value, Tensor) and value.dim() and len(value) == count:
+        return value[torch.tensor(numbers, device=value.device)]
+    if isinstance(value, list | tuple) and len(value) == count:
+        return type(value)(value[n] for n in numbers)
+    return value

@@ -1,0 +1,1 @@
+"""Encoders of images, frames and clips: shared out between ranks; features go where their tokens are."""

@@ -1,0 +1,30 @@
+"""Which rank encodes what: images, frames, clips, whatever a tower treats alone, by their work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return for each rank the numbers of what it encodes, ascending; of so much work each.
+
+    What has most work is given out first, each time to the rank that has least: no rank has more than 4/3 of the best
+    possible (Graham 1969).
+    """
+    least = [(0.0, rank) for rank in range(ranks)]
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(work)), key=lambda n: (-work[n], n)):
+        done, rank = heapq.heappop(least)
+        found[rank].append(number)
+        heapq.heappush(least, (done + work[number], rank))
+    return [sorted(numbers) for numbers in found]
+
+
+def work_of(patches: int, width: int) -> float:
+    """Return the work of one image of so many patches in a layer of so wide a tower, in proportion to its FLOPs.
+
+    Projections and an MLP of four times the width take 24 * patches * width**2 FLOPs, attention
+    4 * patches**2 * width.
+    """
+    return patches * (6.0 * width + patches)
