@@ -103,7 +103,7 @@ def _shared(
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
     mine = shares[cp.rank] if shard.whole else []  # without images what is given stands in for those of other rings
     with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
-        rows = _Features.of(encode(**units.take(mine or [units.smallest])))
+        rows = _OutputRows.of(encode(**units.take(mine or [units.smallest])))
     x = torch.cat(rows.tensors, 1)[: None if mine else 0]
     if not shard.whole:
         return rows.put(x)
@@ -167,7 +167,7 @@ def _numbers(
     return encoded, held
 
 
-class _Features(NamedTuple):
+class _OutputRows(NamedTuple):
     """The features of an output, as rows. tensors: each [rows, D], first those that tokens take the place of."""
 
     out: Any
@@ -175,7 +175,7 @@ class _Features(NamedTuple):
     parts: list[int]  # the number of rows of each image, if the output tells images apart
 
     @classmethod
-    def of(cls, out: Any) -> _Features:
+    def of(cls, out: Any) -> _OutputRows:
         """Return the rows of what a model's method returns."""
         features: Any = out if isinstance(out, Tensor | list | tuple) else out.pooler_output
         deep = getattr(out, "deepstack_features", None) or []
