@@ -8,6 +8,7 @@ of those tokens that were asked for. Padding is left out, so that rows of the ca
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.positions import problem_with_cache
-from burst_plugin.huggingface.recurrent import mixers
+from burst_plugin.huggingface.recurrent import begin_turn, end_turn, is_recurrent_alone, mixers
+from burst_plugin.huggingface.recurrent.states import attending_layers, states_of
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.inference import Turn
+from burst_plugin.inference.columns import Columns
 
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")  # tensors [B, n, ...] that are cut
 _KNOWN = (*_TOKENS, "attention_mask", "position_ids")
@@ -56,7 +59,12 @@ class _NewTokens(NamedTuple):
         if problem:
             raise ValueError(f"{type(model).__name__} with a RingCache: {problem}")
         tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-        real = _real(given.get("attention_mask"), tokens, cache.seen)
+        mask = given.get("attention_mask")
+        if mask is None and len(cache.seen) and is_recurrent_alone(model):  # which generate leaves out
+            mask = torch.nn.functional.pad(cache.seen, (0, tokens.shape[1]), value=True)
+        real = _real(mask, tokens, cache.seen)
+        if any(mixers(model)):
+            _check_padding(real, cache.seen)
         _check_positions(given.get("position_ids"), real, cache.seen)
         counts = real.sum(1) + (cache.seen.sum(1) if len(cache.seen) else 0)
         return cls(given, real, int(counts.max()) - 1)
@@ -69,23 +77,22 @@ class _NewTokens(NamedTuple):
         real = x[self.real.to(x.device)]
         return real.view(_BITS[x.element_size()]) if x.is_floating_point() else real
 
-    def cut(self, turn: Turn) -> dict[str, Any]:
-        """Return the arguments with this rank's tokens alone."""
+    def cut(self, turn: Turn | Columns, has_positions: bool) -> dict[str, Any]:
+        """Return the arguments with this rank's tokens alone, and their positions."""
         cut = {name: x for name, x in self.given.items() if name not in ("attention_mask", "position_ids")}
         order = None if bool(self.real.all()) else (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
         for name in cut.keys() & set(_TOKENS):
             x: Tensor = cut[name]
             rows = x if order is None else torch.stack([row[at] for row, at in zip(x, order, strict=True)])
             cut[name] = turn.take(rows)
-            cut["position_ids"] = turn.positions.to(x.device)
+            if has_positions:
+                cut["position_ids"] = turn.positions.to(x.device)
         return cut
 
 
 def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     """Return what a forward asks for that a `RingCache` does not have; empty if nothing."""
     config = model.config.get_text_config()
-    if any(mixers(model)):
-        return "its layers carry a state along the sequence, which the cache does not hold; generate on one rank"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "it has attention in chunks, which the cache does not cut; generate on one rank"
     if getattr(config, "attn_temperature_tuning", None) and not all(getattr(config, "no_rope_layers", None) or (1,)):
@@ -111,13 +118,16 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     return problem_with_cache(model)
 
 
-def _windows(config: Any) -> list[int | None]:
-    """Return how many tokens before itself each layer's tokens attend to; None for all."""
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [_SLIDING] * layers
+def _windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """Return how many tokens before itself each attending layer's tokens attend to, by layer; None for all."""
+    config = model.config.get_text_config()
+    if is_recurrent_alone(model):
+        return {}
+    layers = attending_layers(config) if any(mixers(model)) else list(range(config.num_hidden_layers))
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or not getattr(config, "use_sliding_window", True):
-        return [None] * layers
-    return [window - 1 if kind == _SLIDING else None for kind in kinds]
+        return dict.fromkeys(layers)
+    return {layer: window - 1 if not kinds or kinds[layer] == _SLIDING else None for layer in layers}
 
 
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -142,6 +152,16 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
             "padding_side='left' of a tokenizer does"
         )
     return whole[:, before:]
+
+
+def _check_padding(real: Tensor, seen: Tensor) -> None:
+    """Raise ValueError for padding after the first token of a row, at which states would go on."""
+    begun = seen.any(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.bool, device="cpu")
+    if bool((~real & (begun | (real.cumsum(1) > 0))).any()):
+        raise ValueError(
+            "attention_mask has padding after the first token of a row, at which transformers lets the states of "
+            "recurrent layers go on; pad rows on the left alone, and give all rows as many tokens in later turns"
+        )
 
 
 def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> None:
@@ -173,9 +193,10 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         tell(cache.cp, error)
         raise
     try:
-        windows = _windows(model.config.get_text_config())
+        windows, last = _windows(model), given.get("logits_to_keep") == 1
+        states = states_of(model.config.get_text_config()) if any(mixers(model)) else None
         cache.longest = tokens.longest
-        turn = cache.begin_turn(windows, tokens.real, tokens.ids, given.get("logits_to_keep") == 1)
+        turn = cache.begin_turn(windows, states, tokens.real, tokens.ids, last)
     except ValueError as error:
         if "ids" in str(error):
             raise ValueError(
@@ -183,7 +204,8 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
                 "before generate"
             ) from error
         raise
-    return (), tokens.cut(turn)
+    local = tokens.cut(turn, "position_ids" in inspect.signature(model.forward).parameters)
+    return (), begin_turn(model, cache, local)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -200,6 +222,8 @@ def _bring_together(body: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 def _end(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """End the turn of a forward, also of one that failed."""
     cache = ring_cache_of((*args, *kwargs.values()))
+    if cache is not None:
+        end_turn(model, cache)
     if cache is not None and not cache.end_turn() and output is not None:
         raise ValueError(
             f"{type(model).__name__} has computed logits without its layers, or without {model.base_model_prefix}: "

@@ -22,6 +22,7 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import EXAMINED
+from burst_plugin.huggingface.recurrent import mixers
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 from burst_plugin.ring.agreement import prepared_together
 
@@ -117,6 +118,11 @@ def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: Generation
         names = ", ".join(each.value for each in _MODES)
         asked = mode.value if mode not in _MODES else "custom_generate"
         return f"{asked} is not supported; use one of {names}"
+    if mode is GenerationMode.ASSISTED_GENERATION and any(mixers(model)):
+        return (
+            f"{mode.value} cuts off drafts that are not taken, and states of recurrent layers are those after the "
+            "last token; leave assistant_model and prompt_lookup_num_tokens out"
+        )
     if config.use_cache is False:
         return "use_cache=False would compute all tokens again; leave it out"
     if config.max_time is not None:

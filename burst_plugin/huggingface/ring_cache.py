@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from burst_plugin.batch import SequenceShard
 from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.recurrent.states import XLSTM, LayerStates
 from burst_plugin.inference import KVCache, Turn
+from burst_plugin.inference.columns import Columns
 from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask, SlidingWindow
@@ -20,7 +23,7 @@ _DRAFT = 128  # tokens that models which assist may draft at once; some of them 
 
 
 class RingCache(Cache):
-    """Keys and values of a model's layers, of which each rank of a ring holds its share.
+    """Keys and values of a model's layers, of which each rank of a ring holds its share, and states, which all hold.
 
         model = burst_plugin.huggingface.prepare(model).eval()
         ids = model.generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
@@ -56,7 +59,9 @@ class RingCache(Cache):
     def reset(self) -> None:
         """Forget everything; not collective, but the same on every rank."""
         self._kv: KVCache | None = None
-        self._windows: tuple[int | None, ...] = ()  # by layer
+        self._windows: dict[int, int | None] = {}  # of layers that attend, by their numbers in the model
+        self._set_states(None)
+        self.shard: SequenceShard | None = None  # of the turn, for layers that carry a state
         # [B, columns] of the ids so far: which are no padding
         self._seen = torch.ones(0, 0, dtype=torch.bool, device="cpu")
         self._turn: Turn | None = None
@@ -72,7 +77,7 @@ class RingCache(Cache):
 
     def __len__(self) -> int:
         """Return the number of layers; 0 before the first forward."""
-        return len(self._windows)
+        return max(len(self._windows), len(self.layers))
 
     def __repr__(self) -> str:
         """Return how many tokens it holds."""
@@ -85,8 +90,9 @@ class RingCache(Cache):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the keys and values that this rank holds."""
-        return 0 if self._kv is None else self._kv.bytes
+        """Return the bytes of the keys and values, and of the states, that this rank holds."""
+        states = 0 if self.states is None else self.states.bytes
+        return states + (0 if self._kv is None else self._kv.bytes)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -128,19 +134,27 @@ class RingCache(Cache):
 
     # ---------------------------------------------------------------------------------------------- during a forward
 
-    def begin_turn(self, windows: Sequence[int | None], new: Tensor, ids: Tensor, last: bool) -> Turn:
-        """Begin the turn of a forward; collective.
+    def begin_turn(
+        self, windows: Mapping[int, int | None], states: LayerStates | None, new: Tensor, ids: Tensor, last: bool
+    ) -> Turn | Columns:
+        """Begin the turn of a forward, and return which tokens are this rank's; collective.
 
-        `windows` are those of layers, by which a token attends to so many before itself, or to all if None. `new`
-        [B, n] says which tokens are no padding, `ids` are those; `last`, whether logits of the last one are all
-        that is asked for.
+        `windows` are those of layers that attend, by which a token attends to so many before itself, or to all if
+        None. `states` are those that a model with recurrent layers begins with. `new` [B, n] says which tokens are
+        no padding, `ids` are those; `last`, whether logits of the last one are all that is asked for.
         """
         if self._kv is None:
-            self._kv = KVCache(self.cp, len(windows), windows=windows, **self._options)
-            self._windows, self._seen = tuple(windows), new[:, :0]
+            self._kv = KVCache(self.cp, len(windows), windows=list(windows.values()) or None, **self._options)
+            self._windows, self._seen = dict(windows), new[:, :0]
+            self._set_states(states)
         self._turn = self._kv.begin(new.sum(1).tolist(), ids=ids)
         self._new, self._last, self._layer, self._attended, self._is_whole = new, last, None, 0, False
-        return self._turn
+        columns = None if self.states is None else self.states.begin(self.cp, self._turn)
+        if columns is None:
+            return self._turn
+        real = None if bool(columns.valid.all()) else columns.valid.to(ids.device)
+        self.shard = SequenceShard(columns.cp, columns.total, columns.tokens, columns.mask, real=real)
+        return columns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -172,15 +186,48 @@ class RingCache(Cache):
                 "layer; a RingCache is for models whose layers have keys and values of their own"
             )
         layer, self._layer = self._layer, None
+        if layer not in self._windows:
+            raise ValueError(f"{name} of layer {layer} attends, but its config has no attention in that layer")
         window, left = self._windows[layer], mask.left if isinstance(mask, SlidingWindow) else None
         if window is not None and (left is None or left > window):
             raise ValueError(
                 f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
                 "tokens; correct sliding_window or layer_types"
             )
-        out = self._kv.attend(layer, *qkv, mask=mask, scores=scores, sink=sink)
+        columns = None if self.states is None else self.states.columns
+        q, k, v = qkv if columns is None else columns.to_storage(qkv)
+        out = self._kv.attend(list(self._windows).index(layer), q, k, v, mask=mask, scores=scores, sink=sink)
         self._attended += 1
-        return out
+        return out if columns is None else columns.from_storage(out)
+
+    # States of layers are kept by the code of transformers, but for convolutions of the tokens that a rank has a part
+    # of; MiniMax and xLSTM ask for states in their own ways.
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Return what a layer convolves, [B, C, n], with the tokens before it in front, and keep the last tokens."""
+        if self.states is None or self.states.columns is None:
+            if conv_kernel_size:
+                kwargs["conv_kernel_size"] = conv_kernel_size
+            whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+            return whole
+        return self.states.with_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of MiniMax's linear attention."""
+        return None if self.states is None else self.states.own.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep the state of MiniMax's linear attention."""
+        if self.states is not None:
+            self.states.own[layer_idx] = linear_cache
+
+    @property
+    def rnn_state(self) -> Any:
+        """Return the states of xLSTM's layers, which its model writes into."""
+        assert self.states is not None
+        return self.states.own[XLSTM]
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Return hidden states [B, n, H] of the turn's tokens of all ranks; collective, where ranks share them.
@@ -191,12 +238,19 @@ class RingCache(Cache):
         assert self._turn is not None
         assert self._new is not None
         turn, new, self._is_whole = self._turn, self._new, True
+        if self.states is not None and self.states.columns is not None:
+            found = self.states.columns.gather(hidden, last=self._last)
+            return found.unsqueeze(1) if self._last else self._in_columns_of_forward(found, new)
         if self._last and not turn.replicated:
             return self._kv.gather(hidden, last=True).unsqueeze(1)
         if self._last:
             ends = torch.tensor(turn.lengths, device=hidden.device) - 1
             return hidden[torch.arange(len(ends), device=hidden.device), ends].unsqueeze(1)
-        whole = hidden if turn.replicated else self._kv.gather(hidden)
+        return self._in_columns_of_forward(hidden if turn.replicated else self._kv.gather(hidden), new)
+
+    @staticmethod
+    def _in_columns_of_forward(whole: Tensor, new: Tensor) -> Tensor:
+        """Return [B, columns of the forward, ...] of the rows of a turn, [B, T, ...]; 0 for padding."""
         if bool(new.all()):
             return whole
         columns = whole.new_zeros(*new.shape, *whole.shape[2:])
@@ -206,7 +260,9 @@ class RingCache(Cache):
 
     def end_turn(self) -> bool:
         """End the turn of a forward, and return whether all is there. One that failed leaves nothing."""
-        turn, new, self._turn, self._new, self._layer = self._turn, self._new, None, None, None
+        turn, new, self._turn, self._new, self._layer, self.shard = self._turn, self._new, None, None, None, None
+        if self.states is not None:
+            self.states.end()
         if self._kv is None or turn is None or new is None:
             return False
         self.in_forward = self._attended < len(self._windows)
@@ -224,7 +280,15 @@ class RingCache(Cache):
             self._options = {**self._options, "rewind": max(_DRAFT, self._options.get("rewind", 0))}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of each row. Raise ValueError for numbers above 0."""
+        """Forget the last `-tokens_to_remove` tokens of each row.
+
+        Raises ValueError for numbers above 0, and for models with recurrent layers.
+        """
+        if self.states is not None and tokens_to_remove:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not possible: the states of recurrent layers are those after the last "
+                "token; keep a copy.deepcopy(cache) to go back to"
+            )
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) is not valid; use -n to forget the last n tokens")
         if self._kv is not None and tokens_to_remove:
@@ -253,12 +317,15 @@ class RingCache(Cache):
         copy = RingCache(self.cp, **self._options)
         if self._kv is not None:
             copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
+            copy._set_states(None if self.states is None else self.states.fork())
         return copy
 
     def _undo(self, turn: Turn) -> None:
         """Forget what layers have of a turn; everything, if some layer's window has dropped what was before it."""
         assert self._kv is not None
         try:
+            if self.states is not None:
+                raise ValueError("states of layers before the one that failed are those after the turn")
             self._kv.truncate(turn.starts)
         except ValueError:
             self._kv, self._seen = None, self._seen[:, :0]
@@ -268,6 +335,13 @@ class RingCache(Cache):
             return
         self._sent = self.bytes_sent
         self._kv, self._seen = self._kv.fork(rows), self._seen[torch.tensor(rows, device="cpu")]
+        if self.states is not None:
+            self.states.select(rows)
+
+    def _set_states(self, states: LayerStates | None) -> None:
+        """Have these states, which transformers finds in `layers`."""
+        self.states = states
+        self.layers = [] if states is None else states.layers
 
 
 def ring_cache_of(values: Iterable[Any]) -> RingCache | None:

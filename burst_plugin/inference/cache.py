@@ -45,7 +45,7 @@ class KVCache:
 
     Args:
         cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
-        layers: the number of layers.
+        layers: the number of layers; 0 for the lengths of rows alone.
         windows: for each layer how many tokens before itself a token attends to, the `left` of `SlidingWindow`, or
             None for all; None if all layers attend to all. What a window does not need is dropped soon. Windows of
             a `PrefixTree` count logical positions: give the tree in every turn, so that the ends of nodes which later
@@ -77,7 +77,7 @@ class KVCache:
         if not isinstance(cp, ContextParallel):
             raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one with ContextParallel(group)")
         self._cp, self._ranks = cp, cp.ranks
-        count = whole_number("KVCache(layers={})", layers, "use the number of layers", 1)
+        count = whole_number("KVCache(layers={})", layers, "use the number of layers")
         self._windows = checked_windows(windows, count)
         self._rewind = whole_number("KVCache(rewind={})", rewind, "use a number of tokens")
         self._reserve = whole_number("KVCache(reserve={})", reserve, "use a number of tokens per row")

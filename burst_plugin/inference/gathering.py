@@ -42,8 +42,8 @@ def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> T
     if now.replicated:
         return _last(x, now.counts) if last else _without_padding(x, now)
     if last:
-        of_ranks = _of_ranks(cp, _last(x, now.counts))
-        return torch.stack([of_ranks[(stop - 1) % now.ranks][row] for row, stop in enumerate(now.stops)])
+        last_of_ranks = of_ranks(cp, _last(x, now.counts))
+        return torch.stack([last_of_ranks[(stop - 1) % now.ranks][row] for row, stop in enumerate(now.stops)])
     return _whole(cp, now, x)
 
 
@@ -54,14 +54,14 @@ def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
     padded = x.new_zeros(len(x), most, *x.shape[2:])
     padded[:, : x.shape[1]] = x
     whole = x.new_zeros(len(x), max(turn.lengths), *x.shape[2:])
-    for theirs, own in zip(_of_ranks(cp, padded), owns, strict=True):
+    for theirs, own in zip(of_ranks(cp, padded), owns, strict=True):
         for row, mine in enumerate(own):
             count = len(range(mine.start, mine.stop, mine.step))
             whole[row, mine] = theirs[row, :count]
     return whole
 
 
-def _of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
+def of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
     """Return a tensor of every rank, all of one shape; collective."""
     found = [torch.empty_like(x) for _ in range(cp.ranks)]
     dist.all_gather(found, x.contiguous(), group=cp.group)

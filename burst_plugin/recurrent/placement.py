@@ -19,10 +19,10 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.recurrent.affine import Affine
 from burst_plugin.recurrent.halo import HaloFunction
 from burst_plugin.recurrent.heads import HeadFunction, HeadPlan, can_share, check_heads, gathered
-from burst_plugin.recurrent.held_pieces import HeldPieces
+from burst_plugin.recurrent.held_pieces import Group, HeldPieces
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
-from burst_plugin.recurrent.pieces import cut_into_pieces
+from burst_plugin.recurrent.pieces import START, cut_into_pieces
 from burst_plugin.recurrent.scan import ScanOfProcess, ScanPlan
 from burst_plugin.ring.request import as_tokens, check_mask
 from burst_plugin.ring.routes import RouteTable
@@ -53,6 +53,20 @@ class Call(NamedTuple):
     number: CallId
     name: str
     tensors: Sequence[Tensor]  # all that the call is a function of
+    initial: Sequence[Tensor] = ()  # see `Placement`
+
+    def initial_of(self, group: Group) -> tuple[Tensor, ...] | None:
+        """Return the states that documents of a group's pieces begin with, each [pieces, ...]; None for zeros.
+
+        Pieces that go on from others have zeros.
+        """
+        if not self.initial:
+            return None
+        pieces = [self.held.pieces.every[self.held.numbers[n]] for n in group.pieces]
+        device = self.initial[0].device
+        rows = torch.tensor([piece.row for piece in pieces], device=device)
+        goes_on = torch.tensor([piece.before != START for piece in pieces], device=device)
+        return tuple(x[rows].masked_fill(goes_on.view(-1, *(1,) * (x.dim() - 1)), 0) for x in self.initial)
 
     def tied(self, x: Tensor, *others: Tensor) -> Tensor:
         """Return x as a function of others, too, without a gradient of theirs.
@@ -151,6 +165,8 @@ class Placement:
         mask: documents, padding on the left, and prefix trees, in positions of the whole sequence; None for none.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
         tag: a name for the next call that is the same on every rank.
+        initial: states [B, ...] that every document of a row begins with, as functions return them after rows, the
+            same on all ranks; without gradient. None for zeros.
 
     Raises:
         ValueError: for an argument of another type.
@@ -162,6 +178,7 @@ class Placement:
         mask: Mask | None = None,
         tokens: Tokens | None = None,
         tag: object = None,
+        initial: Sequence[Tensor] | None = None,
     ) -> None:
         if not isinstance(cp, ContextParallel | VirtualRing):
             raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
@@ -170,6 +187,7 @@ class Placement:
         self.passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
         self.plans: dict[Any, Any] = cp.plans
         self.mask, self.tokens, self.tag = mask, None if tokens is None else as_tokens(tokens), tag
+        self.initial = () if initial is None else tuple(x.detach() for x in initial)
 
     def call(
         self,
@@ -206,13 +224,14 @@ class Placement:
                 "call": name,
                 "takes part in gradients": needs_gradients,
                 **equal,
+                "initial states": len(self.initial),
                 "batch": held.rows,
                 "tokens": held.tokens,
                 "mask": held.mask,
             }
 
         (held, _), number = self.passes.agree(prepare, signature, self.tag)
-        return Call(held, number, name, every)
+        return Call(held, number, name, every, self.initial)
 
     def exchanges_heads(self, tensors: Mapping[str, Tensor], state: int, transition: int = 1) -> bool:
         """Return whether ranks exchange heads of a call rather than states, as `Strategy.recurrent` says.
@@ -261,7 +280,8 @@ class Placement:
         plans = held.head_plans(call.tensors[0].device)
         whole = call.exchange_heads(None, [held.in_rank_order(x) for x in tensors.values()])
         mine = slice(plans[0].heads_of(states[0].rank, most).start, plans[-1].heads_of(states[-1].rank, most).stop)
-        alone = Placement(self._alone(), self.mask, Tokens(held.tokens.length))
+        initial = [x[:, mine] for x in self.initial]
+        alone = Placement(self._alone(), self.mask, Tokens(held.tokens.length), initial=initial)
         given = {**dict(zip(tensors, whole, strict=True)), **{name: x[mine] for name, x in parameters.items()}}
         found = function(**given, place=alone, return_final_state=finals)
         (out,) = call.exchange_heads([most], [found[0] if finals else found])

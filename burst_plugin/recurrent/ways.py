@@ -91,7 +91,7 @@ class TwoPasses(NamedTuple):
     def start(self, work: Work, needs_pairs: bool) -> None:
         """Compute what needs no entering states; also the pairs of pieces, if that is asked for."""
         for group, given in work.groups(work.fresh):
-            out, final = self.kernel(*given, None)
+            out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)))
             work.done.append((group, out))
             work.biases.put(group, final)
         for group, given in work.groups(work.paired if needs_pairs else ()):
@@ -120,7 +120,8 @@ class OnePass(NamedTuple):
     def start(self, work: Work, needs_pairs: bool) -> None:
         """Compute all from states of zero; also the pairs of pieces, if that is asked for."""
         for group, given in work.groups(range(len(work.call.held.numbers))):
-            out, final = self.kernel(*given, None, *((group.counts,) if self.state.takes_lengths else ()))
+            lengths = (group.counts,) if self.state.takes_lengths else ()
+            out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)), *lengths)
             work.done.append((group, out))
             if needs_pairs:
                 work.biases.put(group, final)
@@ -186,7 +187,7 @@ def in_parts(
     """
     held = call.held
     waits = held.exchanges or finals
-    hides = parts > 1 and held.exchanges and held.has_many_tokens
+    hides = parts > 1 and held.exchanges and held.has_many_tokens and not call.initial
     if not (hides and can_share(parts, [x.shape[2] for x in tensors])):
         parts = 1
     works: list[Work] = []
@@ -269,8 +270,8 @@ def with_exponents(
     for of_kind in (fresh, paired if held.exchanges or finals else []):
         for group in held.groups(of_kind, device):
             given = [group.take(x) for x in rows]
-            nothing = None if of_kind is fresh else state.nothing(len(group.pieces), dtype)
-            out, parts, most = kernel(given, nothing, group.counts)
+            begin = call.initial_of(group) if of_kind is fresh else state.nothing(len(group.pieces), dtype)
+            out, parts, most = kernel(given, begin, group.counts)
             states.put(group, state.joined(parts))
             mosts.put(group, most)
             logs.put(group, log_decay(given, group))

@@ -7,6 +7,8 @@ how they find it.
 from burst_plugin.huggingface.recurrent.families import (
     LAYER_TYPES,
     begin,
+    begin_turn,
+    end_turn,
     is_mixer,
     is_recurrent_alone,
     mixers,
@@ -17,6 +19,8 @@ from burst_plugin.huggingface.recurrent.families import (
 __all__ = [
     "LAYER_TYPES",
     "begin",
+    "begin_turn",
+    "end_turn",
     "is_mixer",
     "is_recurrent_alone",
     "mixers",

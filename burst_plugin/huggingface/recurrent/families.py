@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,11 @@ from transformers import PreTrainedModel
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
+from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
 from burst_plugin.huggingface.text_only import text_modules
+
+if TYPE_CHECKING:
+    from burst_plugin.huggingface.ring_cache import RingCache
 
 LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
 _MARK = "_burst_plugin_recurrent"  # of what has been replaced
@@ -37,12 +41,14 @@ class Mixer(NamedTuple):
     on_shard: what its `forward` does on a shard; None if its functions are replaced.
     replaced: child modules to put others in place of, by name.
     takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
+    keeps: what it calls the state that it keeps in itself; empty if it keeps none.
     """
 
     calls: tuple[str, ...]
     on_shard: Callable[..., Any] | None = None
     replaced: tuple[tuple[str, Callable[..., torch.nn.Module]], ...] = ()
     takes_mask: bool = False
+    keeps: str = ""
 
 
 _DELTA = Mixer((_CONV, "torch_chunk_gated_delta_rule"))
@@ -78,11 +84,14 @@ MIXERS = {
         ("qkv_proj", "act_fn", "slope_rate", "norm", "output_gate", "out_proj"), modules.lightning_attention
     ),
     "RecurrentGemmaRecurrentBlock": Mixer(
-        ("linear_y", "act_fn", "linear_x", "conv_1d", "rg_lru", "linear_out"), modules.recurrent_block
+        ("linear_y", "act_fn", "linear_x", "conv_1d", "rg_lru", "linear_out"),
+        modules.recurrent_block,
+        keeps="conv1d_state",
     ),
     "RecurrentGemmaRglru": Mixer(
         ("input_gate_weight", "recurrent_gate_bias", "recurrent_param", "SqrtBoundDerivative", "_rnn_scan"),
         modules.recurrent_unit,
+        keeps="recurrent_states",
     ),
     "RwkvSelfAttention": Mixer(("rwkv_linear_attention",), replaced=_SHIFT),
     "RwkvFeedForward": Mixer(("time_shift",), replaced=_SHIFT),
@@ -206,3 +215,31 @@ def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> di
         kwargs,
         takes_mask=any(each.takes_mask for each in known),
     )
+
+
+def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a forward on the turn of a cache; states are put where layers look for them.
+
+    kwargs: those of this rank's tokens.
+    """
+    states, shard = cache.states, cache.shard
+    if states is None:
+        return kwargs
+    put_states(states, _holders(pretrained))
+    if shard is not None:
+        forward.check_pieces(pretrained, shard)
+        if any(known.takes_mask for _, known in mixers(pretrained)):
+            kwargs = {**kwargs, "attention_mask": forward.padding_of(shard)}
+    like = pretrained.get_input_embeddings().weight
+    return {**kwargs, **own_arguments(states, pretrained.config.get_text_config(), len(cache.lengths), like)}
+
+
+def end_turn(pretrained: PreTrainedModel, cache: RingCache) -> None:
+    """Take the states after a turn, also of one that failed, from where layers leave them."""
+    if cache.states is not None and cache.turn is not None:
+        take_states(cache.states, _holders(pretrained))
+
+
+def _holders(pretrained: PreTrainedModel) -> list[tuple[torch.nn.Module, str]]:
+    """Return the layers that keep a state in themselves, and what they call it."""
+    return [(module, known.keeps) for module, known in mixers(pretrained) if known.keeps]

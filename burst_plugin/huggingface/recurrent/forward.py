@@ -10,9 +10,9 @@ Families hand their keyword arguments to a few of these layers only, so that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,31 +23,54 @@ from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.huggingface.mask_recipes import (
     Forward,
     as_in_forward,
+    cache_of_forward,
     enter_forward,
     forward_in_progress,
     leave_forward,
     shard_of_forward,
 )
 
+if TYPE_CHECKING:
+    from burst_plugin.huggingface.recurrent.states import LayerStates
+
 _ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
 _CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: computes a function, and again in backward
 
 
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
-    """Return the shard of a call: that among its keyword arguments, or of the forward in progress.
+    """Return the shard of a call: that among its keyword arguments, or of the forward in progress, or of its turn.
 
     None for whole batches, also on a ring of one rank: layers compute these as ever.
     """
     shard = kwargs.get(SHARD_KEY)
     if not isinstance(shard, SequenceShard):
         shard = shard_of_forward()
-    return None if shard is None or shard.as_given else shard
+    if shard is None:
+        cache = cache_of_forward()
+        return None if cache is None else cache.shard
+    return None if shard.as_given else shard
 
 
-def placement(shard: SequenceShard, name: str) -> recurrent.Placement:
-    """Return which tokens of which documents this rank has, for one call that all ranks know by `name`."""
+def states_of_turn() -> LayerStates | None:
+    """Return the states that layers go on from, and leave theirs in, if a turn with columns is in progress."""
+    cache = cache_of_forward()
+    return None if cache is None or cache.shard is None else cache.states
+
+
+def placement(shard: SequenceShard, name: str, initial: Sequence[Tensor] = ()) -> recurrent.Placement:
+    """Return which tokens of which documents this rank has, for one call that all ranks know by `name`.
+
+    initial: the states that rows go on from.
+    """
     shard.cp.rank_state.state_calls += 1
-    return recurrent.Placement(shard.cp, mask=shard.mask, tokens=shard.tokens, tag=name)
+    return recurrent.Placement(shard.cp, mask=shard.mask, tokens=shard.tokens, tag=name, initial=initial)
+
+
+def entering(what: str, *states: Tensor | None) -> list[Tensor]:
+    """Return the states that a call goes on from. Raise ValueError if it has any, but not those of a `RingCache`."""
+    if states_of_turn() is None:
+        refuse_state(what, *states)
+    return [state for state in states if state is not None]
 
 
 def refuse_state(what: str, *states: object) -> None:
@@ -79,16 +102,22 @@ def begin(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], 
     takes_mask: its layers get the mask of padding just as the model does.
     No cache is made: its convolutions would go on from this rank's last tokens, which are not those of the text.
     """
-    chunk = getattr(model.config, "max_inference_chunksize", None)
-    if chunk is not None and not model.training and shard.tokens.length > chunk * shard.cp.ranks:
-        raise ValueError(
-            f"{type(model).__name__} is to evaluate more tokens at once than max_inference_chunksize={chunk}, and "
-            f"would do so in pieces of each rank's shard; set it to {shard.tokens.length} in its configuration"
-        )
+    if not model.training:
+        check_pieces(model, shard)
     carry_into_recomputation(model)
     if takes_mask and kwargs.get("attention_mask") is None:
         kwargs = {**kwargs, "attention_mask": padding_of(shard)}
     return {**kwargs, "use_cache": False}
+
+
+def check_pieces(model: PreTrainedModel, shard: SequenceShard) -> None:
+    """Raise ValueError for a model that would evaluate a shard in pieces."""
+    chunk = getattr(model.config, "max_inference_chunksize", None)
+    if chunk is not None and shard.tokens.length > chunk * shard.cp.ranks:
+        raise ValueError(
+            f"{type(model).__name__} is to evaluate more tokens at once than max_inference_chunksize={chunk}, and "
+            f"would do so in pieces of each rank's shard; set it to {shard.tokens.length} in its configuration"
+        )
 
 
 def carry_into_recomputation(model: torch.nn.Module) -> None:
@@ -136,7 +165,7 @@ def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"{type(mixer).__name__} is computed again in the backward pass without the shard that it had: a "
             "checkpoint around it does not hand on what it was given; use the model's gradient_checkpointing_enable()"
         )
-    if shard is not None and shard_of_forward() is None:
+    if shard is not None and shard_of_forward() is None and states_of_turn() is None:
         enter_forward(mixer, shard, None)
 
 

@@ -12,14 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from burst_plugin import recurrent
 from burst_plugin.batch import SequenceShard
-from burst_plugin.huggingface.recurrent.forward import mask_of_padding, placement, refuse_state, shard_of
+from burst_plugin.huggingface.recurrent.forward import (
+    entering,
+    mask_of_padding,
+    placement,
+    shard_of,
+    states_of_turn,
+)
 
 _Original = Callable[..., Any]
 _Given = Mapping[str, Any]
@@ -35,7 +41,10 @@ def _take_over(names: str, on_shard: _OnShard, original: _Original, /, *args: An
 
 
 def _convolve(original: _Original, shard: SequenceShard, given: _Given) -> Tensor:
-    """Convolve [B, C, S] with the tokens before this rank's runs."""
+    """Convolve [B, C, S] with the tokens before this rank's runs, which are there already in the turn of a cache."""
+    if states_of_turn() is not None:
+        whole = given["hidden_states"], given["weight"], given.get("bias")
+        return cast(Tensor, original(*whole, activation=given.get("activation")))
     hidden_states = _without_padding(given["hidden_states"], shard)
     weight: Tensor = given["weight"]
 
@@ -51,7 +60,7 @@ def _convolve(original: _Original, shard: SequenceShard, given: _Given) -> Tenso
 def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, Tensor | None]:
     """Compute a gated delta rule, [B, S, H, V], and its last state if it is asked for."""
     q, k, v, g, beta = (given[each] for each in ("query", "key", "value", "g", "beta"))
-    refuse_state(name, given.get("initial_state"))
+    initial = entering(name, given.get("initial_state"))
     _check_length(q.shape[1], shard, name)
     options = {each: given[each] for each in ("chunk_size", "use_qk_l2norm_in_kernel") if each in given}
 
@@ -65,7 +74,7 @@ def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Gi
     if heads > 1:  # each query head serves several heads of values, which have states of their own
         q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
     wants_state = bool(given.get("output_final_state"))
-    place = placement(shard, name)
+    place = placement(shard, name, initial)
     found: Any = recurrent.gated_delta_rule(q, k, v, g, beta, place, kernel=kernel, return_final_state=wants_state)
     return found if wants_state else (found, None)
 
@@ -73,7 +82,7 @@ def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Gi
 def _state_space(original: _Original, shard: SequenceShard, given: _Given) -> Any:
     """Compute Mamba-2's scan, [B, S, H, P], and its last state if it is asked for."""
     name, x = "mamba2_chunk_scan", given["hidden_states"]
-    refuse_state(name, given.get("initial_states"))
+    initial = entering(name, given.get("initial_states"))
     _check_length(x.shape[1], shard, name)
 
     def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -85,9 +94,8 @@ def _state_space(original: _Original, shard: SequenceShard, given: _Given) -> An
     dt = dt.clamp(*given.get("dt_limit", (0.0, None)))
     wants_state = bool(given.get("return_final_states"))
     A, B, C = (given[each] for each in ("A", "B", "C"))
-    found: Any = recurrent.state_space(
-        x, dt, A, B, C, placement(shard, name), kernel=kernel, return_final_state=wants_state
-    )
+    place = placement(shard, name, initial)
+    found: Any = recurrent.state_space(x, dt, A, B, C, place, kernel=kernel, return_final_state=wants_state)
     out, last = found if wants_state else (found, None)
     skip = given.get("D")
     if skip is not None and skip.dim() == 1:
@@ -103,7 +111,8 @@ def _selective_scan(original: _Original, shard: SequenceShard, given: _Given) ->
     _check_length(x.shape[1], shard, name)
     dt = _steps(dt, given.get("delta_bias"), given.get("delta_softplus", False))
     wants_state = bool(given.get("return_last_state"))
-    place = placement(shard, name)
+    states = states_of_turn()
+    place = placement(shard, name, () if states is None else states.entering_scan())
     found: Any = recurrent.selective_scan(x, dt, given["A"], B, C, place, return_final_state=wants_state)
     out, last = found if wants_state else (found, None)
     gate = given.get("z")
@@ -113,16 +122,19 @@ def _selective_scan(original: _Original, shard: SequenceShard, given: _Given) ->
 
 def _rwkv(original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, list[Tensor] | None]:
     """Compute RWKV's weighted averages, [B, S, E], and its last state if it is asked for."""
-    name, key = "rwkv_linear_attention", given["key"]
-    refuse_state(name, given.get("state"))
+    name, key, states = "rwkv_linear_attention", given["key"], states_of_turn()
     _check_length(key.shape[1], shard, name)
     log_decay = -torch.exp(given["time_decay"].float())
-    wants_state = bool(given.get("return_state"))
-    place = placement(shard, name)
+    wants_state = bool(given.get("return_state")) or states is not None
+    initial = entering(name, *(given.get("state") or ())) if states is None else states.entering_averages()
+    place = placement(shard, name, initial)
     found: Any = recurrent.rwkv(
         key, given["value"], log_decay, given["time_first"], place, return_final_state=wants_state
     )
     out, last = found if wants_state else (found, None)
+    if states is not None and last is not None:
+        states.keep_averages(last)
+        last = None
     return out.to(key.dtype), None if last is None else list(last)
 
 

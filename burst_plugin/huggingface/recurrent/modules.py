@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from torch import Tensor
 from burst_plugin import recurrent
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
-from burst_plugin.huggingface.recurrent.forward import placement, refuse_state, shard_of
+from burst_plugin.huggingface.recurrent.forward import entering, placement, shard_of, states_of_turn
+
+if TYPE_CHECKING:
+    from burst_plugin.huggingface.recurrent.states import LayerStates
 
 _OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
 
@@ -37,11 +40,11 @@ def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, A
         projected = projected * mask[..., None].to(projected.dtype)
     q, k, v = _by_head(projected, module.num_attention_heads).chunk(3, dim=-1)
     scan = partial(recurrent.decay_attention, q, k, v, -module.slope_rate.flatten().float())
-    place, last = placement(shard, "lightning_attention"), None
+    before = None if cache is None else cache.get_linear_cache(module.layer_idx)
+    place, last = placement(shard, "lightning_attention", entering(type(module).__name__, before)), None
     if cache is None:
         out = scan(place)
     else:
-        refuse_state(type(module).__name__, cache.get_linear_cache(module.layer_idx))
         out, last = scan(place, return_final_state=True)
         cache.set_linear_cache(module.layer_idx, last)
     out = module.norm(out.to(hidden.dtype).flatten(2))
@@ -57,9 +60,15 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
         out: Tensor = module.conv_1d(x.transpose(1, 2))[..., : x.shape[1]]
         return out.transpose(1, 2)
 
-    place = placement(shard, "conv_1d")
-    x = recurrent.with_tokens_before(convolve, module.linear_x(hidden), module.conv1d_width - 1, place)
-    module.conv1d_state = module.rg_lru.recurrent_states = None
+    width, states = module.conv1d_width - 1, states_of_turn()
+    if states is None:
+        place = placement(shard, "conv_1d")
+        x = recurrent.with_tokens_before(convolve, module.linear_x(hidden), width, place)
+        module.conv1d_state = module.rg_lru.recurrent_states = None
+    else:
+        before = None if module.conv1d_state is None else module.conv1d_state.transpose(1, 2)
+        x, last = states.with_tokens_before(module.linear_x(hidden), width, before)
+        x, module.conv1d_state = convolve(x)[:, width:], last.transpose(1, 2)
     out = module.rg_lru(x, given["position_ids"])
     return module.linear_out(out * gate), None
 
@@ -67,8 +76,10 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
 def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
     """Compute RecurrentGemma's RG-LRU, which begins anew with every document."""
     x: Tensor = given["activations"]
-    place = placement(shard, "rg_lru")
-    starts = place.starts(x).unsqueeze(-1)
+    in_turn = states_of_turn() is not None
+    before = [] if not in_turn or module.recurrent_states is None else [module.recurrent_states]
+    place = placement(shard, "rg_lru", before)
+    starts = (given["position_ids"] == 0 if in_turn else place.starts(x)).unsqueeze(-1)
     by_head = _by_head(x, module.num_attention_heads)
     gates = [
         torch.sigmoid(torch.einsum("bshi,hij->bshj", by_head, weight) + bias).flatten(2)
@@ -83,7 +94,9 @@ def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) 
     scale = torch.where(starts, torch.ones_like(rest), _bounded_root(rest))
     scaled = x * gates[0] * scale.to(x.dtype)
     log_decay = log_decay.float().masked_fill(starts, float("-inf"))
-    out: Tensor = recurrent.affine_scan(scaled.float(), log_decay, place)
+    found: Any = recurrent.affine_scan(scaled.float(), log_decay, place, return_final_state=in_turn)
+    out: Tensor
+    out, module.recurrent_states = found if in_turn else (found, module.recurrent_states)
     return out.to(x.dtype)
 
 
@@ -110,13 +123,20 @@ def _bounded_root(x: Tensor) -> Tensor:
     return root
 
 
-def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
-    """Compute xLSTM's matrix memory, [B, H, S, V]; without states, which no cache asks for on a shard."""
-    refuse_state(type(module).__name__, *(given.get(f"{each}_initial") for each in "cnm"))
+def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Compute xLSTM's matrix memory, [B, H, S, V], and its last states in the turn of a cache."""
+    initial, in_turn = entering(type(module).__name__, *(given.get(f"{c}_initial") for c in "cnm")), False
+    if initial:
+        *parts, most = initial
+        initial, in_turn = [*parts, most.squeeze(-1)], True
     names = ("query", "key", "value", "igate", "fgate")
     q, k, v, igate, fgate = (given[name].transpose(1, 2) for name in names)
-    out: Tensor = recurrent.mlstm(q, k, v, igate, fgate, placement(shard, "mlstm"))
-    return out.transpose(1, 2).to(given["query"].dtype), None
+    place = placement(shard, "mlstm", initial)
+    found: Any = recurrent.mlstm(q, k, v, igate, fgate, place, return_final_state=in_turn)
+    out, last = found if in_turn else (found, None)
+    if last is not None:
+        last = (*last[:2], last[2].unsqueeze(-1))
+    return out.transpose(1, 2).to(given["query"].dtype), last
 
 
 def compressed_projection(
@@ -139,13 +159,32 @@ def compressed_projection(
         mixed = module.conv_qk_grouped(module.conv_qk_depthwise(padded)).transpose(1, 2)
         return torch.cat([mixed, module.v_proj_delayed(torch.nn.functional.pad(states, (0, 0, 1, -1)))], -1)
 
-    place = placement(shard, "compressed_projection")
-    found = recurrent.with_tokens_before(look_back, (torch.cat([q, k], -1), hidden), max(width, 1), place)
+    states = states_of_turn()
+    if states is None:
+        place = placement(shard, "compressed_projection")
+        found = recurrent.with_tokens_before(look_back, (torch.cat([q, k], -1), hidden), max(width, 1), place)
+    else:
+        found = _with_cached(module, states, torch.cat([q, k], -1), hidden)
     mixed_q, mixed_k, delayed = found.tensor_split([heads * size, (heads + groups) * size], -1)
     query = _by_head(mixed_q, heads) + both.flatten(2, 3)
     key = _by_head(mixed_k, groups) + both.mean(3)
     value = torch.cat([module.v_proj_current(hidden), delayed], -1)
     return query, key, _by_head(value, groups)
+
+
+def _with_cached(module: Any, states: LayerStates, qk: Tensor, hidden: Tensor) -> Tensor:
+    """Return Zaya's convolved queries and keys, and delayed values, with those of tokens before a turn."""
+    width, layer = module.conv_kernel_size, states.layers[module.layer_idx]
+    padded = states.with_conv_state(qk.transpose(1, 2), module.layer_idx, 0, width)
+    mixed = module.conv_qk_grouped(module.conv_qk_depthwise(padded)).transpose(1, 2)
+    delayed = module.v_proj_delayed(hidden)
+    if layer.is_recurrent_states_initialized[0]:
+        before = layer.recurrent_states[0].unsqueeze(1)
+    else:  # what comes of a token of zeros
+        before = module.v_proj_delayed(hidden.new_zeros(len(hidden), 1, hidden.shape[2]))
+    delayed, last = states.with_tokens_before(delayed, 1, before)
+    layer.update_recurrent_state(last[:, 0], state_idx=0)
+    return torch.cat([mixed, delayed[:, :-1]], -1)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -158,7 +197,9 @@ class TimeShift(torch.nn.ZeroPad2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return for each token the one before it in its document, 0 for the first."""
-        shard = shard_of({})
+        shard, states = shard_of({}), states_of_turn()
+        if states is not None:
+            return states.shifted(x)
         if shard is None:
             return super().forward(x)
         return recurrent.with_tokens_before(super().forward, x, 1, placement(shard, "time_shift"))

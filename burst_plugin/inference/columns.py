@@ -1,0 +1,242 @@
+"""New tokens of a turn as columns, consecutive tokens of which each rank computes its part.
+
+Layers that carry a state along the sequence need consecutive tokens, but keys and values lie round robin. Three rows
+of 7, 6 and 3 new tokens after 4 cached ones, on two ranks, `.` being padding:
+
+    computed by    rank 0    rank 1        stored by    rank 0    rank 1
+                   . 0 1 2   3 4 5 6                    0 2 4 6   1 3 5
+                   . . 0 1   2 3 4 5                    0 2 4     1 3 5
+                   . . . .   . 0 1 2                    0 2       1
+
+So a layer of attention exchanges queries, keys, values and outputs, and other layers do nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.inference.gathering import of_ranks
+from burst_plugin.inference.turn import Turn
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Documents, Mask, PerRow
+
+_FEWEST = 2  # columns of a rank: layers take one token with a state for a step of decoding
+
+
+class _Route(NamedTuple):
+    """Tokens that one rank computes and another one stores, of all pairs of them with this rank.
+
+    computed, stored: where its tokens are among [B * columns] and [B * size], in the order of the other rank.
+    to_store, to_compute: how many tokens go to each rank, and come from it.
+    """
+
+    computed: Tensor
+    stored: Tensor
+    to_store: list[int]
+    to_compute: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The new tokens of a turn, each row ending in the last column, of which each rank computes equally many.
+
+    cp: the ranks.
+    turn: says which rank stores the keys and values of which token.
+    """
+
+    cp: ContextParallel
+    turn: Turn
+
+    @classmethod
+    def of_one_rank(cls, turn: Turn) -> Columns:
+        """Return the columns of a turn without attention of which every rank computes all by itself."""
+        return cls(ContextParallel(hierarchy=[1]), replace(turn, rank=0, ranks=1, replicated=True, known={}))
+
+    @cached_property
+    def count(self) -> int:
+        """Return the number of columns of each rank."""
+        return max(_FEWEST, -(-max(self.turn.lengths) // self.turn.ranks))
+
+    @property
+    def total(self) -> int:
+        """Return the number of columns of all ranks."""
+        return self.count * self.turn.ranks
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """Return how many columns before each row are padding, [B, 1], int64 on the CPU."""
+        return self.total - torch.tensor(self.turn.lengths, device="cpu").unsqueeze(1)
+
+    @cached_property
+    def mask(self) -> Mask | None:
+        """Return the mask that keeps padding apart; None if there is none."""
+        bounds = [(0, pad, self.total) if pad else (0, self.total) for pad in self.padding.flatten().tolist()]
+        if len(set(bounds)) == 1:
+            return Documents(bounds[0]) if len(bounds[0]) == 3 else None
+        return PerRow(tuple(map(Documents, bounds)))
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the columns as a sequence of one chunk for each rank."""
+        return Tokens(self.total, holders=tuple(range(self.turn.ranks)))
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """Return which new token of its row each of this rank's columns is, [B, columns]; below 0 for padding."""
+        first = self.turn.rank * self.count
+        return torch.arange(first, first + self.count, device="cpu") - self.padding
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """Return which of this rank's columns are no padding, [B, columns], bool on the CPU."""
+        return self._numbers >= 0
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Return which new token of its row each of this rank's columns is, [B, columns]; 0 for padding."""
+        return self._numbers.clamp(min=0)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Return the positions of this rank's tokens in their rows, [B, columns], int64 on the CPU."""
+        return self.index + torch.tensor(self.turn.starts, device="cpu").unsqueeze(1)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return this rank's columns [B, columns, ...] of all new tokens [B, T, ...], rows padded at their ends."""
+        return _taken(x, self.index)
+
+    # ------------------------------------------------------------------------------------------- between the ranks
+
+    @cached_property
+    def _route(self) -> _Route:
+        turn, count, mine = self.turn, self.count, self.turn.rank
+        computed, stored, sources, targets = [], [], [], []
+        for row, (start, length) in enumerate(zip(turn.starts, turn.lengths, strict=True)):
+            token = torch.arange(length, device="cpu")
+            column = token + self.total - length
+            storing = (start + token) % turn.ranks
+            first = (storing - start) % turn.ranks  # the first new token of the rank that stores this one
+            sources.append(column // count)
+            targets.append(storing)
+            computed.append(row * count + column % count)
+            stored.append(row * turn.size + (token - first) // turn.ranks)
+        source, target, column, slot = map(torch.cat, (sources, targets, computed, stored))
+        leaves, comes = source == mine, target == mine
+        to_store, to_compute = (
+            torch.bincount(each, minlength=turn.ranks).tolist() for each in (target[leaves], source[comes])
+        )
+        by_target, by_source = target[leaves].argsort(stable=True), source[comes].argsort(stable=True)
+        return _Route(column[leaves][by_target], slot[comes][by_source], to_store, to_compute)
+
+    def to_storage(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's tokens of the turn [B, size, ...], of columns [B, columns, ...]; collective."""
+        if self.turn.replicated:
+            return [self._rows(x) for x in xs]
+        route = self._route
+        return self._exchanged(xs, route.computed, route.to_store, route.stored, route.to_compute, self.turn.size)
+
+    def from_storage(self, x: Tensor) -> Tensor:
+        """Return this rank's columns [B, columns, ...], 0 for padding, of its tokens of the turn; collective."""
+        if self.turn.replicated:
+            valid = self.valid.to(x.device).view(*self.valid.shape, *(1,) * (x.dim() - 2))
+            return self.take(x).where(valid, 0)
+        route = self._route
+        return self._exchanged([x], route.stored, route.to_compute, route.computed, route.to_store, self.count)[0]
+
+    def _exchanged(
+        self,
+        xs: Sequence[Tensor],
+        leaving: Tensor,
+        to_ranks: list[int],
+        arriving: Tensor,
+        from_ranks: list[int],
+        size: int,
+    ) -> list[Tensor]:
+        """Return tensors [B, size, ...] with what comes at the places `arriving`, 0 elsewhere; collective."""
+        self._compare("an exchange of columns", xs)
+        device, rows = xs[0].device, len(self.turn.starts)
+        sent = torch.cat([_as_bytes(x.flatten(0, 1)[leaving.to(device)]) for x in xs], 1)
+        received = torch.empty((sum(from_ranks), sent.shape[1]), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.cp.group)
+        found, at = [], 0
+        for x in xs:
+            width = x.shape[2:].numel() * x.element_size()
+            part = received[:, at : at + width].contiguous().view(x.dtype)
+            whole = torch.zeros((rows * size, *x.shape[2:]), dtype=x.dtype, device=device)
+            whole[arriving.to(device)] = part.view(len(part), *x.shape[2:])
+            found.append(whole.view(rows, size, *x.shape[2:]))
+            at += width
+        return found
+
+    def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
+        """Return all new tokens [B, T, ...] of all ranks' columns, rows padded at their ends; collective.
+
+        With `last` only the last token of each row, [B, ...]; the same bits on every rank.
+        """
+        if not last:
+            return self._rows(x)
+        self._compare("the last column", (x,))
+        return (x if self.cp.ranks == 1 else of_ranks(self.cp, x[:, -1:])[-1])[:, -1]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return [B, T, ...] of the columns of all ranks, rows padded with anything at their ends; collective."""
+        self._compare("all columns", (x,))
+        whole = x if self.cp.ranks == 1 else torch.cat(of_ranks(self.cp, x), 1)
+        token = torch.arange(max(self.turn.lengths), device="cpu")
+        return _taken(whole, (token + self.padding).clamp(max=self.total - 1))
+
+    def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return columns with the `width` tokens before them in front, and rows' last `width` tokens; collective.
+
+        Args:
+            x: [B, columns, ...].
+            width: 1 or more.
+            before: the last tokens of rows so far, [B, width, ...]; None for zeros.
+
+        Returns:
+            [B, width + columns, ...] and [B, width, ...], the same on every rank. Before a row's first new token is
+            what was before it; padding further before is 0.
+        """
+        self._compare(f"{width} tokens before columns", (x,))
+        if before is None:
+            before = torch.zeros((len(x), width, *x.shape[2:]), dtype=x.dtype, device=x.device)
+        before = before.to(x.dtype)
+        filled = self._filled(before, self._numbers).where(~_wide(self.valid, x), x)
+        start = self._filled(before, torch.arange(-width, 0, device="cpu") - self.padding)
+        ends = [filled[:, -width:]] if self.cp.ranks == 1 else of_ranks(self.cp, filled[:, -width:])
+        rank = self.turn.rank
+        halo, last = (torch.cat([start, *some], 1)[:, -width:] for some in (ends[:rank], ends))
+        return torch.cat([halo, filled], 1), last
+
+    def _filled(self, before: Tensor, numbers: Tensor) -> Tensor:
+        """Return the tokens `numbers` [B, n], counted from the first new one, of those before; 0 further before."""
+        width = before.shape[1]
+        known = _taken(before, (numbers + width).clamp(0, width - 1))
+        return known.where(_wide((numbers < 0) & (numbers >= -width), before), 0)
+
+    def _compare(self, of: str, xs: Sequence[Tensor]) -> None:
+        """Have ranks agree on what they exchange; a rank that failed before ends all of them."""
+        self.cp.agree({"sizes": [list(x.shape[2:]) for x in xs], "dtype": [x.dtype for x in xs]}, of=of)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Return the numbers of tokens [T, ...] as bytes, [T, n]."""
+    return x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8)
+
+
+def _wide(of_tokens: Tensor, x: Tensor) -> Tensor:
+    """Return [B, n] with as many dims as x, on its device."""
+    return of_tokens.to(x.device).view(*of_tokens.shape, *(1,) * (x.dim() - 2))
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens `index` [B, n] of the rows of x [B, T, ...]."""
+    return x.gather(1, _wide(index, x).expand(*index.shape, *x.shape[2:]))

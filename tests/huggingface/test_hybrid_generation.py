@@ -1,0 +1,159 @@
+"""`generate` with a `RingCache` of models with recurrent layers: a ring against transformers on one rank.
+
+One rank computes every row by itself, without padding, and without a cache: those of transformers lose states of
+some families where a turn has several tokens, and mix up rows of others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import ContextParallel
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.generation import name_of_cache
+from tests.support.deepspeed_run import VOCAB
+from tests.support.hybrids import build, hybrids
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+NAME = name_of_cache()
+FAMILIES = hybrids()
+FEW = [
+    name
+    for name in ("qwen3_next", "falcon_h1", "zamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya")
+    if name in FAMILIES
+]
+PROMPT = torch.randint(3, VOCAB, (2, 41), generator=torch.Generator().manual_seed(3))
+PADDING = torch.tensor([[0] * 13 + [1] * 28, [1] * 41])
+STEPS = 4
+Told = tuple[torch.Tensor, torch.Tensor]  # the tokens that were generated, and their logits [steps, B, V]
+Ask = Callable[..., Told]
+
+
+def asked(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Told:
+    """What `generate` returns; greedy."""
+    usual = {"do_sample": False, "max_new_tokens": STEPS, "pad_token_id": 0, "eos_token_id": None}
+    usual |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": mask}
+    told = model.generate(ids, **{**usual, **options})
+    return told.sequences[:, ids.shape[1] :], torch.stack(told.logits)
+
+
+def of_rows(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Told:
+    """What one rank generates for each row by itself, or for all together if rows depend on each other."""
+    if bool(mask.all()):
+        return asked(model, ids, mask, use_cache=False, **options)
+    rows = [(row[real], real[real].long()) for row, real in zip(ids, mask.bool(), strict=True)]
+    each = [asked(model, row[None], real[None], use_cache=False, **options) for row, real in rows]
+    return torch.cat([told[0] for told in each]), torch.cat([told[1] for told in each], 1)
+
+
+def greedy(ask: Ask, make: Callable[[], Any]) -> dict[str, Told]:
+    """Prompts that ranks share, padded or not, and a few tokens, down to one."""
+    prompts = {
+        "plain": (PROMPT, torch.ones_like(PROMPT)),
+        "padded": (PROMPT * PADDING, PADDING),
+        "few": (PROMPT[:, :3] * torch.tensor([[0, 0, 1], [1, 1, 1]]), torch.tensor([[0, 0, 1], [1, 1, 1]])),
+        "one": (PROMPT[:, :1], torch.ones(2, 1, dtype=torch.int64)),
+    }
+    return {name: ask(ids, mask, **make()) for name, (ids, mask) in prompts.items()}
+
+
+def turns(ask: Ask, make: Callable[[], Any]) -> dict[str, Told]:
+    """Two answers to one prompt, in copies of its cache, and questions that follow one of them."""
+    ids, mask = PROMPT * PADDING, PADDING
+    first, found = make(), {}
+    found["prompt"] = ask(ids, mask, **first, max_new_tokens=1)
+    for name, lengths in (("short", (4,)), ("long", (9, 2, 21))):
+        kept, text, real = copy.deepcopy(first), ids, mask
+        for number, length in enumerate(lengths):
+            more = PROMPT[:, number : number + length] + len(name) % 2
+            text, real = (torch.cat(each, 1) for each in ((text, more), (real, torch.ones_like(more))))
+            found[f"{name} {number}"] = ask(text, real, **kept)
+            new = found[f"{name} {number}"][0]
+            text, real = (torch.cat(each, 1) for each in ((text, new), (real, torch.ones_like(new))))
+    return found
+
+
+def others(ask: Ask, make: Callable[[], Any]) -> dict[str, Told]:
+    """Rows that go on after each other, and random ones."""
+    whole = torch.ones_like(PROMPT)
+    found = {"beams": ask(PROMPT, whole, **make(), num_beams=3, num_return_sequences=2)}
+    torch.manual_seed(5)
+    found["samples"] = ask(PROMPT, whole, **make(), do_sample=True, num_return_sequences=2)
+    return found
+
+
+def chunks(ask: Ask, make: Callable[[], Any]) -> dict[str, Told]:
+    """A prompt in several turns; transformers looks for a cache in what models return, and some have none there."""
+    given = make()
+    return {"chunks": ask(PROMPT, torch.ones_like(PROMPT), **given, **({"prefill_chunk_size": 15} if given else {}))}
+
+
+WAYS = {"greedy": greedy, "turns": turns, "others": others, "chunks": chunks}
+WITHOUT_CHUNKS = ("recurrent_gemma", "rwkv", "xlstm")
+
+
+def whole_logits(name: str, cp: ContextParallel) -> torch.Tensor:
+    """The logits of a text that comes in turns of several lengths."""
+    model, kept, found = prepare(build(FAMILIES[name]).eval()), RingCache(cp), []
+    with torch.no_grad():
+        for part in PROMPT.split([20, 1, 3, 1, 16], 1):
+            given = {"use_cache": True, NAME: kept}
+            found.append(model(part, **given).logits)
+    kept.finish()
+    return torch.cat(found, 1)
+
+
+def on_ring(rank: int, names: Sequence[str], ways: Sequence[str]) -> dict[Any, Any]:
+    """What this rank has of every family."""
+    cp = ContextParallel(dist.group.WORLD) if dist.is_initialized() else ContextParallel()
+    found: dict[Any, Any] = {}
+    for name in names:
+        model = prepare(build(FAMILIES[name]).eval())
+
+        def ask(ids: torch.Tensor, mask: torch.Tensor, *, model: Any = model, **options: Any) -> Told:
+            return asked(model, ids, mask, **options)
+
+        for way in (way for way in ways if way != "chunks" or name not in WITHOUT_CHUNKS):
+            found[name, way] = WAYS[way](ask, lambda: {NAME: RingCache(cp)})
+        found[name, "logits"] = whole_logits(name, cp)
+    return found
+
+
+@cache
+def truth(name: str, way: str) -> dict[str, Told]:
+    model = build(FAMILIES[name]).eval()
+    return WAYS[way](lambda ids, mask, **options: of_rows(model, ids, mask, **options), dict)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "ways"),
+    [(1, tuple(FAMILIES), tuple(WAYS)), (2, tuple(FAMILIES), ("greedy", "turns")), (4, FEW, tuple(WAYS))],
+    ids=["1", "2", "4"],
+)
+def test_tokens_and_logits_equal_those_of_one_rank(ranks: int, names: Sequence[str], ways: Sequence[str]) -> None:
+    by_rank = [on_ring(0, names, ways)] if ranks == 1 else run_ranks(on_ring, ranks, names, ways, timeout_s=300.0)
+    failed = []
+    for name in names:
+        with torch.no_grad():
+            expected = build(FAMILIES[name]).eval()(PROMPT, use_cache=False).logits
+        for found in by_rank:
+            torch.testing.assert_close(found[name, "logits"], expected, rtol=2e-5, atol=2e-5, msg=name)
+        for way in (way for way in ways if (name, way) in by_rank[0]):
+            for key, (tokens, logits) in truth(name, way).items():
+                for rank, found in enumerate(by_rank):
+                    same, close = found[name, way][key]
+                    error = float((close - logits).abs().max()) if torch.equal(same, tokens) else float("inf")
+                    if error > 1e-5 * float(logits.abs().max()) or not torch.equal(
+                        close, by_rank[0][name, way][key][1]
+                    ):
+                        failed.append((name, key, rank, error))
+    assert not failed
