@@ -265,7 +265,8 @@ class RingCache(Cache):
             self.states.end()
         if self._kv is None or turn is None or new is None:
             return False
-        self.in_forward = self._attended < len(self._windows)
+        # The last layers may be recurrent ones.
+        self.in_forward = self._attended < len(self._windows) or (self.states is not None and not self._is_whole)
         if self.in_forward:
             self._undo(turn)
         else:

@@ -169,7 +169,7 @@ class Columns:
         found, at = [], 0
         for x in xs:
             width = x.shape[2:].numel() * x.element_size()
-            part = received[:, at : at + width].contiguous().view(x.dtype)
+            part = received[:, at : at + width].clone(memory_format=torch.contiguous_format).view(x.dtype)
             whole = torch.zeros((rows * size, *x.shape[2:]), dtype=x.dtype, device=device)
             whole[arriving.to(device)] = part.view(len(part), *x.shape[2:])
             found.append(whole.view(rows, size, *x.shape[2:]))

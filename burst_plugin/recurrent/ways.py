@@ -295,7 +295,10 @@ def with_exponents(
         initial = (*parts, group.of_pieces(enters[..., 1]).to(dtype))
         done.append((group, kernel([group.take(x) for x in rows], initial, group.counts)[0]))
     out = call.tied(_joined(call, done, state.out), entries)
-    return (out, (*state.split(last), last_most[..., 0].to(dtype))) if finals else out
+    if not finals:
+        return out
+    last = last * (last_most[..., 0] - last_most[..., 1]).exp().to(dtype).unsqueeze(-1)
+    return out, (*state.split(last), last_most[..., 1].to(dtype))
 
 
 def _sorted_pieces(call: Call, finals: bool) -> tuple[list[int], list[int], list[int]]:

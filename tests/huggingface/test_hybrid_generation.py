@@ -26,6 +26,9 @@ pytestmark = pytest.mark.huggingface
 
 NAME = name_of_cache()
 FAMILIES = hybrids()
+FAMILIES[
+    "bailing_hybrid"
+].initializer_range = 0.08  # else rounding alone changes its logits by 2e-5, on one rank, too
 FEW = [
     name
     for name in ("qwen3_next", "falcon_h1", "zamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya")
@@ -33,7 +36,7 @@ FEW = [
 ]
 PROMPT = torch.randint(3, VOCAB, (2, 41), generator=torch.Generator().manual_seed(3))
 PADDING = torch.tensor([[0] * 13 + [1] * 28, [1] * 41])
-STEPS = 4
+STEPS = 3
 Told = tuple[torch.Tensor, torch.Tensor]  # the tokens that were generated, and their logits [steps, B, V]
 Ask = Callable[..., Told]
 
@@ -136,7 +139,7 @@ def truth(name: str, way: str) -> dict[str, Told]:
 
 @pytest.mark.parametrize(
     ("ranks", "names", "ways"),
-    [(1, tuple(FAMILIES), tuple(WAYS)), (2, tuple(FAMILIES), ("greedy", "turns")), (4, FEW, tuple(WAYS))],
+    [(1, tuple(FAMILIES), ("turns", "chunks")), (2, tuple(FAMILIES), ("greedy",)), (4, FEW, tuple(WAYS))],
     ids=["1", "2", "4"],
 )
 def test_tokens_and_logits_equal_those_of_one_rank(ranks: int, names: Sequence[str], ways: Sequence[str]) -> None:
@@ -157,3 +160,79 @@ def test_tokens_and_logits_equal_those_of_one_rank(ranks: int, names: Sequence[s
                     ):
                         failed.append((name, key, rank, error))
     assert not failed
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def made(name: str) -> tuple[Any, RingCache]:
+    """A model on a ring of one rank, and a cache that has a prompt with padding."""
+    model, kept = prepare(build(FAMILIES[name]).eval()), RingCache(ContextParallel())
+    with torch.no_grad():
+        model(PROMPT * PADDING, attention_mask=PADDING, **{NAME: kept})
+    return model, kept
+
+
+def test_states_cannot_go_back() -> None:
+    model, kept = made("qwen3_next")
+    with pytest.raises(
+        ValueError, match=r"crop\(-1\) is not possible: the states of recurrent layers are those after"
+    ):
+        kept.crop(-1)
+    with pytest.raises(ValueError, match="assisted_generation cuts off drafts that are not taken, and states of"):
+        asked(model, PROMPT[:1], torch.ones_like(PROMPT[:1]), prompt_lookup_num_tokens=3, **{NAME: kept})
+
+
+def test_padding_after_the_first_token_is_refused() -> None:
+    for name in ("qwen3_next", "mamba"):
+        model, kept = made(name)
+        more = torch.cat([PADDING, torch.tensor([[0, 1], [1, 1]])], 1)
+        torn = PADDING.clone()
+        torn[1, 20] = 0
+        with torch.no_grad():
+            with pytest.raises(ValueError, match="attention_mask has padding after the first token of a row"):
+                model(PROMPT[:, :2], attention_mask=more, **{NAME: kept})
+            with pytest.raises(ValueError, match="attention_mask has padding after the first token of a row"):
+                model(PROMPT, attention_mask=torn, **{NAME: RingCache(ContextParallel())})
+        assert kept.lengths == (28, 41)
+
+
+def test_pieces_of_a_prompt_that_xlstm_would_evaluate_by_themselves_are_refused() -> None:
+    config = copy.deepcopy(FAMILIES["xlstm"])
+    config.max_inference_chunksize = 16
+    model = prepare(build(config)).eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="max_inference_chunksize=16, and would do so in pieces"):
+        model(PROMPT, **{NAME: RingCache(ContextParallel())})
+
+
+def test_what_is_refused_leaves_states_and_what_fails_forgets_them() -> None:
+    for name in FEW:
+        model, kept = made(name)
+        same, more = copy.deepcopy(kept), torch.ones(2, 42, dtype=torch.int64)
+        with torch.no_grad():
+            with pytest.raises(ValueError, match="attention_mask hides other tokens"):
+                model(PROMPT[:, :1], attention_mask=more, **{NAME: kept})
+            mask = torch.cat([PADDING, torch.ones(2, 1, dtype=torch.int64)], 1)
+            given, expected = (
+                model(PROMPT[:, :1], attention_mask=mask, **{NAME: each}).logits for each in (kept, same)
+            )
+            assert torch.equal(given, expected), name
+            norm = next(
+                module for module in reversed(list(model.modules())) if "norm" in type(module).__name__.lower()
+            )
+            handle = norm.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+            with pytest.raises(OSError, match="the disk is full"):
+                model(PROMPT[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), **{NAME: kept})
+            handle.remove()
+            assert kept.lengths == (), name
+            again = model(PROMPT * PADDING, attention_mask=PADDING, **{NAME: kept}).logits
+            first = model(PROMPT * PADDING, attention_mask=PADDING, **{NAME: RingCache(ContextParallel())}).logits
+            assert torch.equal(again, first), name
+
+
+def test_states_do_not_grow_with_the_text() -> None:
+    model, kept = made("mamba2")
+    before = kept.bytes
+    with torch.no_grad():
+        model(PROMPT, attention_mask=torch.cat([PADDING, torch.ones_like(PADDING)], 1), **{NAME: kept})
+    assert kept.bytes == before > 0

@@ -19,7 +19,7 @@ import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
-from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
 from tests.support.deepspeed_run import Batch, draw, worst
@@ -313,12 +313,6 @@ def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(home, "causal_conv1d_fn", home.causal_conv1d_fn.__wrapped__)
     with pytest.raises(ValueError, match="Lfm2ForCausalLM got a sharded batch and has carried no state from rank"):
         model(**shard_batch(_plain(), ContextParallel()))
-
-
-def test_caches_on_a_ring_are_refused() -> None:
-    model, cache = prepare(build(FAMILIES["qwen3_next"])).eval(), RingCache(ContextParallel())
-    with pytest.raises(ValueError, match="its layers carry a state along the sequence, which the cache does not"):
-        model.generate(_plain()["input_ids"], past_key_values=cache, max_new_tokens=2)
 
 
 def test_states_of_tokens_before_a_shard_are_refused() -> None:

@@ -377,6 +377,30 @@ def test_checkpoints_of_a_layer_alone_keep_ranks_in_step(kind: str) -> None:
     assert max(run_ranks(_checkpointed, 2, kind)) < 1e-11
 
 
+@pytest.mark.parametrize("options", [{}, {"layout": "striped"}, {"recurrent": "heads"}], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rows_go_on_from_the_states_that_are_given(kind: str, options: dict[str, Any]) -> None:
+    xs = {name: x.detach() for name, x in _drawn(kind, 4, 2, 70).items()}
+    expected, last = DEFINITIONS[kind](**xs)
+    parts: list[dict[str, Tensor]] = [
+        {name: x[:, part] if x.shape[:2] == (2, 70) else x for name, x in xs.items()}
+        for part in (slice(0, 30), slice(30, 70))
+    ]
+    ring = VirtualRing(Topology(2, 2), Strategy(**options))
+    _, state = LAYERS[kind](**parts[0], place=recurrent.Placement(ring), return_final_state=True)
+    states = [state] if isinstance(state, Tensor) else list(state)
+    place = recurrent.Placement(ring, mask=Documents((0, 3, 40)), initial=states)
+    begun = recurrent.Placement(ring, initial=states)
+    out, final = LAYERS[kind](**parts[1], place=begun, return_final_state=True)
+
+    assert _error(out, expected[:, 30:], expected) < 1e-11
+    assert _error(_scaled(kind, final), _scaled(kind, last), expected) < 1e-11
+    by_document, _ = LAYERS[kind](**parts[1], place=place, return_final_state=True)
+    assert _error(by_document[:, :3], expected[:, 30:33], expected) < 1e-11  # and the other one begins so, too
+    second = {name: x[:, 3:] if x.shape[:2] == (2, 40) else x for name, x in parts[1].items()}
+    assert _error(by_document[:, 3:], LAYERS[kind](**second, place=begun), expected) < 1e-11
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_training_may_follow_inference(kind: str) -> None:
     ring = VirtualRing(Topology(1, 4))

@@ -71,7 +71,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "OlmoHybridConfig": {**_SHAPE, **_DELTA, "linear_allow_neg_eigval": True},
     "LaraMiniConfig": {**_SHAPE, **_DELTA, "head_dim": 8},
     "KimiLinearConfig": {**_SHAPE, **_LATENT, "q_lora_rank": None, "n_routed_experts": 4},
-    "BailingHybridConfig": {**_SHAPE, **_LATENT, **_MILD, "q_lora_rank": 16},
+    "BailingHybridConfig": {**_SHAPE, **_LATENT, "q_lora_rank": 16},
     "BambaConfig": {**_SHAPE, **_MAMBA2, "attn_layer_indices": [1], "attn_rotary_emb": 8},
     "FalconH1Config": {**_SHAPE, **_MAMBA2, "head_dim": 8, "mamba_d_ssm": 64},
     "GraniteMoeHybridConfig": {
