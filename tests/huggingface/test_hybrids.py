@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
@@ -326,7 +327,7 @@ def test_states_of_tokens_before_a_shard_are_refused() -> None:
 
 
 def _checkpoint_layers(model: Any) -> None:
-    """As FSDP's wrapper does, which knows nothing of a forward in progress."""
+    """In a way that knows nothing of a forward in progress."""
     body = model.base_model
     for layer in body.blocks if hasattr(body, "blocks") else body.layers:
         layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
@@ -342,6 +343,37 @@ def test_checkpoints_of_others_hand_on_the_shard_that_layers_are_given(
         local = shard_batch(_packed(), ContextParallel())
         _, grads = _grads(model, model(**local, use_cache=False).logits, local["shift_labels"])
         error, parameter = worst(grads, truths[name, "packed"][1])
+        assert error <= 1e-5, (name, parameter, error)
+
+
+def _wrap_layers(model: Any, impl: CheckpointImpl) -> None:
+    body = model.base_model
+    layers = body.blocks if hasattr(body, "blocks") else body.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer, checkpoint_impl=impl)
+
+
+@pytest.mark.parametrize("impl", CheckpointImpl, ids=str)
+def test_layers_in_checkpoint_wrappers_find_their_shards(
+    impl: CheckpointImpl, truths: dict[tuple[str, str], Found]
+) -> None:
+    """FSDP's, around layers that hand on to their mixers nothing of what they are given; of two batches in turn."""
+    for name in [name for name in ("mamba", "rwkv", "jamba", "xlstm", "zaya", "qwen3_next") if name in FAMILIES]:
+        model = prepare(build(FAMILIES[name]))
+        _wrap_layers(model, impl)
+        model.enable_input_require_grads()
+        losses = []
+        for kind in ("packed", "padded"):
+            local = shard_batch(BATCHES[kind], ContextParallel())
+            labels, logits = local.pop("shift_labels"), model(**local, use_cache=False).logits
+            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        sum(losses).backward()
+        ours, others = truths[name, "packed"][1], truths[name, "padded"][1]
+        grads = {
+            each.replace("_checkpoint_wrapped_module.", ""): torch.zeros_like(p) if p.grad is None else p.grad
+            for each, p in model.named_parameters()
+        }
+        error, parameter = worst(grads, {each: grad + others[each] for each, grad in ours.items()})
         assert error <= 1e-5, (name, parameter, error)
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from burst_plugin.huggingface.recurrent.states import LayerStates
 
 _ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
-_CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: computes a function, and again in backward
+# What computes a function, and again in backward: of transformers' layers, and of PyTorch's `checkpoint_wrapper`.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
@@ -121,11 +122,12 @@ def check_pieces(model: PreTrainedModel, shard: SequenceShard) -> None:
 
 
 def carry_into_recomputation(model: torch.nn.Module) -> None:
-    """Let layers that a checkpoint of transformers computes again find the forward that they were computed in."""
+    """Let layers that a checkpoint computes again find the forward that they were computed in."""
     for module in model.modules():
-        checkpoint = vars(module).get(_CHECKPOINT)
-        if checkpoint is not None and getattr(checkpoint, "func", None) is not _in_same_forward:
-            setattr(module, _CHECKPOINT, partial(_in_same_forward, checkpoint))
+        for name in _CHECKPOINTS:
+            checkpoint = vars(module).get(name)
+            if checkpoint is not None and getattr(checkpoint, "func", None) is not _in_same_forward:
+                setattr(module, name, partial(_in_same_forward, checkpoint))
 
 
 def _in_same_forward(
@@ -163,7 +165,8 @@ def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     elif shard is None and getattr(mixer, _ON_SHARD, False):
         raise ValueError(
             f"{type(mixer).__name__} is computed again in the backward pass without the shard that it had: a "
-            "checkpoint around it does not hand on what it was given; use the model's gradient_checkpointing_enable()"
+            "checkpoint around it does not hand on what it was given; use PyTorch's checkpoint_wrapper, or the "
+            "model's gradient_checkpointing_enable()"
         )
     if shard is not None and shard_of_forward() is None and states_of_turn() is None:
         enter_forward(mixer, shard, None)
