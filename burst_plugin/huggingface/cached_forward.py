@@ -9,7 +9,7 @@ of those tokens that were asked for. Padding is left out, so that rows of the ca
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.positions import problem_with_cache
 from burst_plugin.huggingface.recurrent import begin_turn, end_turn, is_recurrent_alone, mixers
 from burst_plugin.huggingface.recurrent.states import attending_layers, states_of
-from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
+from burst_plugin.huggingface.ring_cache import CACHES, RingCache, ring_cache_of, tell
 from burst_plugin.inference import Turn
 from burst_plugin.inference.columns import Columns
 
@@ -187,7 +187,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     cache.in_forward = True
     try:
-        given = by_name(model.forward, args, kwargs)
+        given = _new_ones(by_name(model.forward, args, kwargs), cache)
         tokens = _NewTokens.of(model, given, cache)
     except Exception as error:  # of any kind: the other ranks must know of it
         tell(cache.cp, error)
@@ -204,8 +204,28 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
                 "before generate"
             ) from error
         raise
-    local = tokens.cut(turn, "position_ids" in inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    local = _named(tokens.cut(turn, "position_ids" in parameters), cache, parameters)
     return (), begin_turn(model, cache, local)
+
+
+def _new_ones(given: dict[str, Any], cache: RingCache) -> dict[str, Any]:
+    """Return the arguments of a forward without tokens that the cache has, where `generate` hands on all of them."""
+    seen, mask = cache.seen.shape[1], given.get("attention_mask")
+    tokens = next((given[name] for name in _TOKENS[:2] if given.get(name) is not None), None)
+    if not (cache.gets_all_tokens and seen and isinstance(mask, Tensor) and tokens is not None):
+        return given
+    if tokens.shape[1] != mask.shape[1] or tokens.shape[1] <= seen:
+        return given
+    return {**given, **{name: given[name][:, seen:] for name in _TOKENS if given.get(name) is not None}}
+
+
+def _named(given: dict[str, Any], cache: RingCache, parameters: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a forward with the cache under its name in the model, whatever `generate` calls it."""
+    known = [name for name in CACHES if name in parameters]
+    if not known:  # of RWKV, which has no cache
+        return given
+    return {**{name: x for name, x in given.items() if x is not cache}, known[0]: cache}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

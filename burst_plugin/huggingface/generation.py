@@ -23,7 +23,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.recurrent import mixers
-from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
+from burst_plugin.huggingface.ring_cache import CACHES, OWN_NAME, RingCache, ring_cache_of, tell
 from burst_plugin.ring.agreement import prepared_together
 
 _MARK = "_burst_plugin_wrapped"
@@ -34,7 +34,6 @@ _MODES = {  # that are right on a ring, and whether they may draw random numbers
     GenerationMode.BEAM_SAMPLE: True,
     GenerationMode.ASSISTED_GENERATION: True,
 }
-_CACHES = ("cache", "past_key_values")  # the argument in one release and the other
 _RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_generation", default=None)
 
 
@@ -57,16 +56,17 @@ def watch_generate() -> None:
 def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `GenerationMixin.generate`."""
     cache, cp = ring_cache_of(kwargs.values()), _RING.get()
-    if cache is None and cp is not None and all(kwargs.get(name) is None for name in _CACHES):
+    if cache is None and cp is not None and all(kwargs.get(name) is None for name in CACHES):
         cache = RingCache(cp)
-        kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, name_of_cache(): cache}
+        kwargs = {**{name: x for name, x in kwargs.items() if name not in CACHES}, name_of_cache(type(model)): cache}
     if cache is None:
         return original(model, *args, **kwargs)
     # Releases call it differently, and warn of what others call it.
-    kwargs = {name_of_cache() if x is cache else name: x for name, x in kwargs.items()}
+    name_here = name_of_cache(type(model))
+    kwargs = {name_here if x is cache else name: x for name, x in kwargs.items()}
     given = by_name(original, (model, *args), kwargs)
     _compare_settings(cache.cp, model, given)
-    cache.in_forward = False
+    cache.in_forward, cache.gets_all_tokens = False, name_here == OWN_NAME
     try:
         with ring_for_generation(None):  # a model that assists has a cache of its own
             found = original(model, *args, **kwargs)
@@ -74,6 +74,8 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         if not cache.in_forward:  # else they do
             tell(cache.cp, error)
         raise
+    finally:
+        cache.gets_all_tokens = False
     sequences = found if isinstance(found, Tensor) else found.sequences
     prompt = given.get("inputs", given.get("input_ids"))
     new = sequences[:, 0 if prompt is None else prompt.shape[1] :]
@@ -82,10 +84,13 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     return found
 
 
-def name_of_cache() -> str:
-    """Return what the argument of `generate` is called in this release of transformers."""
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return next(name for name in _CACHES if name in parameters)
+def name_of_cache(kind: type[Any] = GenerationMixin) -> str:
+    """Return what the argument of `generate` is called in this release of transformers, for one kind of models."""
+    prepare = getattr(kind, "prepare_inputs_for_generation", GenerationMixin.prepare_inputs_for_generation)
+    parameters = inspect.signature(prepare).parameters
+    if not any(name in parameters for name in CACHES):  # a model that hands on what it is given
+        return name_of_cache()
+    return next(name for name in CACHES if name in parameters)
 
 
 def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:

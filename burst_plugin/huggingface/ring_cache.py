@@ -18,6 +18,8 @@ from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask, SlidingWindow
 
+OWN_NAME = "cache_params"  # of Mamba's argument in earlier releases, in which `generate` hands on all tokens so far
+CACHES = ("cache", "past_key_values", OWN_NAME)  # the argument, by release
 _OPTIONS = frozenset({"reserve", "offload", "forward", "rewind"})
 _DRAFT = 128  # tokens that models which assist may draft at once; some of them are cut off
 
@@ -68,6 +70,7 @@ class RingCache(Cache):
         self._new: Tensor | None = None  # the columns of the turn
         self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
         self.longest = 0  # position in the forward in progress, of any rank
+        self.gets_all_tokens = False  # whether `generate` may hand on tokens that it has
         self.in_forward = False  # whether a forward began and has not ended well
         self._layer: int | None = None  # that has new keys and values, and is about to attend
         self._attended = 0

@@ -101,7 +101,9 @@ def chunks(ask: Ask, make: Callable[[], Any]) -> dict[str, Told]:
 
 
 WAYS = {"greedy": greedy, "turns": turns, "others": others, "chunks": chunks}
-WITHOUT_CHUNKS = ("recurrent_gemma", "rwkv", "xlstm")
+WITHOUT_CHUNKS = {"recurrent_gemma", "rwkv", "xlstm"} | (
+    set() if NAME == "cache" else {"mamba", "mamba2", "falcon_mamba"}
+)
 
 
 def whole_logits(name: str, cp: ContextParallel) -> torch.Tensor:
