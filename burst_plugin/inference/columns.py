@@ -202,8 +202,8 @@ class Columns:
             before: the last tokens of rows so far, [B, width, ...]; None for zeros.
 
         Returns:
-            [B, width + columns, ...] and [B, width, ...], the same on every rank. Before a row's first new token is
-            what was before it; padding further before is 0.
+            [B, width + columns, ...], and [B, width, ...] that are the same on every rank. Before a row's first new token is
+            what was before it, and further before anything.
         """
         self._compare(f"{width} tokens before columns", (x,))
         if before is None:
@@ -217,10 +217,9 @@ class Columns:
         return torch.cat([halo, filled], 1), last
 
     def _filled(self, before: Tensor, numbers: Tensor) -> Tensor:
-        """Return the tokens `numbers` [B, n], counted from the first new one, of those before; 0 further before."""
+        """Return the tokens `numbers` [B, n] of those before, which end with -1; anything for other numbers."""
         width = before.shape[1]
-        known = _taken(before, (numbers + width).clamp(0, width - 1))
-        return known.where(_wide((numbers < 0) & (numbers >= -width), before), 0)
+        return _taken(before, (numbers + width).clamp(0, width - 1))
 
     def _compare(self, of: str, xs: Sequence[Tensor]) -> None:
         """Have ranks agree on what they exchange; a rank that failed before ends all of them."""
