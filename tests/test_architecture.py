@@ -31,6 +31,7 @@ FLOORS = (
     ("virtual", "inference"),
     ("recurrent",),
     ("towers",),
+    ("training",),
     ("__init__",),
     ("check",),
     ("frameworks",),

@@ -12,9 +12,9 @@ from burst_plugin.cli.plan_report import gpus_in_words, report
 from burst_plugin.cli.values import StatusLine, number, tokens, whole
 from burst_plugin.frameworks import FRAMEWORKS, framework
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.memory import GIB
-from burst_plugin.planning.model_shape import MODELS, model_shape
-from burst_plugin.planning.training_plan import (
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.model_shape import MODELS, model_shape
+from burst_plugin.training.training_plan import (
     Candidate,
     Goal,
     longest,

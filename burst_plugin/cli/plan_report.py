@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
-from burst_plugin.planning.memory import GIB
-from burst_plugin.planning.setting import Setting, layout_in_words, strategy_options
-from burst_plugin.planning.step_time import bound_by
-from burst_plugin.planning.training_plan import Candidate, Goal, fits, reasons
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.setting import Setting, layout_in_words, strategy_options
+from burst_plugin.training.step_time import bound_by
+from burst_plugin.training.training_plan import Candidate, Goal, fits, reasons
 
 _RECOMPUTED = {
     "none": "nothing is computed again",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK
-from burst_plugin.planning.memory import BUCKET
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Code, Setting, strategy_options
-from burst_plugin.planning.training_plan import Space
+from burst_plugin.training.memory import BUCKET
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Code, Setting, strategy_options
+from burst_plugin.training.training_plan import Space
 
 _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 

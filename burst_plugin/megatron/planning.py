@@ -17,9 +17,9 @@ from types import MappingProxyType
 from burst_plugin.megatron.flags.arguments import add_arguments, flag_of, strategy_of
 from burst_plugin.megatron.flags.model_flags import model_flags
 from burst_plugin.megatron.releases import target_version
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import RECOMPUTE, Code, Setting, strategy_options
-from burst_plugin.planning.training_plan import Space
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import RECOMPUTE, Code, Setting, strategy_options
+from burst_plugin.training.training_plan import Space
 from burst_plugin.schedule.rings import default_schedule_name
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology

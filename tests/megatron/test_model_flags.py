@@ -10,7 +10,7 @@ from burst_plugin.megatron import cpu, install
 from burst_plugin.megatron.flags.model_flags import model_flags
 from burst_plugin.megatron.planning import files, space
 from burst_plugin.megatron.releases import target_version
-from burst_plugin.planning.setting import Setting
+from burst_plugin.training.setting import Setting
 from tests.support.model_flags import BEFORE_0_19, LACKS, TOKENS, built_by_megatron, cases, gap
 from tests.support.ranks import run_ranks
 

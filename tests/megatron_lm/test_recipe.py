@@ -17,7 +17,7 @@ import pytest
 from burst_plugin.cli import main
 from burst_plugin.deepspeed.config import Block, conflicts
 from burst_plugin.megatron.planning import setting_of
-from burst_plugin.planning.model_shape import MODELS
+from burst_plugin.training.model_shape import MODELS
 from tests.support.megatron_lm import ROOT, checkout
 
 RECIPE = ROOT / "examples" / "pretrain_7b"

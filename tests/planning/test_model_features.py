@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from burst_plugin.planning.model_families import FAMILIES
-from burst_plugin.planning.model_features import ModelFeatures, RotaryScaling, model_features
-from burst_plugin.planning.model_shape import ModelShape, model_shape
+from burst_plugin.training.model_families import FAMILIES
+from burst_plugin.training.model_features import ModelFeatures, RotaryScaling, model_features
+from burst_plugin.training.model_shape import ModelShape, model_shape
 from tests.support.model_configs import PUBLISHED
 
 SIZES = {

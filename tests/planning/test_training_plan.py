@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.memory import GIB, memory, surely_too_large
-from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape
-from burst_plugin.planning.setting import RECOMPUTE, Code, Setting, layout_in_words, strategy_options
-from burst_plugin.planning.step_time import bound_by, step_seconds, tokens_per_second
-from burst_plugin.planning.training_plan import Goal, Space, fits, longest, nearest, plans_that_fit, reasons, settings
+from burst_plugin.training.memory import GIB, memory, surely_too_large
+from burst_plugin.training.model_shape import MODELS, ModelShape, model_shape
+from burst_plugin.training.setting import RECOMPUTE, Code, Setting, layout_in_words, strategy_options
+from burst_plugin.training.step_time import bound_by, step_seconds, tokens_per_second
+from burst_plugin.training.training_plan import Goal, Space, fits, longest, nearest, plans_that_fit, reasons, settings
 
 M = 2**20
 LLAMA = MODELS["llama3_8b"]

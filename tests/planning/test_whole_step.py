@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.memory import GIB, memory
-from burst_plugin.planning.model_shape import MODELS
-from burst_plugin.planning.setting import Setting
-from burst_plugin.planning.training_plan import Goal, plans_that_fit
+from burst_plugin.training.memory import GIB, memory
+from burst_plugin.training.model_shape import MODELS
+from burst_plugin.training.setting import Setting
+from burst_plugin.training.training_plan import Goal, plans_that_fit
 from tests.support.whole_step import whole_step
 
 pytestmark = [

@@ -46,7 +46,7 @@ def main(tree: Path, folder: Path) -> None:
 
 def _outcome(model: Any, config: dict[str, Any]) -> Any:
     from burst_plugin.megatron.planning import files, space
-    from burst_plugin.planning.setting import Setting
+    from burst_plugin.training.setting import Setting
     from tests.support.model_flags import TOKENS, gap
 
     try:

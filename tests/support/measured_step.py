@@ -2,7 +2,7 @@
 
     code = measured_code()
     setting = Setting(tokens=4096, code=code, recompute="full")
-    activation_bytes(shape, setting)                                   # what `planning.memory` says beside weights
+    activation_bytes(shape, setting)                                   # what `training.memory` says beside weights
     activation_bytes(shape, setting, prepare=cut_mlps_into_chunks)     # with a feature switched on
 
 The model is a Llama of transformers with these sizes, or a Qwen3 if queries and keys are normalized, in bfloat16, on
@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Code, Setting
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Code, Setting
 from tests.support.live_bytes import LiveBytes
 from tests.support.meta_kernels import compiled_meta_kernels
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from burst_plugin.planning.model_shape import MODELS, ModelShape, model_shape
+from burst_plugin.training.model_shape import MODELS, ModelShape, model_shape
 from tests.support.megatron_arguments import parse
 from tests.support.megatron_weights import copy_weights
 from tests.support.model_configs import PUBLISHED, SMALL, VARIANTS, built_by_transformers, small

@@ -35,10 +35,10 @@ from burst_plugin.comm import buffers, torch_distributed
 from burst_plugin.comm.transport import Message
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.memory import GIB, memory
-from burst_plugin.planning.model_shape import MODELS, ModelShape
-from burst_plugin.planning.setting import Setting
-from burst_plugin.planning.training_plan import Goal, plans_that_fit
+from burst_plugin.training.memory import GIB, memory
+from burst_plugin.training.model_shape import MODELS, ModelShape
+from burst_plugin.training.setting import Setting
+from burst_plugin.training.training_plan import Goal, plans_that_fit
 from burst_plugin.ring import choices
 from burst_plugin.topology import Topology
 from burst_plugin.types import FULL

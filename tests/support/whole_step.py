@@ -28,8 +28,8 @@ from typing import IO, Any
 import torch
 
 from burst_plugin.activations import host_memory
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Setting
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
 from tests.support.fake_gpu import GPU
 from tests.support.live_bytes import LiveBytes
 from tests.support.measured_step import transformers_config

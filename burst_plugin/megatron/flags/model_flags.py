@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from burst_plugin.megatron.releases import Version
-from burst_plugin.planning.model_features import ModelFeatures, RotaryScaling, model_features
-from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.training.model_features import ModelFeatures, RotaryScaling, model_features
+from burst_plugin.training.model_shape import ModelShape
 
 _YARN_SINCE = (0, 19, 0)
 # Megatron's fused kernel clamps before it adds a bias.

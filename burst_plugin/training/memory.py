@@ -18,7 +18,7 @@ from burst_plugin.comm.process_groups import peer_bytes
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.layer_memory import (
+from burst_plugin.training.layer_memory import (
     BF16,
     FP32,
     HEAD,
@@ -29,8 +29,8 @@ from burst_plugin.planning.layer_memory import (
     ring_shapes,
     saved_by_layer,
 )
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Setting
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
@@ -123,10 +123,16 @@ def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> flo
 
 def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
     """Return the bytes of a rank's inputs of layers, and of what else layers keep: attention's results, or all."""
+    both = [_kept_by_kind(kind, setting) for kind in model.by_kind]
+    return sum(inputs for inputs, _ in both), sum(others for _, others in both)
+
+
+def _kept_by_kind(model: ModelShape, setting: Setting) -> tuple[float, float]:
     w = Widths(model, setting)
     layers = _layers_that_wait(model, setting)
     if setting.recompute == "full":
-        return layers * w.row, layers * w.kept_attention * (setting.kept_share if setting.keep else 0.0)
+        kept = w.kept_attention * setting.kept_share if setting.keep and model.attends else 0.0
+        return layers * w.row, layers * kept
     saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
     if setting.recompute == "mlp":  # its norm is computed again as well
         saved = {name: nbytes for name, nbytes in saved.items() if name != "normalized input of the MLP"}
@@ -147,6 +153,7 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
         w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
         host["inputs of layers"] = whole_pages(w.row) * times
         if setting.keep:
+            times *= model.attention_layers / model.layers
             share, chunks = setting.kept_share / setting.head_chunks, setting.head_chunks
             host["attention, kept"] = (whole_pages(share * w.q) + whole_pages(share * w.lse)) * times * chunks
     if setting.offload_optimizer:  # gradients too, in float32
@@ -180,10 +187,12 @@ def _ring_buffers(model: ModelShape, setting: Setting) -> Moment:
 
     Layers with a window are sent few rows, and count only where there are no others.
     """
+    if not model.attends:
+        return {}
     shapes = ring_shapes(model, setting)
     ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
     count = partial(_bytes_per_row, ring, token, setting.parts)
-    if model.windowed == model.layers and model.window < setting.tokens:
+    if model.windowed == model.attention_layers and model.window < setting.tokens:
         rows = min(shapes.q_len, _ROWS)
         window = -(-model.window * rows // shapes.q_len)  # the same share of a block
         return {"ring buffers": count(SlidingWindow(window - 1, 0), rows) * shapes.q_len}

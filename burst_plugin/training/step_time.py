@@ -11,10 +11,10 @@ from functools import lru_cache
 
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.layer_memory import BF16, FP32, Widths, ring_shapes
-from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
+from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.planning.price import Price, pass_price, work_seconds
-from burst_plugin.planning.setting import Setting
+from burst_plugin.training.setting import Setting
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 

@@ -7,7 +7,7 @@ leave both to the model's code, whose rules and defaults are here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,17 +15,23 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, shown
-from burst_plugin.planning.model_families import defaults_of
+from burst_plugin.training.hybrid_families import HYBRIDS, Layer, dense, is_sparse, nemotron_kinds
+from burst_plugin.training.mixers import Mixer
+from burst_plugin.training.model_families import defaults_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder with attention in every layer, and a gated MLP (gate, up, down) or experts of that kind.
+    """A decoder: layers that attend, or have another mixer, or both, with an MLP or experts; all alike, or of kinds.
 
+    ffn: width of the MLP, 0 for none; with experts that of each. matrices: its projections: gate, up and down, or 2.
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
-    qk_norm: whether queries and keys are normalized, head by head.
+    qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
     windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
+    mixer: what mixes tokens beside attention, or in its place, where `attends` is False.
+    extra: further parameters of a layer, which are in no product: biases, other norms.
+    kinds: layers of each kind where they are not alike, in sizes of their own; heads and hidden size are the same.
     config: the config.json that it was read from, or what one would say beside the sizes; see `model_features`.
     """
 
@@ -41,41 +47,74 @@ class ModelShape:
     experts: int = 0
     active: int = 0
     shared_ffn: int = 0
+    matrices: int = 3
     qk_norm: bool = False
+    query_gate: bool = False
     window: int = 0
     windowed: int = 0
+    attends: bool = True
+    mixer: Mixer | None = None
+    extra: int = 0
+    kinds: tuple[ModelShape, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def by_kind(self) -> tuple[ModelShape, ...]:
+        """Return the model as it would be with the layers of each kind alone."""
+        return self.kinds or (self,)
+
+    @property
+    def attention_layers(self) -> int:
+        """Return how many layers attend."""
+        return sum(kind.layers for kind in self.by_kind if kind.attends)
+
+    @property
+    def mixers(self) -> tuple[tuple[Mixer, int], ...]:
+        """Return what mixes tokens besides attention, and in how many layers."""
+        return tuple((kind.mixer, kind.layers) for kind in self.by_kind if kind.mixer is not None)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether any layer has experts."""
+        return any(kind.experts for kind in self.by_kind)
+
+    @property
     def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
-        """Return (window, number of layers) of every kind of layer there is; window None for all tokens before."""
-        kinds = ((None, self.layers - self.windowed), (self.window, self.windowed))
+        """Return (window, number of layers) of every kind of layer that attends; window None for all tokens before."""
+        windowed = sum(kind.windowed for kind in self.by_kind if kind.attends)
+        kinds = ((None, self.attention_layers - windowed), (self.window, windowed))
         return tuple((window, layers) for window, layers in kinds if layers)
 
     @property
     def attention_parameters(self) -> int:
-        """Return how many weights a layer's projections have, to q, k, v and back."""
-        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        """Return how many weights a layer's projections have, to q, k, v, the gate of queries and back."""
+        if not self.attends:
+            return 0
+        return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.query_gate)
 
     @property
     def mlp_parameters(self) -> int:
         """Return how many weights a layer's MLP has, or all its experts and their router."""
         if not self.experts:
-            return 3 * self.hidden * self.ffn
-        return self.hidden * (3 * (self.experts * self.ffn + self.shared_ffn) + self.experts)
+            return self.matrices * self.hidden * self.ffn
+        return self.hidden * (self.matrices * (self.experts * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def active_mlp_parameters(self) -> int:
         """Return how many of `mlp_parameters` a token meets."""
         if not self.experts:
             return self.mlp_parameters
-        return self.hidden * (3 * (self.active * self.ffn + self.shared_ffn) + self.experts)
+        return self.hidden * (self.matrices * (self.active * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Return how many parameters one layer has, norms included."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return self.attention_parameters + self.mlp_parameters + norms
+        """Return how many parameters one layer has, norms included; the largest, where they are not alike."""
+        if self.kinds:
+            return max(kind.layer_parameters for kind in self.kinds)
+        norms = self.hidden * ((self.attends or self.mixer is not None) + bool(self.ffn))
+        norms += 2 * self.head_dim if self.qk_norm else 0
+        mixer = 0 if self.mixer is None else self.mixer.parameters
+        return self.attention_parameters + mixer + self.mlp_parameters + norms + self.extra
 
     @property
     def embedding_parameters(self) -> int:
@@ -86,7 +125,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Return how many parameters there are, of which tied ones count once."""
         tables = 1 if self.tied else 2
-        return self.layers * self.layer_parameters + tables * self.embedding_parameters + self.hidden
+        layers = sum(kind.layers * kind.layer_parameters for kind in self.by_kind)
+        return layers + tables * self.embedding_parameters + self.hidden
 
     @property
     def mlp_width(self) -> int:
@@ -159,58 +199,109 @@ def model_shape(name: str) -> ModelShape:
     return replace(_from_config({**known, **text}, str(path)), config=config)
 
 
-# Keys of a config.json that say that a model is not what `ModelShape` describes.
+# Keys of a config.json that say that a model is not what `ModelShape` describes; those of state spaces, and of
+# layers without attention, only where the `model_type` is not one of `HYBRIDS`.
 _REFUSED = MappingProxyType(
     {
         "kv_lora_rank": "latent attention",
         "attention_chunk_size": "attention in chunks",
+        "is_encoder_decoder": "an encoder",
+        "num_kv_shared_layers": "layers that share keys and values",
+    }
+)
+_REFUSED_UNLESS_HYBRID = MappingProxyType(
+    {
         "attn_layer_period": "layers without attention",
         "hybrid_override_pattern": "layers without attention",
         "linear_num_value_heads": "layers with linear attention",
+        "lru_width": "layers with linear recurrent units",
         "ssm_state_size": "state-space layers",
         "mamba_d_state": "state-space layers",
-        "is_encoder_decoder": "an encoder",
-        "first_k_dense_replace": "experts in some layers only",
-        "mlp_only_layers": "experts in some layers only",
-        "num_kv_shared_layers": "layers that share keys and values",
     }
 )
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
-def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
-    others = [f"{what} ({key}={shown(config[key])})" for key, what in _REFUSED.items() if config.get(key)]
-    if config.get("decoder_sparse_step", 1) not in (None, 1):
-        others.append(f"{_REFUSED['mlp_only_layers']} (decoder_sparse_step={shown(config['decoder_sparse_step'])})")
-    kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
-    others += [f"layers of the type {kind}" for kind in sorted(map(str, kinds))]
+def _check(config: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError if a config.json has what no plan knows."""
+    is_hybrid = str(config.get("model_type")) in HYBRIDS
+    refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
+    others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]
+    if not is_hybrid:
+        kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
+        others += [f"layers of the type {kind}" for kind in sorted(map(str, kinds))]
     if others:
         raise ValueError(
             f"{path} describes a model with {others[0]}, whose memory is not known; a plan takes decoders with "
-            "attention and a gated MLP, or experts, in every layer"
+            f"attention and a gated MLP, or experts, in every layer, and the hybrids {', '.join(HYBRIDS)}"
         )
+
+
+def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
+    _check(config, path)
+    kind = str(config.get("model_type", "model"))
+    family = HYBRIDS.get(kind)
+    config = config if family is None else {**family.defaults, **config}
+    if kind == "nemotron_h":
+        config = {**config, "num_hidden_layers": len(nemotron_kinds(config))}
     size = _Sizes(config, path)
-    heads, hidden, experts = size("num_attention_heads"), size("hidden_size"), size(*_EXPERTS, default=0)
-    ffn = size("moe_intermediate_size", "intermediate_size") if experts else size("intermediate_size")
-    layers = size("num_hidden_layers")
-    window, windowed = windowed_layers(config, layers, path)
-    shared = size("n_shared_experts", default=0) * ffn or size("shared_expert_intermediate_size", default=0)
-    return ModelShape(
-        name=str(config.get("model_type", "model")),
-        layers=layers,
+    hidden, layers = size("hidden_size"), size("num_hidden_layers")
+    heads = size("num_attention_heads", default=None if family is None else 1)
+    base = ModelShape(
+        name=kind,
+        layers=1,
         hidden=hidden,
-        ffn=ffn,
+        ffn=0,
         heads=heads,
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // heads),
         vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        active=size("num_experts_per_tok") if experts else 0,
-        shared_ffn=shared if experts else 0,
-        window=window,
-        windowed=windowed,
-        qk_norm=str(config.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2")),
+        qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),
+    )
+    if family is None:
+        return _of_layers(base, _mlps(config, size, layers), layer_windows(config, layers, path))
+    try:
+        every = family.layers(config, size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return _of_layers(base, every, (0,) * layers)
+
+
+def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:
+    """Return the MLP or the experts of every layer."""
+    experts = size(*_EXPERTS, default=0)
+    if not experts:
+        return [dense(size("intermediate_size"))] * layers
+    ffn = size("moe_intermediate_size", "intermediate_size")
+    sparse: Layer = {
+        "ffn": ffn,
+        "experts": experts,
+        "active": size("num_experts_per_tok"),
+        "shared_ffn": size("n_shared_experts", default=0) * ffn
+        or size("shared_expert_intermediate_size", default=0),
+    }
+    has_experts = [is_sparse(config, layer) for layer in range(layers)]
+    return [sparse if has else dense(size("intermediate_size")) for has in has_experts]
+
+
+def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]) -> ModelShape:
+    """Return the model that has these layers, each of them fields that differ from `base`, with these windows."""
+    window, counts = max(windows, default=0), dict[ModelShape, list[int]]()
+    for layer, has_window in zip(layers, windows, strict=True):
+        count = counts.setdefault(replace(base, **layer), [0, 0])
+        count[0] += 1
+        count[1] += bool(has_window)
+    kinds = tuple(
+        replace(kind, layers=of_kind, windowed=windowed, window=window if windowed else 0)
+        for kind, (of_kind, windowed) in counts.items()
+    )
+    if len(kinds) == 1:
+        return kinds[0]
+    windowed = sum(kind.windowed for kind in kinds)
+    attends = any(kind.attends for kind in kinds)
+    return replace(
+        base, layers=len(layers), windowed=windowed, window=window, attends=attends, kinds=kinds
     )
 
 
@@ -335,9 +426,3 @@ def layer_windows(config: Mapping[str, Any], layers: int, path: str) -> tuple[in
             f"{path} has layers with {_WINDOWED} and sliding_window={shown(window)}, expected a positive whole number"
         )
     return tuple(length if has else 0 for has in windowed)
-
-
-def windowed_layers(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, int]:
-    """Return (keys of the window; layers that have it), (0, 0) for none. Raises as `layer_windows` does."""
-    windows = layer_windows(config, layers, path)
-    return max(windows), sum(map(bool, windows))

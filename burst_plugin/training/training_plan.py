@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.layer_memory import ring_shapes
-from burst_plugin.planning.memory import GIB, TrainingMemory, memory, surely_too_large
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Code, Setting
-from burst_plugin.planning.step_time import step_seconds, tokens_per_second
+from burst_plugin.training.layer_memory import ring_shapes
+from burst_plugin.training.memory import GIB, TrainingMemory, memory, surely_too_large
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Code, Setting
+from burst_plugin.training.step_time import step_seconds, tokens_per_second
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
 _STEP = 2**16  # tokens to which the longest sequence is found

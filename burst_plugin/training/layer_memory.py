@@ -17,13 +17,15 @@ import torch
 
 from burst_plugin.compute.accumulators import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.model_shape import ModelShape
-from burst_plugin.planning.setting import Setting
+from burst_plugin.training.mixers import Mixer
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
 
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
+_PIECES = 2  # of a sequence on a rank, in zigzag
 _ROTATED = "rotated back, or gradients of the projections' input"
 _STRATEGY = Strategy()
 Moment = dict[str, float]
@@ -44,6 +46,7 @@ class Widths:
         self.kv_inside = 2 * BF16 * heads_of_group * model.head_dim * tokens  # where heads are exchanged
         self.lse = FP32 * model.heads / tensor * tokens
         self.mlp = BF16 * model.mlp_width / tensor * tokens  # one tensor [tokens, ffn]
+        self.inside = tokens / tensor  # tokens of a mixer, as if it had them with all its heads
         self.routed = BF16 * model.hidden * model.active * self.outside  # tokens, once for each expert that sees them
 
     @property
@@ -74,20 +77,50 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
 def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Moment:
     """Return what a layer's forward pass saves for its backward pass, beside the layer's input."""
     w, plain = Widths(model, setting), setting.copying_norms
-    saved = {"normalized input": w.row}
-    if plain:  # x in float32, and the product with 1 / rms in 16 bits
-        saved["norm before attention, copies"] = w.row * (2 + 1)
-    if setting.head_chunks == 1:
-        saved |= _saved_of_heads(model, setting, w)
+    saved: Moment = {}
+    if model.attends or model.mixer is not None:
+        saved["normalized input"] = w.row
+        if plain:  # x in float32, and the product with 1 / rms in 16 bits
+            saved["norm before attention, copies"] = w.row * (2 + 1)
+    if model.attends:
+        saved |= _saved_by_attention(model, setting, w)
+    if model.mixer is not None:
+        saved |= _saved_by_mixer(model.mixer, setting, w)
+    if not model.ffn:
+        return saved
+    saved["normalized input of the MLP"] = w.row
+    # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
+    has_sum = model.attends or model.mixer is not None
+    saved["norm before the MLP"] = w.row * (3 if plain else has_sum)
+    if whole_mlp:
+        saved["inside the MLP"] = w.mlp * _mlp_kept(model, setting) + 2 * w.routed
+    return saved
+
+
+def _mlp_kept(model: ModelShape, setting: Setting) -> int:
+    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product."""
+    return setting.code.mlp_kept - (2 if setting.code.mlp_kept > 3 else 1) * (model.matrices == 2)
+
+
+def _saved_by_attention(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    saved = _saved_of_heads(model, setting, w) if setting.head_chunks == 1 else {}
     saved["out and lse"] = w.q + w.lse
     if setting.ulysses > 1 or setting.head_chunks > 1:
         saved["out before heads are exchanged"] = w.q
-    saved["normalized input of the MLP"] = w.row
-    # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
-    saved["norm before the MLP"] = w.row * (3 if plain else 1)
-    if whole_mlp:
-        saved["inside the MLP"] = w.mlp * setting.code.mlp_kept + 2 * w.routed
+    if model.query_gate:  # its sigmoid and the product; one kernel's norm keeps both halves of what is projected
+        saved["gate of queries"] = w.q * (2 if setting.copying_norms else 3)
     return saved
+
+
+def _saved_by_mixer(mixer: Mixer, setting: Setting, w: Widths) -> Moment:
+    saved = {"inside the mixer": w.inside * mixer.saved}
+    if setting.code.plain_norms:  # which only norms of layers leave to chunks
+        saved["norm of the mixer, copies"] = w.inside * mixer.saved_by_norm
+    if setting.context > 1 and setting.recurrent == "state":
+        pieces = setting.micro_batch * _PIECES
+        states = FP32 * (mixer.transition + mixer.state) / setting.tensor * pieces
+        saved["states of pieces"] = w.inside * mixer.saved_on_ring + states
+    return {name: nbytes for name, nbytes in saved.items() if nbytes}
 
 
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
@@ -99,39 +132,71 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
 
 
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
-    """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top."""
+    """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top.
+
+    Of a model whose layers are not alike each moment is that of the layer in which it takes most.
+    """
+    found: dict[str, Moment] = {HEAD: _head(model, setting, Widths(model, setting))}
+    for kind in model.by_kind:
+        for name, moment in _of_layer(kind, setting).items():
+            if sum(moment.values()) > sum(found.get(name, {}).values()):
+                found[name] = moment
+    if not model.attends:
+        return found
+    angles = 2 * BF16 * model.head_dim * setting.local_tokens  # once for all sequences
+    return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
+
+
+def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
+    """Return the moments of a layer by name."""
     w = Widths(model, setting)
     of_heads, heads = chunk_of_heads(model, setting)
-    whole_mlp = not setting.mlp_chunk
-    saved = saved_by_layer(model, setting, whole_mlp)
+    saved = saved_by_layer(model, setting, whole_mlp=not setting.mlp_chunk)
     if setting.recompute == "none":
         saved = {}  # which counts as kept already
     elif setting.recompute == "mlp":
         saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
     if setting.offload:
         saved["inputs of layers, back from the host"] = w.row + _next_from_host(model, setting)
-    by_name = {
-        "MLP, backward": saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w),
-        "attention, backward": _before_mlp(saved)
-        | {"gradient past the MLP": w.row}
-        | _attention_backward(of_heads, heads),
-        "projections, backward": _without(_before_mlp(saved), ("q", "k and v", "out and lse"))
-        | {"gradient past the MLP": w.row}
-        | _projections_backward(of_heads, heads),
-        HEAD: _head(model, setting, w),
-    }
+    by_name = {}
+    if model.ffn:
+        by_name["MLP, backward"] = (
+            saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w)
+        )
+    before, past = _before_mlp(saved), {"gradient past the MLP": w.row}
+    if model.attends:
+        by_name["attention, backward"] = before | past | _attention_backward(of_heads, heads)
+        by_name["projections, backward"] = (
+            _without(before, ("q", "k and v", "out and lse")) | past | _projections_backward(of_heads, heads)
+        )
+    if model.mixer is not None:
+        by_name |= _mixer_backward(model.mixer, setting, w, before | past)
     if setting.code.plain_norms:
         by_name["norm, backward"] = (
             _without(saved, ("inside the MLP", "normalized input of the MLP"))
             | {"gradient of the layer's output": w.row}
             | _norm_backward(setting, w)
         )
-    if setting.again_share() or setting.recompute == "none":
+    if model.attends and (setting.again_share() or setting.recompute == "none"):
         by_name["attention, forward"] = _attention_forward(of_heads, heads)
-    if setting.head_chunks > 1:
+    if model.attends and setting.head_chunks > 1:
         _add_what_chunks_share(by_name, model, setting)
-    angles = 2 * BF16 * model.head_dim * setting.local_tokens  # once for all sequences
-    return {name: moment | {"cos and sin of positions": angles} for name, moment in by_name.items()}
+    return by_name
+
+
+def _mixer_backward(mixer: Mixer, setting: Setting, w: Widths, before: Moment) -> dict[str, Moment]:
+    """Return the moments of a mixer's backward pass; `before` is there besides."""
+    work = {"gradients inside the mixer": w.inside * mixer.gradients}
+    if setting.code.workspace:  # of GPUs
+        work["workspace of the mixer's kernel"] = w.inside * mixer.workspace
+    if setting.context > 1 and setting.recurrent == "heads":  # which leave and arrive
+        numbers = sum(heads * dim for _, heads, dim in mixer.tensors)
+        work["heads of the mixer, exchanged"] = 2 * BF16 * w.inside * numbers
+    found = {"mixer, backward": before | work}
+    if setting.code.plain_norms and mixer.norm_gradients:
+        inside = {"gradients inside the mixer's norm": w.inside * mixer.norm_gradients}
+        found["norm of the mixer, backward"] = before | inside
+    return found
 
 
 def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
@@ -185,7 +250,7 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
     if setting.mlp_chunk:
-        inside += setting.code.mlp_kept * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
+        inside += _mlp_kept(model, setting) * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
     moment = {"gradients inside the MLP": inside * share}
     if setting.mlp_chunk:
         moment["gradient of the MLP's input"] = w.row
@@ -245,6 +310,8 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
         moment[f"{move} of the own block"] = moves
     if setting.ulysses > 1:
         moment["gradient of out, heads exchanged"] = w.q
+    if model.query_gate:
+        moment["gradient of the gate"] = w.q
     return moment
 
 

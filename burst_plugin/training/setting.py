@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.topology import Topology
 
 RECOMPUTE = ("none", "mlp", "full")
@@ -46,6 +46,7 @@ class Setting:
     offload: what waits for the backward pass of layers that are computed again waits in host memory.
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
+    recurrent: what layers with a state exchange, "state" or "heads".
     """
 
     tokens: int
@@ -67,6 +68,7 @@ class Setting:
     offload_optimizer: bool = False
     ulysses: int = 1
     parts: int = 1
+    recurrent: str = "state"
 
     @property
     def gpus(self) -> int:
@@ -156,6 +158,8 @@ def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
         options["head_chunk"] = model.heads // setting.head_chunks
     if setting.offload:
         options["offload"] = True
+    if setting.context > 1 and any(mixer.by_heads for mixer, _ in model.mixers):
+        options["recurrent"] = setting.recurrent
     return options
 
 

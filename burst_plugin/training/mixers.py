@@ -1,0 +1,219 @@
+"""Parts of layers that mix tokens by a state along the sequence, or by a short convolution, as numbers for a plan.
+
+    mixer = delta_rule(hidden=2048, keys=(16, 128), values=(32, 128), width=4)
+    mixer.parameters, mixer.flops, mixer.saved
+
+A function for each kind. Activations are those of transformers' layers around the kernels of flash-linear-attention,
+mamba-ssm and causal-conv1d, in 16 bits; kernels of PyTorch, which run where these are not installed, keep more.
+Peaks are held to measured ones by tests/planning/test_hybrid_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BF16, FP32 = 2, 4
+_CHUNK = 64  # tokens of a chunk of flash-linear-attention's kernels
+_STATE_CHUNK = 256  # of mamba-ssm's
+_ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes the time of one in such a product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixer:
+    """One kind of mixer, with its sizes.
+
+    kind: as people call it. parameters: all of them; weights: those of projections, which multiply every token.
+    tensors: what the kernel takes, (name, heads, numbers of each head); the first is as wide as its output.
+    by_heads: whether ranks can exchange heads instead of states.
+    state, transition: numbers of a state, and of what multiplies states, of all heads.
+    flops: of the kernel for one token, forward; on_ring: further ones where states come from other ranks.
+    conv: channels of the convolution, times the tokens that it looks back at.
+
+    Bytes for one token: `saved` is kept from the forward to the backward pass, `saved_by_norm` as well where norms
+    are single operations, `saved_on_ring` as well where states come from other ranks. `gradients` are the most that
+    are there beside them in the mixer's backward pass, `norm_gradients` in that of its norm in single operations, and
+    `workspace` is the kernel's own.
+    """
+
+    kind: str
+    parameters: int
+    weights: int
+    tensors: tuple[tuple[str, int, int], ...]
+    by_heads: bool
+    state: int
+    transition: int
+    flops: float
+    on_ring: float
+    conv: int
+    saved: float
+    saved_by_norm: float
+    gradients: float
+    norm_gradients: float
+    saved_on_ring: float = 0.0
+    workspace: float = 0.0
+
+
+def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """Return the operations of the chunked delta rule for one token: on the state, and inside chunks."""
+    return heads * (6.0 * key_dim * value_dim + 2 * _CHUNK * (3 * key_dim + 2 * value_dim))
+
+
+def delta_rule(
+    *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
+) -> Mixer:
+    """Return a gated delta net; `keys` and `values` are (heads, dim), `width` is that of its convolution."""
+    (key_heads, key_dim), (heads, value_dim) = keys, values
+    key_size, value_size = key_heads * key_dim, heads * value_dim
+    channels = 2 * key_size + value_size
+    weights = hidden * (channels + value_size + 2 * heads) + value_size * hidden
+    gates = heads * (2 * BF16 + 3 * FP32)  # beta before and after the sigmoid, and three steps of g
+    within_chunks = heads * _CHUNK * BF16  # products of keys with keys
+    return Mixer(
+        kind=kind,
+        parameters=weights + channels * width + 2 * heads + value_dim,
+        weights=weights,
+        tensors=(
+            ("v", heads, value_dim),
+            ("q", key_heads, key_dim),
+            ("k", key_heads, key_dim),
+            ("g", heads, 1),
+            ("beta", heads, 1),
+        ),
+        by_heads=True,
+        state=heads * key_dim * value_dim,
+        transition=heads * key_dim**2,
+        flops=_delta_flops(heads, key_dim, value_dim),
+        on_ring=_delta_flops(heads, key_dim, value_dim + key_dim),  # A and B, by the kernel on wider values
+        conv=channels * (width - 1),
+        # Before and after the convolution; the gate z, the output before and after its norm
+        saved=BF16 * (2 * channels + 3 * value_size) + gates + within_chunks,
+        saved_by_norm=value_size * (2 * FP32 + FP32 + 2 * BF16 - 2 * BF16),
+        saved_on_ring=heads * (value_dim + key_dim) * BF16 + within_chunks,  # the wider values
+        gradients=BF16 * (2 * channels + value_size) + heads * 2 * FP32,
+        norm_gradients=value_size * 4 * FP32,
+        workspace=heads * (2 * key_dim * value_dim / _CHUNK + 2 * key_dim + value_dim) * BF16,
+    )
+
+
+def state_space(
+    *,
+    hidden: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    size: int,
+    width: int,
+    has_norm: bool = True,
+    biases: tuple[bool, bool, bool] = (True, False, False),
+) -> Mixer:
+    """Return a Mamba-2 mixer with states of `size` numbers by channel.
+
+    biases: whether there are some in the convolution, in the projection to it, and in the one back.
+    """
+    inner, shared = heads * head_dim, groups * size
+    channels = inner + 2 * shared
+    projected = inner + channels + heads
+    weights = hidden * (projected + inner)
+    of_conv, of_input, of_output = biases
+    others = channels * (width + of_conv) + 3 * heads + inner * has_norm + projected * of_input + hidden * of_output
+    within_chunks = groups * 2 * _STATE_CHUNK * size + heads * 2 * _STATE_CHUNK * head_dim
+    return Mixer(
+        kind="Mamba-2",
+        parameters=weights + others,
+        weights=weights,
+        tensors=(("x", heads, head_dim), ("dt", heads, 1), ("B", groups, size), ("C", groups, size)),
+        by_heads=True,
+        state=inner * size,
+        transition=heads,
+        flops=4.0 * inner * size + within_chunks,
+        on_ring=2.0 * inner * size,  # what the entering state adds to the output
+        conv=channels * (width - 1),
+        # What is projected, what comes of the convolution, the output before and after its norm or gate
+        saved=BF16 * (projected + channels + 2 * inner) + 2 * FP32 * heads,
+        saved_by_norm=inner * (4 * FP32 if has_norm else BF16),
+        saved_on_ring=inner * FP32,  # the output with what the entering state adds
+        gradients=BF16 * (projected + 2 * channels + inner),
+        norm_gradients=inner * 5 * FP32 if has_norm else 0.0,
+        workspace=inner * size / _STATE_CHUNK * 2 * FP32 + heads * FP32,
+    )
+
+
+def selective_scan(
+    *,
+    hidden: int,
+    inner: int,
+    size: int,
+    rank: int,
+    width: int,
+    has_norms: bool = False,
+    biases: tuple[bool, bool] = (True, False),
+) -> Mixer:
+    """Return a Mamba mixer; `rank` is that of its steps. biases: in the convolution, and in projections."""
+    of_conv, of_projections = biases
+    weights = hidden * 3 * inner + inner * (rank + 2 * size) + rank * inner
+    others = inner * (width + of_conv) + inner + inner * (size + 1)  # of the convolution, of steps, A and D
+    others += (2 * inner + hidden) * of_projections + (rank + 2 * size) * has_norms
+    return Mixer(
+        kind="Mamba",
+        parameters=weights + others,
+        weights=weights,
+        tensors=(("x", 1, inner), ("dt", 1, inner), ("B", 1, size), ("C", 1, size)),
+        by_heads=False,
+        state=inner * size,
+        transition=inner * size,
+        flops=_ELEMENTWISE * 9 * inner * size,
+        on_ring=_ELEMENTWISE * 4 * inner * size,
+        conv=inner * (width - 1),
+        # What is projected, what comes of the convolution, steps, the output before and after the gate
+        saved=BF16 * (2 * inner + 4 * inner + 2 * size + rank),
+        saved_by_norm=(rank + 2 * size) * 2 * FP32 * has_norms,
+        gradients=BF16 * (2 * inner + 4 * inner),
+        norm_gradients=0.0,
+        workspace=inner * size / 2048 * 2 * FP32,
+    )
+
+
+def decay_attention(*, hidden: int, heads: int, head_dim: int) -> Mixer:
+    """Return lightning attention, whose kernel is PyTorch's in float32."""
+    inner = heads * head_dim
+    weights = 5 * hidden * inner  # to q, k, v and the gate, and back
+    within_chunks = heads * _CHUNK * FP32
+    return Mixer(
+        kind="lightning attention",
+        parameters=weights + inner,
+        weights=weights,
+        tensors=(("v", heads, head_dim), ("q", heads, head_dim), ("k", heads, head_dim)),
+        by_heads=True,
+        state=inner * head_dim,
+        transition=heads,
+        flops=inner * (4.0 * head_dim + 4 * _CHUNK),
+        on_ring=2.0 * inner * head_dim,
+        conv=0,
+        # What is projected, before and after the activation, and in float32; the output, its norm, gate and product
+        saved=BF16 * 6 * inner + FP32 * 3 * inner + within_chunks + BF16 * 4 * inner,
+        saved_by_norm=inner * (FP32 + BF16),
+        saved_on_ring=inner * FP32,
+        gradients=FP32 * 4 * inner + within_chunks,
+        norm_gradients=inner * 4 * FP32,
+    )
+
+
+def short_convolution(*, hidden: int, width: int, has_bias: bool) -> Mixer:
+    """Return a gated short convolution, as LFM2 has it."""
+    weights = 4 * hidden * hidden
+    return Mixer(
+        kind="short convolution",
+        parameters=weights + hidden * width + 5 * hidden * has_bias,
+        weights=weights,
+        tensors=(),
+        by_heads=False,
+        state=0,
+        transition=0,
+        flops=2.0 * hidden * width,
+        on_ring=0.0,
+        conv=hidden * (width - 1),
+        saved=BF16 * 6 * hidden,  # what is projected, three times as wide; the convolution's input, output; gated
+        saved_by_norm=0.0,
+        gradients=BF16 * 6 * hidden,
+        norm_gradients=0.0,
+    )

@@ -1,0 +1,102 @@
+"""The sizes of models whose layers are not alike: parameters are those of transformers' own models."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burst_plugin.training.hybrid_families import HYBRIDS
+from burst_plugin.training.model_shape import ModelShape, model_shape
+
+transformers = pytest.importorskip("transformers")
+hybrids = pytest.importorskip("tests.support.hybrids").hybrids
+
+pytestmark = pytest.mark.huggingface
+
+# By model_type, changes that give every kind of layer and every bias that a family may have.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"mlp_only_layers": [1], "attention_bias": True},
+    "qwen3_5_text": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {"attention_bias": True},
+    "olmo_hybrid": {"attention_bias": True},
+    "bamba": {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+    "falcon_h1": {
+        "mlp_bias": True,
+        "attention_bias": True,
+        "mamba_rms_norm": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+    },
+    "granitemoehybrid": {"num_local_experts": 0, "attention_bias": True, "mamba_proj_bias": True},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "mlp_bias": True,
+        "attention_bias": True,
+        "use_bias": True,
+        "use_conv_bias": False,
+    },
+    "mamba2": {"use_bias": True, "use_conv_bias": False},
+    "mamba": {"use_bias": True, "use_conv_bias": False},
+    "falcon_mamba": {"use_bias": True},
+    "jamba": {"num_hidden_layers": 6, "mamba_proj_bias": True},
+    "minimax": {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+    "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"conv_bias": True, "num_dense_layers": 0},
+}
+
+
+def counted(config: Any) -> int:
+    """The parameters of transformers' own model."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def read(config: Any, directory: Path, **options: Any) -> ModelShape:
+    """The sizes that a plan reads from what transformers writes."""
+    (directory / "config.json").write_text(config.to_json_string(**options))
+    return model_shape(str(directory))
+
+
+def tiny() -> dict[str, Any]:
+    """Tiny configurations by `model_type`."""
+    return {config.model_type: config for config in hybrids().values()}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_parameters_are_those_of_tiny_models(kind: str, tmp_path: Path) -> None:
+    config = tiny()[kind]
+    assert read(config, tmp_path, use_diff=False).parameters == counted(config)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_parameters_are_those_of_models_with_biases_and_other_layers(kind: str, tmp_path: Path) -> None:
+    fields = {**tiny()[kind].to_dict(), **VARIANTS[kind]}
+    for key in ("layer_types", "layers_block_type", "num_hidden_layers"):
+        if "layers_block_type" in VARIANTS[kind] and key not in VARIANTS[kind]:
+            fields.pop(key, None)
+    if kind == "jamba":
+        fields.pop("layer_types", None)
+    config = type(tiny()[kind])(**fields)
+    assert read(config, tmp_path, use_diff=False).parameters == counted(config)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all keys", "keys that are not at their defaults"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path: Path) -> None:
+    """A key that is left out means what transformers takes it for."""
+    more = {"layer_types": ["conv", "full_attention"] * 16} if kind == "lfm2_moe" else {}  # which it needs
+    config = transformers.AutoConfig.for_model(kind, **more)
+    shape = read(config, tmp_path, use_diff=False)
+    assert shape.parameters == counted(config)
+    left_out = json.loads((tmp_path / "config.json").read_text())
+    named = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    named += tuple(more)
+    if not whole:
+        (tmp_path / "config.json").write_text(json.dumps({key: left_out[key] for key in named if key in left_out}))
+        assert model_shape(str(tmp_path)) == shape
