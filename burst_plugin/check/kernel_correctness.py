@@ -22,8 +22,8 @@ from burst_plugin.check.world import World
 from burst_plugin.compute.online_softmax import merge_, project, row_factor
 from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel
 from burst_plugin.kernels.varlen import lengths_of
-from burst_plugin.training.memory import GIB
 from burst_plugin.scores import Scores
+from burst_plugin.training.memory import GIB
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 
 FAR = "offsets past 2**31 elements"

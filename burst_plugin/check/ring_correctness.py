@@ -25,10 +25,10 @@ from burst_plugin.check.problem import BOUNDS, Problem, definition, differences,
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import Outcome, World
 from burst_plugin.context import ContextParallel
-from burst_plugin.training.memory import GIB
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Documents, Mask
+from burst_plugin.training.memory import GIB
 from burst_plugin.types import BOTH, SIDES
 
 MEMORY = "memory of NCCL"

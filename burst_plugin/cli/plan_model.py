@@ -47,6 +47,7 @@ _RATES = {
     "peak_flops": ("TFLOPS", 1e12, "peak of a GPU, dense, in bf16"),
     "matmul_share": ("SHARE", 1.0, "share of the peak that linear layers reach"),
     "attention_share": ("SHARE", 1.0, "share of the peak that attention kernels reach"),
+    "recurrent_share": ("SHARE", 1.0, "share of the peak that kernels of layers with a state reach"),
     "intra_bytes_per_s": ("GB/S", 1e9, "rate between two GPUs of a node, in one direction"),
     "inter_bytes_per_s": ("GB/S", 1e9, "rate of a GPU's NIC to other nodes, in one direction"),
     "pcie_bytes_per_s": ("GB/S", 1e9, "rate between a GPU and its host, in one direction, all GPUs at once"),

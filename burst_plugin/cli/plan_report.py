@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 
 from burst_plugin.training.memory import GIB
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.recurrent_time import can_exchange_heads
 from burst_plugin.training.setting import Setting, layout_in_words, strategy_options
-from burst_plugin.training.step_time import bound_by
+from burst_plugin.training.step_time import bound_by, step_seconds
 from burst_plugin.training.training_plan import Candidate, Goal, fits, reasons
 
 _RECOMPUTED = {
@@ -33,9 +36,7 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         f"{seconds_in_words(best.step_s)} per step, {best.tokens_per_s:.0f} tokens/s per GPU, "
         f"{best.memory.gpu_bytes / GIB:.1f} GiB{'' if fits(best.memory, cluster) else ' (does not fit)'}"
     )
-    if goal.model.windowed:
-        count = f"{goal.model.windowed} of {goal.model.layers} layers"
-        yield f"Attention: windows of {goal.model.window:,} tokens in {count}"
+    yield from _layers(goal.model)
     yield ""
     ways = f"{len(best_first)} ways that fit" if len(best_first) > 1 else "1 way that fits"
     yield "Given" if is_given else f"Chosen, of {ways}"
@@ -59,6 +60,18 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         )
 
 
+def _layers(model: ModelShape) -> Iterator[str]:
+    """Yield what is not the same in all layers."""
+    if model.windowed:
+        yield f"Attention: windows of {model.window:,} tokens in {model.windowed} of {model.layers} layers"
+    if model.mixers:
+        counts: dict[str, int] = {}
+        for mixer, layers in model.mixers:
+            counts[mixer.kind] = counts.get(mixer.kind, 0) + layers
+        parts = [f"{kind} in {count}" for kind, count in (*counts.items(), ("attention", model.attention_layers))]
+        yield f"Layers: {', '.join(parts)} of {model.layers}"
+
+
 def seconds_in_words(seconds: float) -> str:
     """Return seconds, or milliseconds if there is less than one, with two digits or more."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
@@ -77,6 +90,18 @@ def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
         name = _NAMES.get(lever, lever)
         value = f" = {options[name]}" if name in options and options[name] is not True else ""
         yield f"  {name + value:<26}{reason}"
+    if "recurrent" in options and "recurrent" not in why:
+        yield f"  {f'recurrent = {best.setting.recurrent}':<26}{_of_heads(goal, best)}"
+
+
+def _of_heads(goal: Goal, best: Candidate) -> str:
+    """Return what it would take to exchange heads in place of states."""
+    setting = best.setting
+    if not can_exchange_heads([mixer for mixer, _ in goal.model.mixers], setting.context, setting.tensor):
+        return f"{setting.context} ranks cannot share the heads of these layers"
+    by_heads = step_seconds(goal.model, replace(setting, recurrent="heads"), goal.cluster)
+    more_s = sum(by_heads.values()) - best.step_s
+    return f"with heads a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
 
 
 def _in_words(setting: Setting) -> str:

@@ -18,7 +18,13 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 
 def space(fused_norms: bool) -> Space:
     """Return what DeepSpeed can do with models of transformers; without Liger their norms are single operations."""
-    code = Code(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True)
+    code = Code(
+        plain_norms=not fused_norms,
+        mlp_kept=4,
+        logit_bytes=12,
+        sums_weights=True,
+        plain_mixers=True,  # for which Liger has no kernels
+    )
     return Space(
         code=code,
         zeros=(1, 3),

@@ -17,12 +17,12 @@ from types import MappingProxyType
 from burst_plugin.megatron.flags.arguments import add_arguments, flag_of, strategy_of
 from burst_plugin.megatron.flags.model_flags import model_flags
 from burst_plugin.megatron.releases import target_version
-from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import RECOMPUTE, Code, Setting, strategy_options
-from burst_plugin.training.training_plan import Space
 from burst_plugin.schedule.rings import default_schedule_name
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import RECOMPUTE, Code, Setting, strategy_options
+from burst_plugin.training.training_plan import Space
 from burst_plugin.types import DIRECTIONS
 
 _FILE = "megatron_flags.txt"
@@ -275,6 +275,11 @@ def _unpriced_options(args: argparse.Namespace, strategy: Strategy, setting: Set
 
 def check_model(text: str, model: ModelShape, setting: Setting) -> None:
     """Raise ValueError if a command line is for another model, or the model cannot be cut as it says."""
+    if model.mixers or model.kinds:
+        raise ValueError(
+            f"the layers of {model.name} are not alike, or have other parts than attention, of which flags are not "
+            "read; give --seq in place of --flags"
+        )
     differences = [*_other_sizes(_parsed(text), model), *_other_windows(_parsed(text), model)]
     if differences:
         raise ValueError(

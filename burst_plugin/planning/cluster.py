@@ -66,12 +66,16 @@ class Cluster:
     peak_flops: float = 989e12
     matmul_share: float = 0.45
     attention_share: float = 0.54
+    recurrent_share: float = 0.08
+    """Of the peak, that kernels of layers with a state reach: by the published times of flash-linear-attention's."""
     intra_bytes_per_s: float = 350e9
     inter_bytes_per_s: float = 40e9
     pcie_bytes_per_s: float = 40e9
     """Between a GPU and its host, in either direction, all GPUs of a node at once."""
     host_bytes_per_s: float = 200e9
     """Of a node's memory, while an optimizer runs on its CPUs."""
+    hop_s: float = 30e-6
+    """That a message between ranks takes besides its bytes, where nothing hides it."""
 
     @property
     def gpus(self) -> int:

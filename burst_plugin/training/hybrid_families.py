@@ -14,7 +14,7 @@ from typing import Any
 
 from burst_plugin.checks import shown
 from burst_plugin.training.mixers import (
-    Mixer,
+    TokenMixer,
     decay_attention,
     delta_rule,
     selective_scan,
@@ -32,15 +32,25 @@ _NO_ATTENTION: Layer = MappingProxyType({"attends": False, "qk_norm": False, "qu
 
 @dataclass(frozen=True, kw_only=True)
 class HybridFamily:
-    """What models of one `model_type` share: `defaults` of keys that are left out, and which layers there are."""
+    """What models of one `model_type` share: `defaults` of keys that are left out, and which layers there are.
+
+    wide_norms: see `ModelShape`.
+    """
 
     layers: Callable[[Config, Size], list[Layer]]
+    wide_norms: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dense(width: int, more: int = 0) -> Layer:
     """Return an MLP of this width, with `more` parameters that are in no product."""
     return {**_NO_MLP, "ffn": width, "extra": more}
+
+
+def _experts(size: Size, width: str, count: str, shared: int = 0, more: int = 0) -> Layer:
+    """Return experts, whose width and number are under these keys, with `more` parameters that are in no product."""
+    active = size("num_experts_per_tok")
+    return {"ffn": size(width), "experts": size(count), "active": active, "shared_ffn": shared, "extra": more}
 
 
 def layer_kinds(config: Config, layers: int) -> list[str] | None:
@@ -67,7 +77,7 @@ def _joined(*parts: Layer) -> Layer:
     return layer
 
 
-def _mixing(mixer: Mixer) -> Layer:
+def _mixing(mixer: TokenMixer) -> Layer:
     return {**_NO_ATTENTION, "mixer": mixer}
 
 
@@ -122,25 +132,15 @@ def is_sparse(config: Config, layer: int) -> bool:
     return (layer + 1) % step == 0 and layer >= (config.get("first_k_dense_replace") or 0)
 
 
-def _qwen_experts(config: Config, size: Size) -> Layer:
-    return {
-        "ffn": size("moe_intermediate_size"),
-        "experts": size("num_experts"),
-        "active": size("num_experts_per_tok"),
-        "shared_ffn": size("shared_expert_intermediate_size"),
-        "extra": size("hidden_size"),  # the gate of the shared expert
-    }
-
-
 def _qwen_next(config: Config, size: Size) -> list[Layer]:
     layers = size("num_hidden_layers")
     attention = _attention(config, size, qk_norm=True, query_gate=True)
     by_kind = {"linear_attention": _delta(size), "full_attention": attention}
-    is_dense = not size("num_experts", default=0)
-    mlps = [
-        dense(size("intermediate_size")) if is_dense or not is_sparse(config, layer) else _qwen_experts(config, size)
-        for layer in range(layers)
-    ]
+    mlps = [dense(size("intermediate_size", default=0))] * layers
+    if size("num_experts", default=0):
+        shared, gate = size("shared_expert_intermediate_size"), size("hidden_size")
+        sparse = _experts(size, "moe_intermediate_size", "num_experts", shared, gate)
+        mlps = [sparse if is_sparse(config, layer) else mlp for layer, mlp in enumerate(mlps)]
     return _chosen(_interleaved(config, layers), by_kind, mlps)
 
 
@@ -169,7 +169,9 @@ def _olmo(config: Config, size: Size) -> list[Layer]:
 # ---------------------------------------------------------------------------------------------------- state spaces
 
 
-def _mamba2(config: Config, size: Size, inner: int, *, has_norm: bool = True, output_bias: bool | None = None) -> Mixer:
+def _mamba2(
+    config: Config, size: Size, inner: int, *, has_norm: bool = True, output_bias: bool | None = None
+) -> TokenMixer:
     heads = size("mamba_n_heads")
     head_dim = inner // heads if config.get("mamba_d_head") in (None, "auto") else size("mamba_d_head")
     bias = bool(config.get("mamba_proj_bias"))
@@ -209,14 +211,7 @@ def _falcon_h1(config: Config, size: Size) -> list[Layer]:
 def _granite(config: Config, size: Size) -> list[Layer]:
     layers, experts = size("num_hidden_layers"), size("num_local_experts", default=0)
     shared = size("shared_intermediate_size")
-    mlp: Layer = dense(shared)
-    if experts:
-        mlp = {
-            "ffn": size("intermediate_size"),
-            "experts": experts,
-            "active": size("num_experts_per_tok"),
-            "shared_ffn": shared,
-        }
+    mlp = _experts(size, "intermediate_size", "num_local_experts", shared) if experts else dense(shared)
     mixer = _mamba2(config, size, size("mamba_expand") * size("hidden_size"))
     by_kind = {"linear_attention": _mixing(mixer), "full_attention": _attention(config, size)}
     kinds = layer_kinds(config, layers) or ["linear_attention"] * layers
@@ -245,13 +240,8 @@ def _nemotron(config: Config, size: Size) -> list[Layer]:
         if config.get("moe_latent_size"):
             raise ValueError(f"experts in a latent space (moe_latent_size={shown(config['moe_latent_size'])})")
         shared = size("moe_shared_expert_intermediate_size")
-        experts = {
-            "ffn": size("moe_intermediate_size"),
-            "experts": size("n_routed_experts"),
-            "active": size("num_experts_per_tok"),
-            "shared_ffn": shared,
-            "extra": (shared + hidden) * bool(config.get("mlp_bias")),
-        }
+        more = (shared + hidden) * bool(config.get("mlp_bias"))
+        experts = _experts(size, "moe_intermediate_size", "n_routed_experts", shared, more)
     by_kind = {
         "linear_attention": _joined(_mixing(mixer), _NO_MLP),
         "full_attention": _NO_MLP,  # whose projections have no biases, whatever the file says
@@ -318,7 +308,7 @@ def _jamba(config: Config, size: Size) -> list[Layer]:
         biases=(bool(config.get("mamba_conv_bias", True)), bool(config.get("mamba_proj_bias"))),
     )
     width, experts = size("intermediate_size"), size("num_experts")
-    sparse: Layer = {"ffn": width, "experts": experts, "active": size("num_experts_per_tok"), "shared_ffn": 0}
+    sparse = _experts(size, "intermediate_size", "num_experts")
     period, offset = size("attn_layer_period"), size("attn_layer_offset", default=0)
     every, first = size("expert_layer_period"), size("expert_layer_offset", default=0)
     kinds = ["full_attention" if layer % period == offset else "linear_attention" for layer in range(layers)]
@@ -328,16 +318,9 @@ def _jamba(config: Config, size: Size) -> list[Layer]:
 
 def _minimax(config: Config, size: Size) -> list[Layer]:
     layers = size("num_hidden_layers")
-    mixer = decay_attention(
-        hidden=size("hidden_size"), heads=size("num_attention_heads"), head_dim=_head_dim(size)
-    )
+    mixer = decay_attention(hidden=size("hidden_size"), heads=size("num_attention_heads"), head_dim=_head_dim(size))
     usual = ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
-    experts: Layer = {
-        "ffn": size("intermediate_size"),
-        "experts": size("num_local_experts"),
-        "active": size("num_experts_per_tok"),
-        "shared_ffn": 0,
-    }
+    experts = _experts(size, "intermediate_size", "num_local_experts")
     by_kind = {"linear_attention": _mixing(mixer), "full_attention": {}}
     return _chosen(layer_kinds(config, layers) or usual, by_kind, [experts] * layers)
 
@@ -353,12 +336,7 @@ def _lfm2(config: Config, size: Size) -> list[Layer]:
 
 
 def _lfm2_moe(config: Config, size: Size) -> list[Layer]:
-    experts: Layer = {
-        "ffn": size("moe_intermediate_size"),
-        "experts": size("num_experts"),
-        "active": size("num_experts_per_tok"),
-        "shared_ffn": 0,
-    }
+    experts = _experts(size, "moe_intermediate_size", "num_experts")
     if not config.get("layer_types"):
         raise ValueError("there is no layer_types; add a list with conv or full_attention for every layer")
     first = size("num_dense_layers", default=0)
@@ -370,9 +348,7 @@ def _lfm2_moe(config: Config, size: Size) -> list[Layer]:
 
 def _convolving(config: Config, size: Size, mlps: Sequence[Layer]) -> list[Layer]:
     attending = config.get("full_attn_idxs")
-    usual = [
-        "full_attention" if attending is None or layer in attending else "conv" for layer in range(len(mlps))
-    ]
+    usual = ["full_attention" if attending is None or layer in attending else "conv" for layer in range(len(mlps))]
     mixer = short_convolution(
         hidden=size("hidden_size"), width=size("conv_L_cache"), has_bias=bool(config.get("conv_bias"))
     )
@@ -401,7 +377,11 @@ _MAMBA2 = MappingProxyType(
         "mamba_expand": 2,
     }
 )
-_MAMBA = MappingProxyType({"state_size": 16, "expand": 2, "conv_kernel": 4, "tie_word_embeddings": True})
+_MAMBA = MappingProxyType(
+    {"state_size": 16, "expand": 2, "conv_kernel": 4, "tie_word_embeddings": True, "residual_in_fp32": True}
+)
+STREAM_IN_FLOAT32 = ("mamba", "mamba2", "falcon_mamba")
+"""Those in which residual_in_fp32 changes something."""
 _QWEN_EXPERTS = MappingProxyType(
     {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 )
@@ -409,13 +389,19 @@ _QWEN_EXPERTS = MappingProxyType(
 HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
     {
         "qwen3_next": HybridFamily(
-            layers=_qwen_next, defaults={**_DELTA, **_QWEN_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10}
+            layers=_qwen_next,
+            wide_norms=True,
+            defaults={**_DELTA, **_QWEN_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
         ),
-        "qwen3_5_text": HybridFamily(layers=_qwen_next, defaults={**_DELTA, "num_key_value_heads": 4}),
+        "qwen3_5_text": HybridFamily(
+            layers=_qwen_next, wide_norms=True, defaults={**_DELTA, "num_key_value_heads": 4}
+        ),
         "qwen3_5_moe_text": HybridFamily(
-            layers=_qwen_next, defaults={**_DELTA, **_QWEN_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8}
+            layers=_qwen_next,
+            wide_norms=True,
+            defaults={**_DELTA, **_QWEN_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
         ),
-        "olmo_hybrid": HybridFamily(layers=_olmo, defaults={"linear_conv_kernel_dim": 4}),
+        "olmo_hybrid": HybridFamily(layers=_olmo, wide_norms=True, defaults={"linear_conv_kernel_dim": 4}),
         "bamba": HybridFamily(layers=_bamba, defaults={**_MAMBA2, "num_key_value_heads": 8}),
         "falcon_h1": HybridFamily(
             layers=_falcon_h1, defaults={**_MAMBA2, "num_key_value_heads": 8, "mamba_d_ssm": 1024}
@@ -431,6 +417,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "nemotron_h": HybridFamily(
             layers=_nemotron,
+            wide_norms=True,
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -447,7 +434,14 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "mamba2": HybridFamily(
             layers=_mamba2_alone,
-            defaults={"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
+            defaults={
+                "num_heads": 128,
+                "head_dim": 64,
+                "state_size": 128,
+                "n_groups": 8,
+                "conv_kernel": 4,
+                "residual_in_fp32": True,
+            },
         ),
         "mamba": HybridFamily(layers=_mamba_alone, defaults=_MAMBA),
         "falcon_mamba": HybridFamily(layers=_mamba_alone, defaults=_MAMBA),

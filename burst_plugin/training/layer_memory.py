@@ -17,11 +17,11 @@ import torch
 
 from burst_plugin.compute.accumulators import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.training.mixers import Mixer
-from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import Setting
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
+from burst_plugin.training.mixers import TokenMixer
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
 
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
@@ -39,6 +39,7 @@ class Widths:
         self.tokens = tokens  # of a micro-batch
         self.outside = tokens / tensor  # tokens outside attention, which tensor-parallel ranks share
         self.row = BF16 * model.hidden * self.outside
+        self.stream = self.row * (2 if model.wide_stream else 1)  # of what passes from layer to layer
         self.gathered = BF16 * model.hidden * tokens if tensor > 1 else 0.0  # a row of all tensor-parallel ranks
         self.q = BF16 * model.heads / tensor * model.head_dim * tokens
         self.kv = 2 * BF16 * max(1.0, model.kv_heads / tensor) * model.head_dim * tokens
@@ -80,8 +81,8 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     saved: Moment = {}
     if model.attends or model.mixer is not None:
         saved["normalized input"] = w.row
-        if plain:  # x in float32, and the product with 1 / rms in 16 bits
-            saved["norm before attention, copies"] = w.row * (2 + 1)
+        if plain:
+            saved["norm before attention, copies"] = w.row * _copies(model)
     if model.attends:
         saved |= _saved_by_attention(model, setting, w)
     if model.mixer is not None:
@@ -91,7 +92,7 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     saved["normalized input of the MLP"] = w.row
     # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
     has_sum = model.attends or model.mixer is not None
-    saved["norm before the MLP"] = w.row * (3 if plain else has_sum)
+    saved["norm before the MLP"] = w.row * (_copies(model) if plain else has_sum)
     if whole_mlp:
         saved["inside the MLP"] = w.mlp * _mlp_kept(model, setting) + 2 * w.routed
     return saved
@@ -112,10 +113,9 @@ def _saved_by_attention(model: ModelShape, setting: Setting, w: Widths) -> Momen
     return saved
 
 
-def _saved_by_mixer(mixer: Mixer, setting: Setting, w: Widths) -> Moment:
-    saved = {"inside the mixer": w.inside * mixer.saved}
-    if setting.code.plain_norms:  # which only norms of layers leave to chunks
-        saved["norm of the mixer, copies"] = w.inside * mixer.saved_by_norm
+def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
+    of_norm = mixer.of_norm[setting.code.plain_mixers]
+    saved = {"inside the mixer": w.inside * mixer.saved, "norm and gate of the mixer": w.inside * of_norm}
     if setting.context > 1 and setting.recurrent == "state":
         pieces = setting.micro_batch * _PIECES
         states = FP32 * (mixer.transition + mixer.state) / setting.tensor * pieces
@@ -127,8 +127,13 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return what is saved of heads, all or those of a chunk, from the projections on."""
     saved = {"q": w.q, "k and v": w.kv_inside}
     if model.qk_norm:  # before and after the norm, or with copies
-        saved["norms of q and k"] = (w.q + w.kv / 2) * (3 if setting.copying_norms else 1)
+        saved["norms of q and k"] = (w.q + w.kv / 2) * (_copies(model) if setting.copying_norms else 1)
     return saved
+
+
+def _copies(model: ModelShape) -> int:
+    """Return the copies that a norm keeps, in 16 bits: x in float32, and its product with 1 / rms."""
+    return 2 + (2 if model.wide_norms else 1)
 
 
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
@@ -151,30 +156,31 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     """Return the moments of a layer by name."""
     w = Widths(model, setting)
     of_heads, heads = chunk_of_heads(model, setting)
-    saved = saved_by_layer(model, setting, whole_mlp=not setting.mlp_chunk)
+    saved, freed = saved_by_layer(model, setting, whole_mlp=not setting.mlp_chunk), 0.0
     if setting.recompute == "none":
+        freed = sum(saved.values()) - sum(_before_mlp(saved).values())
         saved = {}  # which counts as kept already
     elif setting.recompute == "mlp":
         saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
     if setting.offload:
-        saved["inputs of layers, back from the host"] = w.row + _next_from_host(model, setting)
+        saved["inputs of layers, back from the host"] = w.stream + _next_from_host(model, setting)
     by_name = {}
     if model.ffn:
         by_name["MLP, backward"] = (
-            saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w)
+            saved | {"gradient of the layer's output": w.stream} | _mlp_backward(model, setting, w)
         )
-    before, past = _before_mlp(saved), {"gradient past the MLP": w.row}
+    before, past = _before_mlp(saved), {"gradient past the MLP": w.stream}
     if model.attends:
         by_name["attention, backward"] = before | past | _attention_backward(of_heads, heads)
         by_name["projections, backward"] = (
             _without(before, ("q", "k and v", "out and lse")) | past | _projections_backward(of_heads, heads)
         )
     if model.mixer is not None:
-        by_name |= _mixer_backward(model.mixer, setting, w, before | past)
+        by_name |= _mixer_backward(model.mixer, setting, w, before | past, freed)
     if setting.code.plain_norms:
         by_name["norm, backward"] = (
             _without(saved, ("inside the MLP", "normalized input of the MLP"))
-            | {"gradient of the layer's output": w.row}
+            | {"gradient of the layer's output": w.stream}
             | _norm_backward(setting, w)
         )
     if model.attends and (setting.again_share() or setting.recompute == "none"):
@@ -184,17 +190,22 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     return by_name
 
 
-def _mixer_backward(mixer: Mixer, setting: Setting, w: Widths, before: Moment) -> dict[str, Moment]:
-    """Return the moments of a mixer's backward pass; `before` is there besides."""
-    work = {"gradients inside the mixer": w.inside * mixer.gradients}
+def _mixer_backward(
+    mixer: TokenMixer, setting: Setting, w: Widths, before: Moment, freed: float
+) -> dict[str, Moment]:
+    """Return the moments of a mixer's backward pass; `before` is there besides.
+
+    freed: bytes that the MLP has freed by then, and that count as kept.
+    """
+    work = {"gradients inside the mixer": max(0.0, w.inside * mixer.gradients - freed)}
     if setting.code.workspace:  # of GPUs
         work["workspace of the mixer's kernel"] = w.inside * mixer.workspace
     if setting.context > 1 and setting.recurrent == "heads":  # which leave and arrive
         numbers = sum(heads * dim for _, heads, dim in mixer.tensors)
         work["heads of the mixer, exchanged"] = 2 * BF16 * w.inside * numbers
     found = {"mixer, backward": before | work}
-    if setting.code.plain_norms and mixer.norm_gradients:
-        inside = {"gradients inside the mixer's norm": w.inside * mixer.norm_gradients}
+    if setting.code.plain_mixers and mixer.norm_gradients:
+        inside = {"gradients inside the mixer's norm": max(0.0, w.inside * mixer.norm_gradients - freed)}
         found["norm of the mixer, backward"] = before | inside
     return found
 
@@ -216,7 +227,7 @@ def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, settin
 def _next_from_host(model: ModelShape, setting: Setting) -> float:
     """Return the bytes that come back while a layer is at work: what the layer before it has parked last."""
     w = Widths(*chunk_of_heads(model, setting))
-    return setting.kept_share * w.q if setting.keep else w.row
+    return setting.kept_share * w.q if setting.keep else w.stream
 
 
 def _before_mlp(saved: Moment) -> Moment:
@@ -320,9 +331,9 @@ def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
     w = Widths(model, setting)
     saved = saved_by_layer(model, setting, whole_mlp=False)
     moment = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
-    moment["gradient of the layer's output"] = w.row
+    moment["gradient of the layer's output"] = w.stream
     if setting.offload:
-        moment["inputs of layers, back from the host"] = 2 * w.row
+        moment["inputs of layers, back from the host"] = 2 * w.stream
     moving = choose_moving_side(_STRATEGY, "forward", ring_shapes(model, setting))
     moment["out and lse of tiles, waiting and summed up"] = (
         _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention
@@ -349,7 +360,9 @@ def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return tensors of the last norm, the head and the loss, forward and backward together."""
     vocab, code = model.vocab / setting.tensor, setting.code
-    moment = {"last norm": w.row * (4 if setting.copying_norms else 2)}  # copies, or its input; and its output
+    moment = {
+        "last norm": w.row * (_copies(model) + 1 if setting.copying_norms else 2)
+    }  # copies, or its input; and its output
     if w.gathered:
         moment["gathered over tensor parallelism"] = 2 * w.gathered
     if not setting.loss_chunk:

@@ -18,6 +18,12 @@ from burst_plugin.comm.process_groups import peer_bytes
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.ring.choices import choose_moving_side
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Full, Mask, SlidingWindow
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.training.layer_memory import (
     BF16,
     FP32,
@@ -31,12 +37,6 @@ from burst_plugin.training.layer_memory import (
 )
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
-from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.routes import Attending, RouteTable
-from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.masks import Full, Mask, SlidingWindow
-from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
 
 GIB = 2**30
@@ -132,11 +132,11 @@ def _kept_by_kind(model: ModelShape, setting: Setting) -> tuple[float, float]:
     layers = _layers_that_wait(model, setting)
     if setting.recompute == "full":
         kept = w.kept_attention * setting.kept_share if setting.keep and model.attends else 0.0
-        return layers * w.row, layers * kept
+        return layers * w.stream, layers * kept
     saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
     if setting.recompute == "mlp":  # its norm is computed again as well
         saved = {name: nbytes for name, nbytes in saved.items() if name != "normalized input of the MLP"}
-    inputs = 0.0 if setting.copying_norms else layers * w.row  # of which those norms keep copies instead
+    inputs = 0.0 if setting.copying_norms else layers * w.stream  # of which those norms keep copies instead
     return inputs, layers * sum(saved.values())
 
 
@@ -151,7 +151,7 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
     host = {"processes": cluster.process_gib * GIB * gpus}
     if setting.offload:
         w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
-        host["inputs of layers"] = whole_pages(w.row) * times
+        host["inputs of layers"] = whole_pages(w.stream) * times
         if setting.keep:
             times *= model.attention_layers / model.layers
             share, chunks = setting.kept_share / setting.head_chunks, setting.head_chunks

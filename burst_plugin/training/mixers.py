@@ -19,7 +19,7 @@ _ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixer:
+class TokenMixer:
     """One kind of mixer, with its sizes.
 
     kind: as people call it. parameters: all of them; weights: those of projections, which multiply every token.
@@ -29,10 +29,10 @@ class Mixer:
     flops: of the kernel for one token, forward; on_ring: further ones where states come from other ranks.
     conv: channels of the convolution, times the tokens that it looks back at.
 
-    Bytes for one token: `saved` is kept from the forward to the backward pass, `saved_by_norm` as well where norms
-    are single operations, `saved_on_ring` as well where states come from other ranks. `gradients` are the most that
-    are there beside them in the mixer's backward pass, `norm_gradients` in that of its norm in single operations, and
-    `workspace` is the kernel's own.
+    Bytes for one token: `saved` is kept from the forward to the backward pass. `of_norm` is kept as well, by the norm
+    and gate of the output, as one kernel or in single operations; `saved_on_ring` where states come from other ranks.
+    `gradients` are the most that are there beside them in the mixer's backward pass, `norm_gradients` in that of its
+    norm in single operations, and `workspace` is the kernel's own.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Mixer:
     on_ring: float
     conv: int
     saved: float
-    saved_by_norm: float
+    of_norm: tuple[float, float]
     gradients: float
     norm_gradients: float
     saved_on_ring: float = 0.0
@@ -60,7 +60,7 @@ def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
 
 def delta_rule(
     *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
-) -> Mixer:
+) -> TokenMixer:
     """Return a gated delta net; `keys` and `values` are (heads, dim), `width` is that of its convolution."""
     (key_heads, key_dim), (heads, value_dim) = keys, values
     key_size, value_size = key_heads * key_dim, heads * value_dim
@@ -68,7 +68,7 @@ def delta_rule(
     weights = hidden * (channels + value_size + 2 * heads) + value_size * hidden
     gates = heads * (2 * BF16 + 3 * FP32)  # beta before and after the sigmoid, and three steps of g
     within_chunks = heads * _CHUNK * BF16  # products of keys with keys
-    return Mixer(
+    return TokenMixer(
         kind=kind,
         parameters=weights + channels * width + 2 * heads + value_dim,
         weights=weights,
@@ -85,12 +85,12 @@ def delta_rule(
         flops=_delta_flops(heads, key_dim, value_dim),
         on_ring=_delta_flops(heads, key_dim, value_dim + key_dim),  # A and B, by the kernel on wider values
         conv=channels * (width - 1),
-        # Before and after the convolution; the gate z, the output before and after its norm
-        saved=BF16 * (2 * channels + 3 * value_size) + gates + within_chunks,
-        saved_by_norm=value_size * (2 * FP32 + FP32 + 2 * BF16 - 2 * BF16),
+        saved=BF16 * 2 * channels + gates + within_chunks,  # before and after the convolution
+        # The output, its gate, and both together; or copies of them in float32, the gate's silu, and the norm's steps
+        of_norm=(BF16 * 3 * value_size, (3 * FP32 + 3 * BF16) * value_size),
         saved_on_ring=heads * (value_dim + key_dim) * BF16 + within_chunks,  # the wider values
         gradients=BF16 * (2 * channels + value_size) + heads * 2 * FP32,
-        norm_gradients=value_size * 4 * FP32,
+        norm_gradients=value_size * 5 * BF16,  # in float32, while what the norm returned is gone
         workspace=heads * (2 * key_dim * value_dim / _CHUNK + 2 * key_dim + value_dim) * BF16,
     )
 
@@ -105,7 +105,7 @@ def state_space(
     width: int,
     has_norm: bool = True,
     biases: tuple[bool, bool, bool] = (True, False, False),
-) -> Mixer:
+) -> TokenMixer:
     """Return a Mamba-2 mixer with states of `size` numbers by channel.
 
     biases: whether there are some in the convolution, in the projection to it, and in the one back.
@@ -117,7 +117,7 @@ def state_space(
     of_conv, of_input, of_output = biases
     others = channels * (width + of_conv) + 3 * heads + inner * has_norm + projected * of_input + hidden * of_output
     within_chunks = groups * 2 * _STATE_CHUNK * size + heads * 2 * _STATE_CHUNK * head_dim
-    return Mixer(
+    return TokenMixer(
         kind="Mamba-2",
         parameters=weights + others,
         weights=weights,
@@ -128,12 +128,15 @@ def state_space(
         flops=4.0 * inner * size + within_chunks,
         on_ring=2.0 * inner * size,  # what the entering state adds to the output
         conv=channels * (width - 1),
-        # What is projected, what comes of the convolution, the output before and after its norm or gate
-        saved=BF16 * (projected + channels + 2 * inner) + 2 * FP32 * heads,
-        saved_by_norm=inner * (4 * FP32 if has_norm else BF16),
+        saved=BF16 * 2 * channels + 2 * FP32 * heads,  # before and after the convolution
+        # The output, all that is projected, of which the gate is a part, and what comes of them; or copies in float32
+        of_norm=(
+            BF16 * (projected + 2 * inner),
+            (4 * FP32 + 2 * BF16) * inner if has_norm else BF16 * (projected + 3 * inner),
+        ),
         saved_on_ring=inner * FP32,  # the output with what the entering state adds
         gradients=BF16 * (projected + 2 * channels + inner),
-        norm_gradients=inner * 5 * FP32 if has_norm else 0.0,
+        norm_gradients=inner * 4 * FP32 if has_norm else 0.0,
         workspace=inner * size / _STATE_CHUNK * 2 * FP32 + heads * FP32,
     )
 
@@ -147,13 +150,13 @@ def selective_scan(
     width: int,
     has_norms: bool = False,
     biases: tuple[bool, bool] = (True, False),
-) -> Mixer:
+) -> TokenMixer:
     """Return a Mamba mixer; `rank` is that of its steps. biases: in the convolution, and in projections."""
     of_conv, of_projections = biases
     weights = hidden * 3 * inner + inner * (rank + 2 * size) + rank * inner
     others = inner * (width + of_conv) + inner + inner * (size + 1)  # of the convolution, of steps, A and D
     others += (2 * inner + hidden) * of_projections + (rank + 2 * size) * has_norms
-    return Mixer(
+    return TokenMixer(
         kind="Mamba",
         parameters=weights + others,
         weights=weights,
@@ -166,19 +169,19 @@ def selective_scan(
         conv=inner * (width - 1),
         # What is projected, what comes of the convolution, steps, the output before and after the gate
         saved=BF16 * (2 * inner + 4 * inner + 2 * size + rank),
-        saved_by_norm=(rank + 2 * size) * 2 * FP32 * has_norms,
+        of_norm=(0.0, (rank + 2 * size) * 2 * FP32 * has_norms),
         gradients=BF16 * (2 * inner + 4 * inner),
         norm_gradients=0.0,
         workspace=inner * size / 2048 * 2 * FP32,
     )
 
 
-def decay_attention(*, hidden: int, heads: int, head_dim: int) -> Mixer:
+def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
     """Return lightning attention, whose kernel is PyTorch's in float32."""
     inner = heads * head_dim
     weights = 5 * hidden * inner  # to q, k, v and the gate, and back
     within_chunks = heads * _CHUNK * FP32
-    return Mixer(
+    return TokenMixer(
         kind="lightning attention",
         parameters=weights + inner,
         weights=weights,
@@ -191,17 +194,17 @@ def decay_attention(*, hidden: int, heads: int, head_dim: int) -> Mixer:
         conv=0,
         # What is projected, before and after the activation, and in float32; the output, its norm, gate and product
         saved=BF16 * 6 * inner + FP32 * 3 * inner + within_chunks + BF16 * 4 * inner,
-        saved_by_norm=inner * (FP32 + BF16),
+        of_norm=(0.0, inner * (FP32 + BF16)),
         saved_on_ring=inner * FP32,
         gradients=FP32 * 4 * inner + within_chunks,
         norm_gradients=inner * 4 * FP32,
     )
 
 
-def short_convolution(*, hidden: int, width: int, has_bias: bool) -> Mixer:
+def short_convolution(*, hidden: int, width: int, has_bias: bool) -> TokenMixer:
     """Return a gated short convolution, as LFM2 has it."""
     weights = 4 * hidden * hidden
-    return Mixer(
+    return TokenMixer(
         kind="short convolution",
         parameters=weights + hidden * width + 5 * hidden * has_bias,
         weights=weights,
@@ -213,7 +216,7 @@ def short_convolution(*, hidden: int, width: int, has_bias: bool) -> Mixer:
         on_ring=0.0,
         conv=hidden * (width - 1),
         saved=BF16 * 6 * hidden,  # what is projected, three times as wide; the convolution's input, output; gated
-        saved_by_norm=0.0,
+        of_norm=(0.0, 0.0),
         gradients=BF16 * 6 * hidden,
         norm_gradients=0.0,
     )

@@ -34,7 +34,7 @@ _BIAS = MappingProxyType({"attention_bias": ("qkv_bias", "output_bias")})
 _EXPERTS = frozenset(
     {"num_experts", "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"}
 )
-# `model_shape` reads these, and refuses dense layers.
+# `model_shape` reads these.
 _QWEN_EXPERTS = _EXPERTS | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"}
 _WINDOW = frozenset({"max_window_layers"})
 _GEMMA: Mapping[str, Any] = MappingProxyType({"scaled_embedding": True})

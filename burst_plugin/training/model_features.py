@@ -122,7 +122,7 @@ def model_features(model: ModelShape) -> ModelFeatures:
             f"the config.json has model_type={shown(kind)}, of which it is not known what its layers compute; known "
             f"are {', '.join(FAMILIES)}"
         )
-    if family.experts != bool(model.experts):
+    if family.experts != model.has_experts:
         raise ValueError(
             f"the config.json has model_type={kind} {'without' if family.experts else 'with'} a number of experts; "
             "expected another model_type, or another number"

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, shown
-from burst_plugin.training.hybrid_families import HYBRIDS, Layer, dense, is_sparse, nemotron_kinds
-from burst_plugin.training.mixers import Mixer
+from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, is_sparse, nemotron_kinds
+from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import defaults_of
 
 
@@ -28,6 +28,8 @@ class ModelShape:
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
     qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
+    wide_norms: whether weights of norms multiply in float32, of transformers' code.
+    wide_stream: whether what passes from layer to layer is float32.
     windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
     mixer: what mixes tokens beside attention, or in its place, where `attends` is False.
     extra: further parameters of a layer, which are in no product: biases, other norms.
@@ -50,10 +52,12 @@ class ModelShape:
     matrices: int = 3
     qk_norm: bool = False
     query_gate: bool = False
+    wide_norms: bool = False
+    wide_stream: bool = False
     window: int = 0
     windowed: int = 0
     attends: bool = True
-    mixer: Mixer | None = None
+    mixer: TokenMixer | None = None
     extra: int = 0
     kinds: tuple[ModelShape, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -69,7 +73,7 @@ class ModelShape:
         return sum(kind.layers for kind in self.by_kind if kind.attends)
 
     @property
-    def mixers(self) -> tuple[tuple[Mixer, int], ...]:
+    def mixers(self) -> tuple[tuple[TokenMixer, int], ...]:
         """Return what mixes tokens besides attention, and in how many layers."""
         return tuple((kind.mixer, kind.layers) for kind in self.by_kind if kind.mixer is not None)
 
@@ -80,7 +84,7 @@ class ModelShape:
 
     @property
     def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
-        """Return (window, number of layers) of every kind of layer that attends; window None for all tokens before."""
+        """Return (window, number of layers) of all layers that attend; window None for all tokens before."""
         windowed = sum(kind.windowed for kind in self.by_kind if kind.attends)
         kinds = ((None, self.attention_layers - windowed), (self.window, windowed))
         return tuple((window, layers) for window, layers in kinds if layers)
@@ -257,6 +261,8 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         head_dim=size("head_dim", default=hidden // heads),
         vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
+        wide_norms=family is not None and family.wide_norms,
         qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),
     )
     if family is None:
@@ -278,8 +284,7 @@ def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:
         "ffn": ffn,
         "experts": experts,
         "active": size("num_experts_per_tok"),
-        "shared_ffn": size("n_shared_experts", default=0) * ffn
-        or size("shared_expert_intermediate_size", default=0),
+        "shared_ffn": size("n_shared_experts", default=0) * ffn or size("shared_expert_intermediate_size", default=0),
     }
     has_experts = [is_sparse(config, layer) for layer in range(layers)]
     return [sparse if has else dense(size("intermediate_size")) for has in has_experts]
@@ -300,9 +305,7 @@ def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]
         return kinds[0]
     windowed = sum(kind.windowed for kind in kinds)
     attends = any(kind.attends for kind in kinds)
-    return replace(
-        base, layers=len(layers), windowed=windowed, window=window, attends=attends, kinds=kinds
-    )
+    return replace(base, layers=len(layers), windowed=windowed, window=window, attends=attends, kinds=kinds)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.topology import Topology
+from burst_plugin.training.model_shape import ModelShape
 
 RECOMPUTE = ("none", "mlp", "full")
 """What is computed again in the backward pass: nothing, the MLP of each layer, or whole layers."""
@@ -21,6 +21,7 @@ class Code:
     logit_bytes: bytes per element of whole logits while their loss is at work: in 16 bits, and copies in float32.
     sums_weights: gradients of weights come out of a backward pass as tensors, and chunks are summed up in float32;
         else they are added to the optimizer's gradients where they arise.
+    plain_mixers: norms of mixers, with their gates, are written in single operations; else one kernel each.
     waiting: how many results of tiles wait until they are added up; 1 without the fused kernel for GPUs.
     workspace: bytes that a backward kernel takes per element of q, for sums of dq in float32.
     """
@@ -29,6 +30,7 @@ class Code:
     mlp_kept: int
     logit_bytes: int
     sums_weights: bool
+    plain_mixers: bool = False
     waiting: int = 4
     workspace: int = 4
 

@@ -11,12 +11,13 @@ from functools import lru_cache
 
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
-from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.planning.price import Price, pass_price, work_seconds
-from burst_plugin.training.setting import Setting
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
+from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.recurrent_time import recurrent_seconds
+from burst_plugin.training.setting import Setting
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
@@ -25,11 +26,14 @@ _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two
 def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of an optimizer step by what they are spent on."""
     layers = model.layers / setting.pipeline
+    linear_s = sum(_linear_layers(kind, setting, cluster) * kind.layers for kind in model.by_kind)
+    scattered_s = sum(_tensor_parallel(kind, setting, cluster) * kind.layers for kind in model.by_kind)
     micro = {
-        "linear layers": _linear_layers(model, setting, cluster) * layers,
+        "linear layers": linear_s / setting.pipeline,
         "head and loss": _head(model, setting, cluster) / setting.pipeline,
-        **_attention(model, setting, cluster),
-        "tensor parallelism": _tensor_parallel(model, setting, cluster) * layers,
+        **(_attention(model, setting, cluster) if model.attends else {}),
+        **_recurrent(model, setting, cluster),
+        "tensor parallelism": scattered_s / setting.pipeline,
     }
     layer_s = sum(micro.values()) - micro["head and loss"]
     micro["offload, not hidden"] = max(0.0, _offload(model, setting, cluster) * layers - layer_s)
@@ -50,12 +54,13 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
 
 def bound_by(seconds: dict[str, float]) -> str:
     """Return what most of the time is spent on, for people."""
-    groups = {"attention": ("attention",), "linear layers": ("linear", "head")}
+    groups = {"attention": ("attention",), "linear layers": ("linear", "head"), "recurrent layers": ("recurrent",)}
     by_group = {
         group: sum(part_s for name, part_s in seconds.items() if name.startswith(prefixes))
         for group, prefixes in groups.items()
     }
-    by_group |= {name: x for name, x in seconds.items() if not name.startswith(("attention", "linear", "head"))}
+    grouped = tuple(prefix for prefixes in groups.values() for prefix in prefixes)
+    by_group |= {name: x for name, x in seconds.items() if not name.startswith(grouped)}
     most = max(by_group, key=by_group.__getitem__)
     return f"{most}, {100 * by_group[most] / sum(by_group.values()):.0f} % of the time"
 
@@ -76,6 +81,15 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
         waited_s = max(0.0, forward.time_s * (1 + again) + backward.time_s - sum(computed_s))
         for name, seconds in zip(spent, (*computed_s, waited_s), strict=True):
             spent[name] += seconds * layers * setting.head_chunks / setting.pipeline
+    return spent
+
+
+def _recurrent(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of a stage's layers with a state, of kernels and of sending."""
+    spent: dict[str, float] = {}
+    for mixer, layers in model.mixers:
+        for name, seconds in recurrent_seconds(mixer, setting, cluster).items():
+            spent[name] = spent.get(name, 0.0) + seconds * layers / setting.pipeline
     return spent
 
 
@@ -103,10 +117,12 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
     full, chunked = setting.recompute == "full", setting.mlp_chunk > 0
     mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
     mlp = 2 * setting.tokens_at_once * model.active_mlp_parameters
-    projections = 2 * setting.tokens_at_once * model.attention_parameters
+    mixer = 0 if model.mixer is None else model.mixer.weights
+    projections = 2 * setting.tokens_at_once * (model.attention_parameters + mixer)
     of_chunks = 0.0
-    if setting.head_chunks > 1:  # projected once more, but not back
-        of_chunks = projections - 2 * setting.tokens_at_once * model.hidden * model.heads * model.head_dim
+    if setting.head_chunks > 1 and model.attends:  # projected once more, but not back
+        projected = 2 * setting.tokens_at_once * model.attention_parameters
+        of_chunks = projected - 2 * setting.tokens_at_once * model.hidden * model.heads * model.head_dim
     return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections + of_chunks, setting, cluster)
 
 
@@ -119,21 +135,23 @@ def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
 def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """Return the seconds of a layer's gathers and scatters of hidden states.
 
-    They are 4 forward, 6 backward, 4 more where it runs again, and 2 for an MLP that runs again by itself.
+    Of attention, or what mixes tokens in its place, they are 2 forward, 3 backward, and 2 more where it runs again;
+    of an MLP as many, and 2 if it runs again by itself.
     """
     if setting.tensor == 1:
         return 0.0
     others = (setting.tensor - 1) / setting.tensor
-    mlp_again = setting.mlp_chunk > 0 or setting.recompute == "mlp"
+    mlp_again = bool(model.ffn) and (setting.mlp_chunk > 0 or setting.recompute == "mlp")
     each_s = Widths(model, setting).gathered * others / cluster.intra_bytes_per_s
-    return (10 + 4 * (setting.recompute == "full") + 2 * mlp_again) * each_s
+    parts = (model.attends or model.mixer is not None) + bool(model.ffn)
+    return (parts * (5 + 2 * (setting.recompute == "full")) + 2 * mlp_again) * each_s
 
 
 def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """Return the seconds in which a layer's input, and what is kept of attention, go to the host and come back."""
     w = Widths(model, setting)
-    kept = w.kept_attention * setting.kept_share if setting.keep else 0.0
-    return 2 * (w.row + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0
+    kept = w.kept_attention * setting.kept_share * model.attention_layers / model.layers if setting.keep else 0.0
+    return 2 * (w.stream + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0
 
 
 def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:

@@ -15,6 +15,7 @@ from burst_plugin.planning.cluster import Cluster
 from burst_plugin.training.layer_memory import ring_shapes
 from burst_plugin.training.memory import GIB, TrainingMemory, memory, surely_too_large
 from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.recurrent_time import can_exchange_heads
 from burst_plugin.training.setting import Code, Setting
 from burst_plugin.training.step_time import step_seconds, tokens_per_second
 
@@ -32,6 +33,7 @@ LEVERS = {
     "ulysses": 1,
     "parts": 1,
     "head_chunks": 1,
+    "recurrent": "state",
 }
 """What a plan may switch on, with the value that is off."""
 
@@ -93,17 +95,20 @@ class Candidate:
 def settings(goal: Goal) -> Iterator[Setting]:
     """Yield every setting of the space; whether it fits is another question."""
     for setting in _layouts(goal):
-        of_heads = ring_shapes(goal.model, setting).ulysses_degrees
+        of_heads = ring_shapes(goal.model, setting).ulysses_degrees if goal.model.attends else [1]
         degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
         for recompute, degree in product(goal.space.recompute, degrees):
             kv_heads = ring_shapes(goal.model, replace(setting, ulysses=degree)).kv_heads
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
-            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads)
-            for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks) in switches:
-                if mlp_chunk and goal.model.experts:  # which chunks refuse
+            ways = _recurrent_ways(goal, setting)
+            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads, ways)
+            for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks), way in switches:
+                if mlp_chunk and goal.model.has_experts:  # which chunks refuse
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
+                    continue
+                if (parts > 1 or head_chunks > 1 or keep) and not goal.model.attends:
                     continue
                 if parts > 1 and (setting.context == degree or kv_heads % parts):  # no ring, or too few heads
                     continue
@@ -118,13 +123,21 @@ def settings(goal: Goal) -> Iterator[Setting]:
                     ulysses=degree,
                     parts=parts,
                     head_chunks=head_chunks,
+                    recurrent=way,
                 )
+
+
+def _recurrent_ways(goal: Goal, setting: Setting) -> tuple[str, ...]:
+    """Return what layers with a state can exchange."""
+    mixers = [mixer for mixer, _ in goal.model.mixers]
+    return ("state", "heads") if can_exchange_heads(mixers, setting.context, setting.tensor) else ("state",)
 
 
 def _layouts(goal: Goal) -> Iterator[Setting]:
     """Yield all cuts of model, sequence and batch over all GPUs, with nothing switched on."""
     gpus, per_node, model = goal.cluster.gpus, goal.cluster.gpus_per_node, goal.model
-    tensors = [n for n in _divisors(per_node) if n == 1 or (goal.space.tensor and model.kv_heads % n == 0)]
+    heads = [model.kv_heads] * model.attends + [n for mixer, _ in model.mixers for _, n, _ in mixer.tensors]
+    tensors = [n for n in _divisors(per_node) if n == 1 or (goal.space.tensor and not any(h % n for h in heads))]
     pipelines = [n for n in (1, 2, 4) if n == 1 or (goal.space.pipeline and model.layers % n == 0)]
     for tensor, pipeline, zero in product(tensors, pipelines, goal.space.zeros):
         for context in _divisors(gpus // (tensor * pipeline)):

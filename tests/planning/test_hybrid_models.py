@@ -95,8 +95,65 @@ def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path
     shape = read(config, tmp_path, use_diff=False)
     assert shape.parameters == counted(config)
     left_out = json.loads((tmp_path / "config.json").read_text())
-    named = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    named = (
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+    )
     named += tuple(more)
     if not whole:
         (tmp_path / "config.json").write_text(json.dumps({key: left_out[key] for key in named if key in left_out}))
         assert model_shape(str(tmp_path)) == shape
+
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def test_parameters_of_published_models() -> None:
+    """As their names say, in billions; of Qwen3-Next without its prediction of further tokens."""
+    qwen = model_shape(str(CONFIGS / "qwen3_next_80b_a3b.json"))
+    nemotron = model_shape(str(CONFIGS / "nemotron_h_56b.json"))
+    assert qwen.parameters / 1e9 == pytest.approx(79.7, abs=0.1)
+    assert nemotron.parameters / 1e9 == pytest.approx(56.3, abs=0.1)
+    assert (qwen.attention_layers, nemotron.attention_layers) == (12, 10)
+    assert [(mixer.kind, layers) for mixer, layers in qwen.mixers] == [("gated delta net", 36)]
+    assert [(mixer.kind, layers) for mixer, layers in nemotron.mixers] == [("Mamba-2", 54)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("kimi_linear", {"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank=512\)"),
+        ("zamba2", {"mamba_d_state": 64}, r"state-space layers \(mamba_d_state=64\)"),
+        ("nemotron_h", {"hybrid_override_pattern": "M?"}, r"hybrid_override_pattern has '\?', expected M \* - E"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 8}, "experts in a latent space"),
+        ("qwen3_next", {"layer_types": ["linear_attention"]}, "expected a list with the kind of each of 2 layers"),
+        ("bamba", {"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ("minimax", {"layer_types": ["conv", "full_attention"]}, "layers of the type conv are not known"),
+        ("lfm2_moe", {}, "there is no layer_types; add a list"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(kind: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 128, **sizes, **more}))
+    with pytest.raises(ValueError, match=message):
+        model_shape(str(tmp_path))
+
+
+def test_experts_in_some_layers_only(tmp_path: Path) -> None:
+    """Qwen3's files say it in two ways, and others count dense layers in front."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, **sizes, **experts}
+    for more in ({"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}):
+        theirs = transformers.AutoConfig.for_model("qwen3_moe", **{**config, **more})
+        shape = read(theirs, tmp_path, use_diff=False)
+        assert shape.parameters == counted(theirs)
+        assert [(kind.experts > 0, kind.layers) for kind in shape.by_kind] != [(True, 6)]
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "model_type": "glm4_moe", "first_k_dense_replace": 1})
+    )
+    assert [(kind.experts, kind.layers) for kind in model_shape(str(tmp_path)).by_kind] == [(0, 1), (8, 5)]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Topology
 from burst_plugin.training.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.model_shape import MODELS, ModelShape
 from burst_plugin.training.setting import Code, Setting
-from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Topology
 from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
 

@@ -16,18 +16,18 @@ import torch
 from burst_plugin.compute.shapes import hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_bytes
 from burst_plugin.planning.cluster import Cluster, Links
-from burst_plugin.training.layer_memory import ring_shapes
-from burst_plugin.training.memory import memory
-from burst_plugin.training.model_shape import MODELS, ModelShape, layer_windows, model_shape
 from burst_plugin.planning.price import pairs_in_window, pass_price
-from burst_plugin.training.setting import Code, Setting
-from burst_plugin.training.step_time import step_seconds
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import SlidingWindow
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
+from burst_plugin.training.layer_memory import ring_shapes
+from burst_plugin.training.memory import memory
+from burst_plugin.training.model_shape import MODELS, ModelShape, layer_windows, model_shape
+from burst_plugin.training.setting import Code, Setting
+from burst_plugin.training.step_time import step_seconds
 from burst_plugin.types import DIRECTIONS
 
 CODE = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)

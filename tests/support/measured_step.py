@@ -37,17 +37,24 @@ _AUTOCAST = {  # which knows no "meta"
 
 def measured_code() -> Code:
     """Return what the code of this step keeps: on a CPU results do not wait, and kernels' workspaces are not seen."""
-    return Code(plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True, waiting=1, workspace=0)
+    return Code(
+        plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True, plain_mixers=True, waiting=1, workspace=0
+    )
 
 
 def _nothing(model: Any, setting: Setting) -> None:
     pass
 
 
-def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _nothing) -> LiveBytes:
-    """Run a step and return what was alive: all that was made in it, but for gradients that are there before."""
+def activation_bytes(
+    shape: ModelShape, setting: Setting, prepare: Prepare = _nothing, *, config: Any = None
+) -> LiveBytes:
+    """Run a step and return what was alive: all that was made in it, but for gradients that are there before.
+
+    config: the configuration of the model, if it is another one than a Llama or a Qwen 3.
+    """
     with torch.device("meta"), mock.patch.multiple(torch, **_AUTOCAST), compiled_meta_kernels():
-        model = _model(shape, setting)
+        model = _model(setting, transformers_config(shape, setting) if config is None else config)
         prepare(model, setting)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -75,12 +82,11 @@ def transformers_config(shape: ModelShape, setting: Setting, **more: Any) -> Any
     )
 
 
-def _model(shape: ModelShape, setting: Setting) -> Any:
+def _model(setting: Setting, config: Any) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_NAME, _attention)
-    config = transformers_config(shape, setting, attn_implementation=_NAME)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_NAME).train()
     if not setting.code.plain_norms:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):

@@ -35,12 +35,12 @@ from burst_plugin.comm import buffers, torch_distributed
 from burst_plugin.comm.transport import Message
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.ring import choices
+from burst_plugin.topology import Topology
 from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.model_shape import MODELS, ModelShape
 from burst_plugin.training.setting import Setting
 from burst_plugin.training.training_plan import Goal, plans_that_fit
-from burst_plugin.ring import choices
-from burst_plugin.topology import Topology
 from burst_plugin.types import FULL
 from tests.support.pretended_gpu import answers_of_other_ranks
 from tests.support.whole_step import engine_of

@@ -28,12 +28,18 @@ def model_flags(model: ModelShape, tensor: int, version: Version) -> list[str]:
     Raises ValueError for features that this release has no flags for, by name, and for a config.json that is not
     understood.
     """
+    release = ".".join(map(str, version))
+    if model.mixers or model.kinds:
+        has = ", ".join(sorted({mixer.kind for mixer, _ in model.mixers})) or "experts in some layers only"
+        raise ValueError(
+            f"{model.name} cannot be written as flags of Megatron {release} yet, since it has {has}; write the flags "
+            "of its layers by hand, or plan for deepspeed"
+        )
     features = model_features(model)
     missing = _missing(model, features, version)
     if missing:
         raise ValueError(
-            f"{model.name} cannot be written as flags of Megatron {'.'.join(map(str, version))}, which has none for "
-            f"{', '.join(missing)}"
+            f"{model.name} cannot be written as flags of Megatron {release}, which has none for {', '.join(missing)}"
         )
     lines = [
         f"--num-layers {model.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn} "

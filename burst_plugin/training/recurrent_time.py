@@ -1,0 +1,154 @@
+"""The time of layers with a state: their kernels, and what ranks send, states or heads.
+
+    spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, by what it is spent on
+
+Messages and hops are those of the schedule that a run takes (`recurrent.scan_schedule`); nothing hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.recurrent.heads import can_share
+from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
+from burst_plugin.recurrent.scan_schedule import Move, scan_schedule
+from burst_plugin.ring.routes import RouteTable
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology
+from burst_plugin.training.mixers import BF16, FP32, TokenMixer
+from burst_plugin.training.setting import Setting
+from burst_plugin.types import DIRECTIONS, Direction
+
+KERNELS, MESSAGES = "recurrent layers, kernels", "recurrent layers, states or heads sent"
+_BACKWARD = (
+    2.2  # times its forward pass that a kernel's backward pass takes: flash-linear-attention's gated delta net
+)
+_TOKENS = 16  # of a rank, enough for two pieces as of any sequence
+
+Hop = dict[tuple[int, int], float]
+"""Bytes by (sending rank, receiving rank) of messages that are under way at one time."""
+
+
+class _Placed(NamedTuple):
+    """The pieces of a sequence on ranks in zigzag, and the moves of a scan over them, round by round."""
+
+    pieces: Pieces
+    rounds: Sequence[Sequence[Move]]
+
+
+@lru_cache(maxsize=256)
+def _placed(topology: Topology, ulysses: int) -> _Placed:
+    tokens = Tokens(_TOKENS * topology.ranks)
+    strategy = Strategy(ulysses_degree=ulysses, ranks_per_node=topology.ranks_per_node)
+    pieces = cut_into_pieces(RouteTable(topology, strategy).shards(tokens), 1, tokens.length, None)
+    return _Placed(pieces, [step.moves for step in scan_schedule(pieces, topology.node).rounds if step.moves])
+
+
+def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
+    """Return the messages of one pass of a layer on a tensor-parallel rank's heads, hop by hop."""
+    if setting.context == 1:
+        return []
+    placed = _placed(setting.topology, setting.ulysses)
+    found = _halo(mixer, setting, placed.pieces)
+    if not mixer.state:
+        return found
+    if setting.recurrent == "heads" and mixer.by_heads:
+        return found + _exchanges(mixer, setting, direction)
+    for moves in placed.rounds:
+        hop: Hop = {}
+        for move in moves:
+            is_transition = move.value.kind == "transition"
+            if is_transition and direction == "backward":  # which ranks have kept
+                continue
+            numbers = (mixer.transition if is_transition else mixer.state) / setting.tensor
+            ends = (move.src, move.dst) if direction == "forward" else (move.dst, move.src)
+            hop[ends] = hop.get(ends, 0.0) + FP32 * numbers * setting.micro_batch
+        found += [hop] if hop else []
+    return found
+
+
+def _halo(mixer: TokenMixer, setting: Setting, pieces: Pieces) -> list[Hop]:
+    """Return the hop of the tokens before each piece, which a convolution looks back at; gradients go back alike."""
+    hop: Hop = {}
+    for piece in pieces.every:
+        if piece.before != START and (source := pieces.every[piece.before].rank) != piece.rank:
+            numbers = mixer.conv / setting.tensor * setting.micro_batch
+            hop[source, piece.rank] = hop.get((source, piece.rank), 0.0) + BF16 * numbers
+    return [hop] if mixer.conv and hop else []
+
+
+def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
+    """Return the two hops of an exchange of heads: towards heads what the kernel takes, and back what it returns."""
+    ranks, tokens = setting.context, setting.tokens_at_once / setting.context
+    of_peers = [(max(1.0, heads / setting.tensor / ranks), dim) for _, heads, dim in mixer.tensors]
+    into = BF16 * tokens * sum(heads * dim for heads, dim in of_peers)
+    back = BF16 * tokens * of_peers[0][0] * of_peers[0][1]
+    both = (into, back) if direction == "forward" else (back, into)
+    peers = [(src, dst) for src in range(ranks) for dst in range(ranks) if src != dst]
+    return [dict.fromkeys(peers, nbytes) for nbytes in both]
+
+
+def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) -> bool:
+    """Return whether ranks can share the heads of any mixers that have some; those of others stay with states."""
+    by_heads = [mixer for mixer in mixers if mixer.by_heads]
+    heads = [[count // tensor for _, count, _ in mixer.tensors] for mixer in by_heads]
+    return bool(by_heads) and context > 1 and all(can_share(context, each) for each in heads)
+
+
+def _hop_seconds(hop: Hop, topology: Topology, cluster: Cluster) -> float:
+    """Return the time of a hop: of the rank that sends or receives longest, over each link."""
+    spent: dict[tuple[int, str, Link], float] = {}
+    for (src, dst), nbytes in hop.items():
+        link = topology.link(src, dst)
+        for end in ((src, "sends", link), (dst, "receives", link)):
+            spent[end] = spent.get(end, 0.0) + nbytes / cluster.links.bytes_per_s(link)
+    return cluster.hop_s + max(spent.values())
+
+
+@lru_cache(maxsize=4096)
+def _pass_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster, direction: Direction) -> float:
+    return sum(_hop_seconds(hop, setting.topology, cluster) for hop in hops(mixer, setting, direction))
+
+
+def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of one layer and micro-batch: its kernels in both passes, and what ranks send.
+
+    Layers that are computed again send again, unless what attention returns is kept: then states are, too.
+    """
+    again = setting.recompute == "full"
+    by_states = setting.context > 1 and not (setting.recurrent == "heads" and mixer.by_heads)
+    operations = mixer.flops + (mixer.on_ring if by_states else 0.0)
+    share = setting.tensor * setting.context
+    rate = cluster.peak_flops * cluster.recurrent_share
+    forward_s = operations * setting.tokens_at_once / share / rate
+    sends_again = again and not (setting.keep and by_states)
+    # What the passes send depends on few fields of a setting.
+    plain = Setting(
+        tokens=setting.tokens,
+        code=setting.code,
+        tensor=setting.tensor,
+        context=setting.context,
+        inner=setting.inner,
+        batch=setting.micro_batch,
+        micro_batch=setting.micro_batch,
+        ulysses=setting.ulysses,
+        recurrent=setting.recurrent,
+    )
+    sent_s = {direction: _pass_seconds(mixer, plain, cluster, direction) for direction in DIRECTIONS}
+    return {
+        KERNELS: forward_s * (1 + again + _BACKWARD),
+        MESSAGES: sent_s["forward"] * (1 + sends_again) + sent_s["backward"],
+    }
+
+
+def sent_bytes(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[float]:
+    """Return the bytes that each context-parallel rank sends in one pass of a layer."""
+    sent = [0.0] * setting.context
+    for (src, _), nbytes in chain.from_iterable(hop.items() for hop in hops(mixer, setting, direction)):
+        sent[src] += nbytes
+    return sent
