@@ -26,6 +26,7 @@ from burst_plugin.check.kernel_correctness import FAR, check_far_offsets, check_
 from burst_plugin.check.performance import check_performance
 from burst_plugin.check.processes import RankProcesses
 from burst_plugin.check.recommendation import recommend_strategy
+from burst_plugin.check.recurrent_correctness import check_recurrent
 from burst_plugin.check.ring_correctness import MEMORY, check_rings
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import LateError, MissedError, World, joined, launcher_environment
@@ -46,6 +47,7 @@ def _check_correctness(world: World, settings: Settings) -> Iterator[Finding]:
     yield from check_kernels(world, settings)
     yield from check_far_offsets(world, settings)
     yield from check_rings(world, settings)
+    yield from check_recurrent(world)
 
 
 _TOGETHER: Mapping[str, Callable[[World, Settings], Iterator[Finding]]] = MappingProxyType(

@@ -16,12 +16,13 @@ from burst_plugin.check.settings import Settings
 from burst_plugin.cli.values import StatusLine, heads, tokens, whole
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
-_USUAL_FINDINGS = dict(zip(SECTIONS, (28, 4, 6, 1), strict=True))  # how many each section has
+_USUAL_FINDINGS = dict(zip(SECTIONS, (29, 4, 7, 1), strict=True))  # how many each section has
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
 (torchrun --nproc-per-node 8 ... -m burst_plugin.cli check).
 
-  right   every kernel alone, then the ring in every way to run it, against the definition in float64
+  right   every kernel alone, then the ring in every way to run it, against the definition in float64; layers that
+          carry a state, against one rank
   safe    a rank that raises, is killed or stops: all others end within 30 s, and name it
   fast    the kernel, the links and the ring, each by itself; slow links and GPUs by name
   tuned   the strategy that suits a model here, written to burst-profile.json
