@@ -17,6 +17,7 @@ from burst_plugin.attention import burst_attention
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, PERFORMANCE, Finding, shown_time
 from burst_plugin.check.links import SLOW, MeasuredLink, measure_links, slow_edges
 from burst_plugin.check.problem import Problem
+from burst_plugin.check.recurrent_rates import recurrent_finding
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import World
 from burst_plugin.comm.copies import CopyNetwork, NullTransport
@@ -39,6 +40,7 @@ def check_performance(world: World, settings: Settings) -> Iterator[Finding]:
     """Yield how fast the parts and the whole are, the same on every rank; collective."""
     start = time.perf_counter()
     yield _kernel_finding(rates_of(world, settings), world, start)
+    yield recurrent_finding(world, settings)
     start = time.perf_counter()
     topology, links = links_of(world, settings)
     for link in Link:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from burst_plugin.check.findings import NOT_SHOWN, OK, RECOMMENDATION, Finding
 from burst_plugin.check.links import node_rates
 from burst_plugin.check.performance import links_of, rates_of
+from burst_plugin.check.recurrent_rates import recurrent_rates_of
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World
 from burst_plugin.planning.measured import choose, options_of
@@ -71,4 +72,5 @@ def measured_profile(world: World, settings: Settings) -> ClusterProfile:
         runner_up="",
         node_rates=() if inter is None else node_rates(topology, inter.edges),
         rank_rates=rates.by_rank if world.device.type == "cuda" else (),  # ranks on CPUs compete for processors
+        recurrent={rate.kind: rate.flops_per_s for rate in recurrent_rates_of(world, settings)},
     )

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     yield from _section("Versions", _versions())
     yield from _section("Devices", _devices())
     yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
+    yield from _section("Kernels for layers that carry a state", _recurrent_kernels())
     asked_about = [framework for framework in all_frameworks() if getattr(options, framework.name)]
     for framework in asked_about or all_frameworks():
         yield from _section(framework.title, framework.report(getattr(options, framework.name)))
@@ -50,10 +52,32 @@ def _versions() -> Iterator[str]:
     yield f"{'torch':20} {torch.__version__}"  # with the build, which the package's metadata may lack
     packages = [name for framework in all_frameworks() for name in framework.packages]
     for name in dict.fromkeys(["triton", *packages, "flash-attn"]):
-        try:
-            yield f"{name:20} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            yield f"{name:20} not installed"
+        yield f"{name:20} {_version(name) or 'not installed'}"
+
+
+# What libraries of kernels are for; each with the names of its packages, of which one has the kernels alone.
+_LIBRARIES = MappingProxyType(
+    {
+        ("flash-linear-attention", "fla-core"): "gated delta nets, Kimi delta attention",
+        ("mamba-ssm",): "Mamba-2, Mamba",
+        ("causal-conv1d",): "short convolutions",
+    }
+)
+
+
+def _recurrent_kernels() -> Iterator[str]:
+    for packages, layers in _LIBRARIES.items():
+        found = [(name, version) for name in packages if (version := _version(name))]
+        state = " ".join(found[0]) if found else "not installed: PyTorch's are used"
+        yield f"{packages[0]:24} {state} ({layers})"
+
+
+def _version(package: str) -> str:
+    """Return the version of an installed package, "" if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _devices() -> Iterator[str]:

@@ -98,8 +98,6 @@ def _wrong_plan_option(words: Sequence[str]) -> str | None:
     for option in names:
         if option in valid[title]:
             continue
-        if {"--model", "--profile"} <= set(names):
-            return "--model and --profile exclude each other: a plan is for a model, or on a measured cluster"
         others = [f"`{name}`" for name, options in valid.items() if option in options]
         if others:
             instead = _INSTEAD.get((title, option), "")

@@ -12,8 +12,10 @@ from burst_plugin.cli.plan_report import gpus_in_words, report
 from burst_plugin.cli.values import StatusLine, number, tokens, whole
 from burst_plugin.frameworks import FRAMEWORKS, framework
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.profiling.cluster_profile import ClusterProfile
+from burst_plugin.training.measured_rates import measured_rates
 from burst_plugin.training.memory import GIB
-from burst_plugin.training.model_shape import MODELS, model_shape
+from burst_plugin.training.model_shape import MODELS, ModelShape, model_shape
 from burst_plugin.training.training_plan import (
     Candidate,
     Goal,
@@ -85,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="norms are one kernel each, as with Liger; else those of models written in single operations keep "
         "float32 copies, unless MLPs and norms run in chunks",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what burst check has measured: the rates of links and kernels, in place of the defaults below",
+    )
     parser.add_argument("--emit", metavar="FOLDER", type=Path, help="write what the framework is started with there")
     defaults = {field.name: field.default for field in fields(Cluster)}
     for name, (unit, size, text) in _RATES.items():
@@ -94,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             dest=name,
             metavar=unit,
             type=number("a positive number", 1e-6),
-            default=default,
             help=f"{text} (default: {default:g})",
         )
 
@@ -173,16 +179,26 @@ def _goal(options: argparse.Namespace) -> Goal:
         raise ValueError(
             f"--gpus {options.gpus} is not a number of whole nodes of --gpus-per-node {per_node}; use a multiple"
         )
-    rates = {name: getattr(options, name) * size for name, (_, size, _) in _RATES.items()}
-    cluster = Cluster(nodes=options.gpus // per_node, gpus_per_node=per_node, **rates)
+    model = model_shape(options.model)
+    cluster = Cluster(nodes=options.gpus // per_node, gpus_per_node=per_node, **_rates(options, model))
     space = framework(options.framework).planning().space(options.fused_norms)
     return Goal(
-        model=model_shape(options.model),
+        model=model,
         tokens=options.seq or 0,
         cluster=cluster,
         space=space,
         batch=options.batch or 1,
     )
+
+
+def _rates(options: argparse.Namespace, model: ModelShape) -> dict[str, float]:
+    """Return the rates of `Cluster` that are given, or were measured."""
+    given = {name: getattr(options, name) for name in _RATES}
+    found = {name: value * _RATES[name][1] for name, value in given.items() if value is not None}
+    if options.profile is None:
+        return found
+    profile = ClusterProfile.read(options.profile)
+    return measured_rates(profile, model, found.get("peak_flops", Cluster.peak_flops)) | found
 
 
 def _longest(goal: Goal, status: StatusLine) -> int:

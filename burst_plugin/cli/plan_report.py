@@ -90,18 +90,19 @@ def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
         name = _NAMES.get(lever, lever)
         value = f" = {options[name]}" if name in options and options[name] is not True else ""
         yield f"  {name + value:<26}{reason}"
-    if "recurrent" in options and "recurrent" not in why:
-        yield f"  {f'recurrent = {best.setting.recurrent}':<26}{_of_heads(goal, best)}"
+    if "recurrent" in options:
+        yield f"  {f'recurrent = {best.setting.recurrent}':<26}{_other_way(goal, best)}"
 
 
-def _of_heads(goal: Goal, best: Candidate) -> str:
-    """Return what it would take to exchange heads in place of states."""
+def _other_way(goal: Goal, best: Candidate) -> str:
+    """Return what it would take to exchange heads in place of states, or states in place of heads."""
     setting = best.setting
     if not can_exchange_heads([mixer for mixer, _ in goal.model.mixers], setting.context, setting.tensor):
         return f"{setting.context} ranks cannot share the heads of these layers"
-    by_heads = step_seconds(goal.model, replace(setting, recurrent="heads"), goal.cluster)
-    more_s = sum(by_heads.values()) - best.step_s
-    return f"with heads a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    other, what = ("heads", "heads") if setting.recurrent == "state" else ("state", "states")
+    spent = step_seconds(goal.model, replace(setting, recurrent=other), goal.cluster)
+    more_s = sum(spent.values()) - best.step_s
+    return f"with {what} a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
 
 
 def _in_words(setting: Setting) -> str:

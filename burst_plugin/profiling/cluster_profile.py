@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ VERSION = 1
 _FORMAT = "burst profile"
 _AGAIN = "run burst check again"
 _MASKS = ("causal", "full")
-_OPTIONAL = ("node_rates", "rank_rates")
+_OPTIONAL = ("node_rates", "rank_rates", "recurrent")
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class ClusterProfile:
     strategy: options of `Strategy` by name. why, runner_up: sentences for people.
     node_rates: bytes per second of the slowest NIC of each node by itself; rank_rates: FLOP per second of the kernel
     forward on each rank; empty where that was not measured. `inter` and `rates` are those of the slowest.
+    recurrent: FLOP per second of the kernels of layers with a state, both passes together, by kind of layer.
     """
 
     nodes: int
@@ -96,6 +97,7 @@ class ClusterProfile:
     runner_up: str
     node_rates: tuple[float, ...] = ()
     rank_rates: tuple[float, ...] = ()
+    recurrent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
@@ -195,6 +197,7 @@ def _parsed(name: str, content: object) -> ClusterProfile:
         runner_up=top.text("runner_up"),
         node_rates=top.numbers("node_rates", nodes),
         rank_rates=top.numbers("rank_rates", nodes * per_node),
+        recurrent=top.numbers_by_name("recurrent"),
     )
 
 
@@ -259,6 +262,13 @@ class _Entries:
         if len(numbers) not in (0, count) or not all(number is not None and number > 0 for number in numbers):
             raise self.damaged(name, shown(values), f"a list of {count} positive numbers, or no such entry")
         return tuple(number for number in numbers if number is not None)
+
+    def numbers_by_name(self, name: str) -> dict[str, float]:
+        """Return an object of positive numbers, empty where there is no such entry."""
+        if name not in self.values:
+            return {}
+        entries = self.inner(name)
+        return {str(key): entries.number(key) for key in entries.values}
 
     def text(self, name: str, valid: Sequence[str] = ()) -> str:
         """Return a text, one of those that are `valid`, if only some are."""

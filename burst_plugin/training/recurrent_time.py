@@ -25,9 +25,8 @@ from burst_plugin.training.setting import Setting
 from burst_plugin.types import DIRECTIONS, Direction
 
 KERNELS, MESSAGES = "recurrent layers, kernels", "recurrent layers, states or heads sent"
-_BACKWARD = (
-    2.2  # times its forward pass that a kernel's backward pass takes: flash-linear-attention's gated delta net
-)
+BACKWARD = 2.2
+"""Times its forward pass that a kernel's backward pass takes: flash-linear-attention's of the gated delta net."""
 _TOKENS = 16  # of a rank, enough for two pieces as of any sequence
 
 Hop = dict[tuple[int, int], float]
@@ -141,7 +140,7 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
     )
     sent_s = {direction: _pass_seconds(mixer, plain, cluster, direction) for direction in DIRECTIONS}
     return {
-        KERNELS: forward_s * (1 + again + _BACKWARD),
+        KERNELS: forward_s * (1 + again + BACKWARD),
         MESSAGES: sent_s["forward"] * (1 + sends_again) + sent_s["backward"],
     }
 

@@ -33,7 +33,6 @@ LEVERS = {
     "ulysses": 1,
     "parts": 1,
     "head_chunks": 1,
-    "recurrent": "state",
 }
 """What a plan may switch on, with the value that is off."""
 

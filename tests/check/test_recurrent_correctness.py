@@ -1,4 +1,4 @@
-"""Planted faults in layers with a state on the ring: the section "right" names the function, the result and the rank."""
+"""Planted faults in layers with a state on the ring: the section "right" names function, result and rank."""
 
 from __future__ import annotations
 

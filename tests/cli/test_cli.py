@@ -35,6 +35,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_says_what_is_there_changed_and_refused() -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     done = burst("doctor")
+    section = done.stdout.split("Kernels for layers that carry a state\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in section] == ["flash-linear-attention", "mamba-ssm", "causal-conv1d"]
+    for line in section:
+        assert re.search(r" \d+\.\d+|not installed: PyTorch's are used", line)
     assert done.returncode == 0, done.stderr
     sections = dict(part.split("\n", 1) for part in done.stdout.split("\n\n")[1:])
     assert f"torch                {torch.__version__}" in sections["Versions"]
@@ -261,7 +265,7 @@ def test_plan_takes_tokens_with_a_suffix(capsys: pytest.CaptureFixture[str]) -> 
             ("--profile", "x", "--gpus=8"),
             "--gpus is an option of `burst plan --model`, not of `burst plan --profile`",
         ),
-        (("--model", "x", "--profile", "y"), "--model and --profile exclude each other"),
+        (("--model", "x", "--profile", "y", "--heads", "8/2"), "--heads is an option of `burst plan --profile` and"),
         (("--mode", "llama3_8b"), "--mode is not an option (did you mean --model?)"),
         (("--model", "llama3_8b", "--seq", "1m", "--gpu", "8"), "--gpu is not an option (did you mean --gpus?)"),
         (("--model", "llama3_8b", "--num-layers", "2"), "--num-layers is not an option; see `burst plan --model"),

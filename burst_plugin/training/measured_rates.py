@@ -1,0 +1,32 @@
+"""The rates of a cluster that `burst check` has measured, as a plan of a model's training takes them."""
+
+from __future__ import annotations
+
+from burst_plugin.profiling.cluster_profile import ClusterProfile
+from burst_plugin.training.model_shape import ModelShape
+
+_BACKWARD = 2.5  # times the operations of a forward pass that attention's backward pass has
+
+
+def measured_rates(profile: ClusterProfile, model: ModelShape, peak_flops: float) -> dict[str, float]:
+    """Return fields of `Cluster` by name; shares are those of `peak_flops`. What was not measured is left out.
+
+    Attention's is that of the longest tile, both passes together; of layers with a state that of the slowest kind
+    which the model has, or, if none of these was measured, of the slowest that was.
+    """
+    rates = {}
+    longest = profile.rates[-1]
+    attention = (1 + _BACKWARD) / (1 / longest.forward_flops_per_s + _BACKWARD / longest.backward_flops_per_s)
+    rates["attention_share"] = attention / peak_flops
+    kinds = {mixer.kind for mixer, _ in model.mixers} & set(profile.recurrent) or set(profile.recurrent)
+    if kinds:
+        rates["recurrent_share"] = min(profile.recurrent[kind] for kind in kinds) / peak_flops
+    if profile.intra is not None:
+        rates["intra_bytes_per_s"] = profile.intra.bytes_per_s
+    if profile.inter is not None:
+        share = profile.ranks_per_node if profile.nic == "node" else 1
+        rates["inter_bytes_per_s"] = profile.inter.bytes_per_s / share
+    links = [link.latency_s for link in (profile.intra, profile.inter) if link is not None]
+    if links:
+        rates["hop_s"] = max(links)
+    return rates
