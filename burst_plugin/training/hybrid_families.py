@@ -34,11 +34,12 @@ _NO_ATTENTION: Layer = MappingProxyType({"attends": False, "qk_norm": False, "qu
 class HybridFamily:
     """What models of one `model_type` share: `defaults` of keys that are left out, and which layers there are.
 
-    wide_norms: see `ModelShape`.
+    wide_norms, in_chunks: see `ModelShape`.
     """
 
     layers: Callable[[Config, Size], list[Layer]]
     wide_norms: bool = False
+    in_chunks: tuple[str, ...] = ("mlp", "heads")
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -401,13 +402,16 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
             wide_norms=True,
             defaults={**_DELTA, **_QWEN_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
         ),
-        "olmo_hybrid": HybridFamily(layers=_olmo, wide_norms=True, defaults={"linear_conv_kernel_dim": 4}),
+        "olmo_hybrid": HybridFamily(
+            layers=_olmo, wide_norms=True, in_chunks=("mlp",), defaults={"linear_conv_kernel_dim": 4}
+        ),
         "bamba": HybridFamily(layers=_bamba, defaults={**_MAMBA2, "num_key_value_heads": 8}),
         "falcon_h1": HybridFamily(
             layers=_falcon_h1, defaults={**_MAMBA2, "num_key_value_heads": 8, "mamba_d_ssm": 1024}
         ),
         "granitemoehybrid": HybridFamily(
             layers=_granite,
+            in_chunks=("heads",),
             defaults={
                 **_MAMBA2,
                 "num_local_experts": 8,
@@ -417,6 +421,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "nemotron_h": HybridFamily(
             layers=_nemotron,
+            in_chunks=("heads",),
             wide_norms=True,
             defaults={
                 "num_key_value_heads": 8,
@@ -434,6 +439,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "mamba2": HybridFamily(
             layers=_mamba2_alone,
+            in_chunks=(),
             defaults={
                 "num_heads": 128,
                 "head_dim": 64,
@@ -443,8 +449,8 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
                 "residual_in_fp32": True,
             },
         ),
-        "mamba": HybridFamily(layers=_mamba_alone, defaults=_MAMBA),
-        "falcon_mamba": HybridFamily(layers=_mamba_alone, defaults=_MAMBA),
+        "mamba": HybridFamily(layers=_mamba_alone, in_chunks=(), defaults=_MAMBA),
+        "falcon_mamba": HybridFamily(layers=_mamba_alone, in_chunks=(), defaults=_MAMBA),
         "jamba": HybridFamily(
             layers=_jamba,
             defaults={
@@ -466,6 +472,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "lfm2": HybridFamily(
             layers=_lfm2,
+            in_chunks=("mlp",),
             defaults={
                 "num_key_value_heads": 8,
                 "conv_L_cache": 3,
@@ -476,6 +483,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "lfm2_moe": HybridFamily(
             layers=_lfm2_moe,
+            in_chunks=(),
             defaults={
                 "num_key_value_heads": 8,
                 "conv_L_cache": 3,

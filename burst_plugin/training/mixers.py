@@ -88,7 +88,8 @@ def delta_rule(
         saved=BF16 * 2 * channels + gates + within_chunks,  # before and after the convolution
         # The output, its gate, and both together; or copies of them in float32, the gate's silu, and the norm's steps
         of_norm=(BF16 * 3 * value_size, (3 * FP32 + 3 * BF16) * value_size),
-        saved_on_ring=heads * (value_dim + key_dim) * BF16 + within_chunks,  # the wider values
+        # Of the kernel that returns A and B: wider values, and queries and keys, normalized once more
+        saved_on_ring=BF16 * (heads * (value_dim + key_dim) + 2 * key_size) + within_chunks,
         gradients=BF16 * (2 * channels + value_size) + heads * 2 * FP32,
         norm_gradients=value_size * 5 * BF16,  # in float32, while what the norm returned is gone
         workspace=heads * (2 * key_dim * value_dim / _CHUNK + 2 * key_dim + value_dim) * BF16,
@@ -134,7 +135,7 @@ def state_space(
             BF16 * (projected + 2 * inner),
             (4 * FP32 + 2 * BF16) * inner if has_norm else BF16 * (projected + 3 * inner),
         ),
-        saved_on_ring=inner * FP32,  # the output with what the entering state adds
+        saved_on_ring=FP32 * (inner + shared),  # what the entering state adds to the output, and C
         gradients=BF16 * (projected + 2 * channels + inner),
         norm_gradients=inner * 4 * FP32 if has_norm else 0.0,
         workspace=inner * size / _STATE_CHUNK * 2 * FP32 + heads * FP32,

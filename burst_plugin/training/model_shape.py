@@ -32,6 +32,7 @@ class ModelShape:
     wide_stream: whether what passes from layer to layer is float32.
     windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
     mixer: what mixes tokens beside attention, or in its place, where `attends` is False.
+    in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; those of experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
     kinds: layers of each kind where they are not alike, in sizes of their own; heads and hidden size are the same.
     config: the config.json that it was read from, or what one would say beside the sizes; see `model_features`.
@@ -58,6 +59,7 @@ class ModelShape:
     windowed: int = 0
     attends: bool = True
     mixer: TokenMixer | None = None
+    in_chunks: tuple[str, ...] = ("mlp", "heads")
     extra: int = 0
     kinds: tuple[ModelShape, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -263,6 +265,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
         wide_norms=family is not None and family.wide_norms,
+        in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,
         qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),
     )
     if family is None:

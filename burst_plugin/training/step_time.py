@@ -16,7 +16,7 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
 from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.recurrent_time import recurrent_seconds
+from burst_plugin.training.recurrent_time import MESSAGES, recurrent_seconds
 from burst_plugin.training.setting import Setting
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
@@ -37,7 +37,8 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
     }
     layer_s = sum(micro.values()) - micro["head and loss"]
     micro["offload, not hidden"] = max(0.0, _offload(model, setting, cluster) * layers - layer_s)
-    micro["weights gathered, not hidden"] = max(0.0, _gathered_weights(model, setting, cluster) - layer_s)
+    hiding_s = layer_s - micro.get(MESSAGES, 0.0)  # which take the same links
+    micro["weights gathered, not hidden"] = max(0.0, _gathered_weights(model, setting, cluster) - hiding_s)
     spent = {name: seconds * setting.microbatches for name, seconds in micro.items()}
     spent["pipeline bubble"] = (setting.pipeline - 1) * sum(micro.values())
     # Gradients are reduced behind the backward pass of the last micro-batch, about two thirds of its time.

@@ -103,7 +103,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
             ways = _recurrent_ways(goal, setting)
             switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads, ways)
             for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks), way in switches:
-                if mlp_chunk and goal.model.has_experts:  # which chunks refuse
+                if mlp_chunk and (goal.model.has_experts or "mlp" not in goal.model.in_chunks):
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
                     continue
@@ -165,7 +165,7 @@ def _divisors(number: int) -> list[int]:
 
 def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
     """Return into how many chunks of whole groups heads can be cut, so that `degree` ranks can exchange each."""
-    if not goal.space.head_chunks:
+    if not goal.space.head_chunks or "heads" not in goal.model.in_chunks:
         return []
     chunks = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
     return [n for n in chunks if degree in ring_shapes(goal.model, replace(setting, head_chunks=n)).ulysses_degrees]

@@ -50,6 +50,7 @@ def test_quick_on_four_ranks(tmp_path: Path) -> None:
         *("kernel torch_cpu", "kernel reference", "ring 1x4, moves kv, q", "ring 2x2, moves q, kv", "uneven lengths"),
         *("heads exchanged by 2", "heads exchanged by 4", "recomputation", "two rings in turn", "close"),
         *("direct by documents", "a rank that raises", "a rank that is killed", "a rank that stops"),
+        *("layers with a state", "kernels of layers with a state"),
         *("transfers inside nodes", "transfers between nodes", "ring", "host", "strategy"),
     ):
         assert name in names

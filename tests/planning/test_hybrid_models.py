@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from burst_plugin.huggingface.chunked_modules import chunk_modules
+from burst_plugin.strategy import Strategy
 from burst_plugin.training.hybrid_families import HYBRIDS
 from burst_plugin.training.model_shape import ModelShape, model_shape
 
@@ -47,6 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minimax": {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"conv_bias": True, "num_dense_layers": 0},
+}
+# By model_type, changes that leave no experts, whose layers never run in chunks.
+WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_experts": 0},
+    "granitemoehybrid": {"num_local_experts": 0},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+    "jamba": {"num_experts": 1},
 }
 
 
@@ -107,6 +116,24 @@ def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path
     if not whole:
         (tmp_path / "config.json").write_text(json.dumps({key: left_out[key] for key in named if key in left_out}))
         assert model_shape(str(tmp_path)) == shape
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_parts_run_in_chunks_where_a_run_takes_that(kind: str, tmp_path: Path) -> None:
+    fields = {**tiny()[kind].to_dict(), **WITHOUT_EXPERTS.get(kind, {})}
+    if kind == "nemotron_h":
+        fields.pop("layer_types", None)
+    config = type(tiny()[kind])(**fields)
+    shape = read(config, tmp_path, use_diff=False)
+    taken = []
+    for part, option in (("mlp", "mlp_chunk"), ("heads", "head_chunk")):
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        try:
+            chunk_modules(model, Strategy(**{option: 2}))
+        except ValueError:
+            continue
+        taken.append(part)
+    assert [part for part in shape.in_chunks if part != "mlp" or not shape.has_experts] == taken
 
 
 CONFIGS = Path(__file__).parent / "configs"
