@@ -117,8 +117,8 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
     of_norm = mixer.of_norm[setting.code.plain_mixers]
     saved = {"inside the mixer": w.inside * mixer.saved, "norm and gate of the mixer": w.inside * of_norm}
     if setting.context > 1 and setting.recurrent == "state":
-        pieces = setting.micro_batch * _PIECES
-        states = FP32 * (mixer.transition + mixer.state) / setting.tensor * pieces
+        spans = 2 * setting.micro_batch * _PIECES  # of the tree over pieces, with those that are a piece
+        states = FP32 * (mixer.transition + mixer.state) / setting.tensor * spans
         saved["states of pieces"] = w.inside * mixer.saved_on_ring + states
     return {name: nbytes for name, nbytes in saved.items() if nbytes}
 

@@ -18,7 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from burst_plugin import Strategy, Topology, VirtualRing, recurrent
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.training import mixers
+from burst_plugin.training.layer_memory import saved_by_layer
 from burst_plugin.training.memory import memory
 from burst_plugin.training.model_shape import ModelShape, model_shape
 from burst_plugin.training.setting import Setting
@@ -90,6 +93,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention"] * 2,
     },
 }
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "layers": 1,
+    "hidden": 64,
+    "ffn": 0,
+    "heads": 1,
+    "kv_heads": 1,
+    "head_dim": 64,
+}
+TINY |= {"vocab": 8, "attends": False}
 WAITS = ("inputs of layers", "attention, kept", "at work")
 
 
@@ -155,6 +168,49 @@ def measured(shape: ModelShape, config: Any, setting: Setting) -> float:
         transformers.AutoModelForCausalLM.from_config(config)  # imports the family's module
     with kernels(config.model_type):
         return activation_bytes(shape, setting, config=config).peak
+
+
+class _Saving(torch.autograd.Function):
+    """A delta rule's kernel that returns the states which leave pieces, and normalizes queries and keys itself."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        within = v.new_empty((*v.shape[:3], 64))
+        ctx.save_for_backward(q.clone(), k.clone(), v.contiguous(), g, beta, within)
+        return torch.empty_like(v), torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_a_ring_keeps_what_the_plan_says(ranks: int) -> None:
+    """With a kernel for pairs that runs on wider values, and states of spans.
+
+    The plan is for the fullest rank, what is measured an average: of few ranks more pieces need no pair.
+    """
+    mixer = mixers.delta_rule(hidden=64, keys=(4, 64), values=(8, 64), width=4)
+    tokens = 512 * ranks
+    mixed = torch.randn(1, tokens, 1024).to(torch.bfloat16).requires_grad_()
+    q, k, v = (x.unflatten(-1, (-1, 64)) for x in torch.split(mixed * 1, [256, 256, 512], -1))
+    g, beta = (torch.rand(1, tokens, 8).to(dtype).requires_grad_() for dtype in (torch.float32, torch.bfloat16))
+    kept, found = {}, []
+
+    def pack(x: Tensor) -> Tensor:
+        found.append(x)  # so that no other tensor has its place
+        kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    ring = VirtualRing(Topology(1, ranks), Strategy(recurrent="state", layout="zigzag"))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        recurrent.gated_delta_rule(
+            q, k, v, -g, beta, recurrent.Placement(ring), kernel=lambda *xs: _Saving.apply(*xs[:5])
+        )
+    measured_bytes = sum(kept.values()) / ranks
+    setting = Setting(tokens=tokens, context=ranks, inner=ranks, code=measured_code())
+    saved = saved_by_layer(ModelShape(**TINY, mixer=mixer), setting, whole_mlp=False)
+    of_states = saved["states of pieces"]
+    of_kernel = tokens / ranks * (2 * 1024 + 8 * (4 + 2) + 8 * 64 * 2)  # q, k and v; gates; products within chunks
+    expected = of_kernel + of_states
+    print(f"{ranks} ranks: {expected / measured_bytes:.4f}")
+    assert expected == pytest.approx(measured_bytes, rel=0.12)
 
 
 def said(shape: ModelShape, setting: Setting) -> tuple[float, str]:
