@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from burst_plugin.frameworks.wrapping import wrap
 from tests.support.ranks import run_ranks
@@ -392,3 +392,34 @@ def test_transformers_takes_functions_on_cpus_for_no_packages() -> None:
     for name in ("is_flash_linear_attention_available", "is_mamba_2_ssm_available", "is_mamba_ssm_available"):
         check = getattr(utils, name, None)
         assert check is None or not check()
+
+
+def _layers_of_specs(rank: int) -> list[float]:
+    """Errors of layers in place of Transformer Engine's, of a spec that was imported before them."""
+    from tests.support.megatron_hybrid import stack_spec
+
+    spec, errors = stack_spec(), []
+    for normalization, norm in (("RMSNorm", rms_norm), ("LayerNorm", layer_norm)):
+        run = GptRun(cp_comm_type="burst", config={"normalization": normalization, "layernorm_epsilon": 0.3})
+        join(run)
+        config = transformer_config(run)
+        kind = spec.submodules.mamba_layer.submodules.mixer.submodules.in_proj
+        options = {"init_method": config.init_method, "gather_output": False, "bias": False, "skip_bias_add": False}
+        layer = kind(run.hidden, 6, config=config, is_expert=False, tp_comm_buffer_name="fc1", **options)
+        weights = {name: each for name, each in layer.named_parameters() if name != "weight"}
+        assert list(weights) == ["layer_norm_weight", "layer_norm_bias"][: len(weights)]
+        x = torch.randn(3, 2, run.hidden, device="cpu")
+        with torch.no_grad():
+            for each in weights.values():
+                each.normal_()
+            right = norm(x, (run.hidden,), *weights.values(), eps=0.3) @ layer.weight.T
+            errors.append(float((layer(x)[0] - right).abs().max()))
+        leave()
+    config.layernorm_zero_centered_gamma = True
+    with pytest.raises(ValueError, match="drop --apply-layernorm-1p"):
+        spec.submodules.moe_layer.submodules.pre_mlp_layernorm(config, 8)
+    return errors
+
+
+def test_layers_of_specs_are_normed_as_transformer_engines() -> None:
+    assert max(run_ranks(_layers_of_specs, 1)[0]) < 1e-6

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
-import zlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from burst_plugin import Strategy
 from tests.megatron.test_documents import ENDS, documents, parse, with_documents
@@ -24,14 +21,16 @@ from tests.support.megatron_gpt import (
     batches,
     forward_backward,
     forward_step,
+    full_grads,
     join,
     leave,
     loss_of,
-    named_parameters,
     packed_forward_step,
     random_tokens,
+    set_weights,
     transformer_config,
 )
+from tests.support.megatron_hybrid import hybrid_model, stack_spec
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -39,56 +38,20 @@ pytestmark = pytest.mark.megatron
 # 6 heads, which 4 context-parallel ranks could not share.
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 6}
 RUN = GptRun(
-    layers=4, hidden=32, heads=4, groups=2, ffn=48, vocab=64, seq_length=64, cp_comm_type="burst", config=MAMBA
+    layers=4,
+    hidden=32,
+    heads=4,
+    groups=2,
+    ffn=48,
+    vocab=64,
+    seq_length=64,
+    cp_comm_type="burst",
+    config=MAMBA,
+    pattern="M*M-",
 )
-PATTERN = "M*M-"
 
 
 # ------------------------------------------------------------------------------------------------------- models
-
-
-def _mamba_model(run: GptRun, config: Any, pattern: str) -> Any:
-    """A `MambaModel`, or since 0.18 a `HybridModel`, of local layers."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-
-    mixer = ModuleSpec(
-        MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    )
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    mamba = MambaLayerSubmodules(norm=SequenceParallelNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
-    mlps = TransformerLayerSubmodules(pre_mlp_layernorm=SequenceParallelNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
-    kind, stack_kind, kind_of_submodules = _kinds()
-    delta = {"gdn_layer": _delta_layer()} if "G" in pattern else {}
-    stack = kind_of_submodules(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
-        attention_layer=_attention_layer(),
-        mlp_layer=ModuleSpec(MLPLayer, submodules=mlps),
-        **delta,
-    )
-    name = "hybrid_layer_pattern"  # since 0.17
-    patterns = {name if name in inspect.signature(kind.__init__).parameters else "hybrid_override_pattern": pattern}
-    spec = ModuleSpec(stack_kind, submodules=stack)
-    return kind(config, spec, run.vocab, run.seq_length, position_embedding_type="rope", **patterns)
-
-
-def _kinds() -> tuple[Any, Any, Any]:
-    """The classes of a hybrid model, of its stack of layers, and of that one's submodules."""
-    try:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        from megatron.core.models.mamba import MambaModel
-        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
-
-        return MambaModel, MambaStack, MambaStackSubmodules
-    return HybridModel, HybridStack, HybridStackSubmodules
 
 
 def _attention_layer() -> Any:
@@ -108,94 +71,6 @@ def _attention_layer() -> Any:
     return ModuleSpec(TransformerLayer, submodules=layer)
 
 
-def _sections(name: str, config: Any) -> list[int] | None:
-    """The sizes of what a parameter of a mixer has along dim 0, each of which tensor-parallel ranks share."""
-    if "out_proj" in name or "out_norm" in name:
-        return None
-    if ".self_attention." in name and "linear_" not in name:
-        keys, values = (
-            getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
-            for kind in ("key", "value")
-        )
-        gates = [config.linear_num_value_heads]
-        if "in_proj" in name:
-            return [keys, keys, values, values, *gates * 2]
-        return [keys, keys, values] if "conv1d" in name else gates
-    if ".mixer." not in name:
-        return None
-    inner = config.mamba_num_heads * config.mamba_head_dim
-    states = [config.mamba_num_groups * config.mamba_state_dim] * 2
-    if "in_proj" in name:
-        return [inner, inner, *states, config.mamba_num_heads]
-    if "conv1d" in name:
-        return [inner, *states]
-    return [inner if "norm" in name else config.mamba_num_heads]
-
-
-def _shape(param: torch.nn.Parameter, name: str, run: GptRun, config: Any) -> tuple[list[int], int | None, list[int]]:
-    """The shape of a whole parameter, the dim that is cut if one is, and its sections."""
-    shape, sections, dim = list(param.shape), _sections(name, config), None
-    if sections is not None:
-        dim = 0
-    elif getattr(param, "tensor_model_parallel", False):
-        dim = param.partition_dim
-    if dim is not None:
-        shape[dim] *= run.tp
-    halves = [shape[0] // 2] * 2 if name.endswith("linear_fc1.weight") else None
-    return shape, dim, sections or halves or [shape[dim or 0]]
-
-
-def _whole(name: str, shape: list[int]) -> torch.Tensor:
-    """A parameter, drawn so that states last for some tokens, and that neither gates nor convolutions are mild."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    drawn = torch.randn(shape, generator=generator)
-    last = name.rpartition(".")[2]
-    if last == "A_log":
-        return drawn - 2
-    if last in ("dt_bias", "D"):
-        return drawn
-    if "conv1d" in name:
-        return drawn / 2
-    return drawn * 0.2 + (1.0 if len(shape) == 1 else 0.0)
-
-
-def _set_weights(model: Any, run: GptRun) -> None:
-    from megatron.core import parallel_state
-
-    rank, config = parallel_state.get_tensor_model_parallel_rank(), model.config
-    with torch.no_grad():
-        for name, param in named_parameters(model):
-            shape, dim, sections = _shape(param, name, run, config)
-            whole = _whole(name, shape)
-            if dim is not None:
-                whole = torch.cat([part.chunk(run.tp, dim)[rank] for part in whole.split(sections, dim)], dim)
-            param.copy_(whole)
-
-
-def _grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
-    """Whole gradients on every rank."""
-    from megatron.core import parallel_state
-
-    group, found = parallel_state.get_tensor_model_parallel_group(), {}
-    for name, param in named_parameters(model):
-        grad = param.main_grad.detach().clone()
-        _, dim, sections = _shape(param, name, run, param_config(model))
-        if dim is not None and run.tp > 1:
-            parts = [torch.empty_like(grad) for _ in range(run.tp)]
-            dist.all_gather(parts, grad.contiguous(), group=group)
-            cut = [part.split([size // run.tp for size in sections], dim) for part in parts]
-            grad = torch.cat([torch.cat(same, dim) for same in zip(*cut, strict=True)], dim)
-        found[name] = grad
-    return found
-
-
-def param_config(model: Any) -> Any:
-    """The configuration of a model in its wrapper."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model.config
-
-
 def _step(
     rank: int, run: GptRun, build: Any, tokens: torch.Tensor, step: Any = forward_step, data: Any = batches
 ) -> StepResult:
@@ -205,10 +80,10 @@ def _step(
     join(run)
     config = transformer_config(run)
     model = build(run, config)
-    _set_weights(model, run)
+    set_weights(model, run)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     try:
-        return StepResult(forward_backward(ddp, run, tokens, step, data), _grads(ddp, run))
+        return StepResult(forward_backward(ddp, run, tokens, step, data), full_grads(ddp, run))
     finally:
         leave()
 
@@ -224,13 +99,12 @@ def _check(results: list[StepResult], expected: StepResult) -> None:
 
 # ------------------------------------------------------------------------------------------------------- Mamba-2
 
-MAMBA_MODEL = partial(_mamba_model, pattern=PATTERN)
 TOKENS = random_tokens(RUN)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> StepResult:
-    (result,) = run_ranks(_step, 1, RUN, MAMBA_MODEL, TOKENS)
+    (result,) = run_ranks(_step, 1, RUN, hybrid_model, TOKENS)
     return result
 
 
@@ -248,12 +122,12 @@ def one_rank() -> StepResult:
 )
 def test_mamba_equals_one_rank(one_rank: StepResult, world: int, strategy: Strategy, options: dict[str, Any]) -> None:
     run = replace(RUN, cp=world, strategy=strategy, **options)
-    _check(run_ranks(_step, world, run, MAMBA_MODEL, TOKENS), one_rank)
+    _check(run_ranks(_step, world, run, hybrid_model, TOKENS), one_rank)
 
 
 def test_mamba_equals_one_rank_with_tensor_parallelism(one_rank: StepResult) -> None:
     run = replace(RUN, tp=2, cp=2, sequence_parallel=True, strategy=Strategy(layout="contiguous", recurrent="state"))
-    _check(run_ranks(_step, 4, run, MAMBA_MODEL, TOKENS), one_rank)
+    _check(run_ranks(_step, 4, run, hybrid_model, TOKENS), one_rank)
 
 
 # The first document fits into no rank; the second is shorter than a convolution; the last is padded.
@@ -286,12 +160,12 @@ def test_packed_documents_equal_each_alone(
 ) -> None:
     """Megatron itself needs packages of CUDA to keep documents of Mamba-2 apart."""
     one, tokens = replace(RUN, microbatch_size=1), random_tokens(replace(RUN, microbatch_size=1))
-    (expected,) = run_ranks(_step, 1, one, MAMBA_MODEL, tokens, partial(_alone, starts=starts, real=real))
+    (expected,) = run_ranks(_step, 1, one, hybrid_model, tokens, partial(_alone, starts=starts, real=real))
     tp = 2 if layout == "contiguous" else 1
     run = replace(one, cp=world // tp, tp=tp, sequence_parallel=tp > 1)
     run = replace(run, strategy=Strategy(layout=layout, recurrent="state"))
     step = partial(_packed, starts=starts, real=real)
-    _check(run_ranks(_step, world, run, MAMBA_MODEL, tokens, step), expected)
+    _check(run_ranks(_step, world, run, hybrid_model, tokens, step), expected)
 
 
 def _packed(data: Any, model: Any, *, starts: tuple[int, ...], real: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
@@ -341,9 +215,9 @@ def test_documents_of_reset_attention_mask_equal_each_alone(world: int, layout: 
     tokens = documents(RUN)
     one = partial(_documents_alone, ends=iter(ENDS))
     data = partial(with_documents, masks=False, reset=False)
-    (expected,) = run_ranks(_step, 1, RUN, MAMBA_MODEL, tokens, one, data)
+    (expected,) = run_ranks(_step, 1, RUN, hybrid_model, tokens, one, data)
     run = replace(RUN, cp=world, strategy=Strategy(layout=layout, recurrent="state"), recompute=recompute)
-    _check(run_ranks(_with_documents, world, run, MAMBA_MODEL, tokens), expected)
+    _check(run_ranks(_with_documents, world, run, hybrid_model, tokens), expected)
 
 
 # ----------------------------------------------------------------------------------------------- gated delta net
@@ -357,7 +231,7 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
 }
-DELTA_RUN = replace(RUN, layers=2, config=DELTA)
+DELTA_RUN = replace(RUN, layers=2, config=DELTA, pattern="")
 
 
 def _delta_model(run: GptRun, config: Any) -> Any:
@@ -428,12 +302,13 @@ def test_packed_documents_of_gated_delta_net_equal_each_alone() -> None:
 
 
 def test_hybrid_models_with_both_kinds_equal_one_rank() -> None:
-    if "gdn_layer" not in inspect.signature(_kinds()[2]).parameters:
+    if not hasattr(stack_spec().submodules, "gdn_layer"):
         pytest.skip("hybrid models have no gated delta net until 0.17")
     heads = {name: value for name, value in DELTA.items() if name.startswith("linear_") and "freq" not in name}
-    run, build = replace(RUN, config={**MAMBA, **heads}), partial(_mamba_model, pattern="MG*-")
-    (expected,) = run_ranks(_step, 1, run, build, TOKENS)
-    _check(run_ranks(_step, 4, replace(run, cp=4, strategy=Strategy(layout="contiguous")), build, TOKENS), expected)
+    run = replace(RUN, config={**MAMBA, **heads}, pattern="MG*-")
+    (expected,) = run_ranks(_step, 1, run, hybrid_model, TOKENS)
+    cut = replace(run, cp=4, strategy=Strategy(layout="contiguous"))
+    _check(run_ranks(_step, 4, cut, hybrid_model, TOKENS), expected)
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -443,7 +318,7 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     found = []
-    for run, build in ((RUN, MAMBA_MODEL), (DELTA_RUN, _delta_model)):
+    for run, build in ((RUN, hybrid_model), (DELTA_RUN, _delta_model)):
         run = replace(run, cp=2)
         join(run)
         config = transformer_config(run)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import cpu, packed_indices
+from tests.support.megatron_hybrid import drawn_for_mixer, hybrid_model, mixer_sections
 
 _WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
 
@@ -60,6 +61,8 @@ class GptRun:
     """Whether the output layer has the embedding's weight."""
     positions: str = "rope"
     """Megatron's position_embedding_type."""
+    pattern: str = ""
+    """The layers of a hybrid model, by Megatron's letters; as many as `layers`."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,8 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
+    if run.pattern:
+        return hybrid_model(run, config)
     spec = _block_spec(run, config)
     return GPTModel(
         config,
@@ -339,14 +344,16 @@ def set_weights(model: Any, run: GptRun) -> None:
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, param in named_parameters(model):
-            shape, dim = list(param.shape), _cut_dim(param)
+            shape, dim, sections = _place(model, name, param, run.tp)
+            drawn = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            whole = drawn_for_mixer(name, drawn)
+            if whole is None:
+                whole = drawn * _WEIGHT_STD
+                if len(shape) == 1:  # weights of a norm lie around 1, not 0
+                    whole += 1.0
             if dim is not None:
-                shape[dim] *= run.tp
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = torch.randn(shape, generator=generator) * _WEIGHT_STD
-            if len(shape) == 1:  # weights of a norm lie around 1, not 0
-                whole += 1.0
-            param.copy_(_cut(whole, name, dim, tp_rank, run.tp))
+                whole = torch.cat([part.chunk(run.tp, dim)[tp_rank] for part in whole.split(sections, dim)], dim)
+            param.copy_(whole)
 
 
 def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
@@ -358,11 +365,13 @@ def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
     tp_group = parallel_state.get_tensor_model_parallel_group()
     stage: dict[str, torch.Tensor] = {}
     for name, param in named_parameters(model):
-        grad, dim = param.main_grad.detach().float(), _cut_dim(param)
+        grad = param.main_grad.detach().float()
+        _, dim, sections = _place(model, name, param, run.tp)
         if dim is not None:
             parts = [torch.empty_like(grad) for _ in range(run.tp)]
             dist.all_gather(parts, grad.contiguous(), group=tp_group)
-            grad = _join(parts, name, dim)
+            cut = [part.split([size // run.tp for size in sections], dim) for part in parts]
+            grad = torch.cat([torch.cat(same, dim) for same in zip(*cut, strict=True)], dim)
         stage[name] = grad.cpu().clone()
     parts_of_model: list[Any] = [None] * dist.get_world_size()  # pipeline stages, and each rank's experts
     dist.all_gather_object(parts_of_model, stage)
@@ -400,20 +409,15 @@ def _expert(model: Any, local: int) -> str:
     return str(parallel_state.get_expert_model_parallel_rank() * own + local)
 
 
-def _cut_dim(param: torch.nn.Parameter) -> int | None:
-    return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
-
-
-def _cut(whole: torch.Tensor, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+def _place(model: Any, name: str, param: torch.nn.Parameter, tp: int) -> tuple[list[int], int | None, list[int]]:
+    """The shape of a whole parameter; the dim that is cut, if one is; and its parts, each of which ranks share."""
+    while hasattr(model, "module"):
+        model = model.module
+    shape, sections = list(param.shape), mixer_sections(name, model.config)
+    dim = 0 if sections else param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
     if dim is None:
-        return whole
-    # A gated MLP's first weight is [gate; up], and each rank holds a part of both.
-    halves = whole.chunk(2) if name.endswith("linear_fc1.weight") else (whole,)
-    return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
-
-
-def _join(parts: list[torch.Tensor], name: str, dim: int) -> torch.Tensor:
-    if not name.endswith("linear_fc1.weight"):
-        return torch.cat(parts, dim)
-    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-    return torch.cat([*gates, *ups], dim)
+        return shape, dim, []
+    shape[dim] *= tp
+    if sections is None:  # a gated MLP's first weight is [gate; up], and each rank holds a part of both
+        sections = [shape[0] // 2] * 2 if name.endswith("linear_fc1.weight") else [shape[dim]]
+    return shape, dim, sections

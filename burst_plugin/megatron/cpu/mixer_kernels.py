@@ -132,10 +132,10 @@ def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Convolve [B, S, C] with weights [C, W], each token with those before it."""
+    from burst_plugin.recurrent.kernels.convolution import causal_convolution
+
     _refuse(options)
-    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-    out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight)).transpose(1, 2)
-    return (out if activation is None else F.silu(out)), None
+    return causal_convolution(x, weight, bias, activation), None
 
 
 def _delta_rule(

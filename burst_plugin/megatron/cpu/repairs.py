@@ -5,8 +5,6 @@ They have nothing to do with context parallelism, and are not applied on GPUs.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
 
 from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.megatron.cpu.local_layers import use_local_layers
 from burst_plugin.megatron.repairs.faults import Repair
 
 
@@ -55,33 +54,6 @@ def _route_without_gemm() -> None:
     moe_utils.te_general_gemm = None
 
 
-def _norm_hybrid_models_without_te() -> None:
-    """Let models of several kinds of layers have PyTorch's norm at their end."""
-    for module in _modules_of_hybrid_models():
-        module.TENorm = _torch_norm
-
-
-def _modules_of_hybrid_models() -> list[Any]:
-    """Return the modules, of one release or another, whose stack of layers ends with Transformer Engine's norm."""
-    found = []
-    for name in _STACKS:
-        with contextlib.suppress(ModuleNotFoundError):
-            found.append(importlib.import_module(name))
-    return [module for module in found if hasattr(module, "TENorm")]
-
-
-_STACKS = ("megatron.core.ssm.mamba_block", "megatron.core.models.hybrid.hybrid_block")
-
-
-def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-    """Return a norm whose gradients Megatron adds up over tensor-parallel ranks in sequence parallelism."""
-    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(hidden_size, eps=eps)
-    for parameter in norm.parameters():
-        vars(parameter)["sequence_parallel"] = config.sequence_parallel
-    return norm
-
-
 CPU_REPAIRS = (
     Repair(
         name="resume_without_te",
@@ -105,9 +77,9 @@ CPU_REPAIRS = (
     ),
     Repair(
         name="hybrid_models_without_te",
-        fault="Mamba and hybrid models end with a norm of Transformer Engine, whatever their spec says",
+        fault="Megatron's specs of hybrid models, and the norm at their end, name layers of Transformer Engine only",
         fixed_in=None,
-        apply=_norm_hybrid_models_without_te,
+        apply=use_local_layers,
         needed=lambda: not distrib_optimizer.HAVE_APEX_OR_TE,
     ),
 )

@@ -32,8 +32,9 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
     """Prepare for `pretrain_*.py` of a Megatron-LM checkout, besides `cpu.enable()`, and return lines on it.
 
     All of megatron comes from the checkout, except the compiled dataset helpers of an installed megatron-core if the
-    checkout's are not built. Tested with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and main of August
-    2026, which also need six, regex, pydantic and packages of tokenizers.
+    checkout's are not built. Tested with `pretrain_gpt.py`, and `pretrain_mamba.py` or `pretrain_hybrid.py`, of
+    core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and main of August 2026, which also need six, regex, pydantic and packages of
+    tokenizers.
 
     Args:
         checkout: the directory that holds `pretrain_gpt.py` and `megatron/`.
@@ -46,6 +47,9 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
     if _borrow_helpers():
         unneeded["megatron.core.datasets.utils"] = "compile_helpers"
     with contextlib.nullcontext() if _exists("triton") else _triton_that_does_nothing():
+        from burst_plugin.megatron.cpu.local_layers import use_local_layers
+
+        use_local_layers()  # before megatron.training, which imports specs
         present = {module: name for module, name in unneeded.items() if _exists(module)}
         for module, name in present.items():
             vars(importlib.import_module(module))[name] = _nothing
@@ -53,7 +57,8 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
     _have_classes_for_mocks()
     return [
         f"megatron: {', '.join(present.values())} do nothing",
-        "megatron: classes of Transformer Engine are empty; DotProductAttention takes head dims of latent attention",
+        "megatron: layers of Transformer Engine are Megatron's own, or empty classes; DotProductAttention takes head "
+        "dims of latent attention",
     ]
 
 

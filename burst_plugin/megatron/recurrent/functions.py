@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from burst_plugin import recurrent
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.megatron.recurrent.calls import MixerCall, call_in_progress
+from burst_plugin.recurrent.kernels.convolution import causal_convolution
 
 _Function = Callable[..., Any]
 # Arguments that go on from a state, or that say where documents begin, which the call of the mixer does.
@@ -202,8 +203,7 @@ def _convolve_by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """Convolve [B, C, S] with weights [C, W], each token with those before it; "silu" may follow."""
-    out = F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return out if activation is None else F.silu(out)
+    return causal_convolution(x.transpose(1, 2), weight, bias, activation).transpose(1, 2)
 
 
 FUNCTIONS_OF_DELTA_NET: Mapping[str, _Function] = {

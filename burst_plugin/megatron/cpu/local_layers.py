@@ -1,0 +1,98 @@
+"""Layers of Megatron's and norms of PyTorch's in place of Transformer Engine's, where that is not installed.
+
+Megatron's own specs of hybrid models (`mamba_stack_spec`, `hybrid_stack_spec`) name Transformer Engine's layers only.
+Parameters have Transformer Engine's names, so that checkpoints fit a machine that has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import functional as F
+
+_SPECS = (".hybrid_layer_specs", ".mamba_layer_specs")
+
+
+def use_local_layers() -> None:
+    """Let specs that name Transformer Engine's layers be built without it, also those of hybrid models that exist."""
+    provider = transformer_engine_spec_provider.TESpecProvider
+    if provider.grouped_mlp_modules is _experts_one_by_one:
+        return
+    provider.grouped_mlp_modules = _experts_one_by_one
+    loaded = {name: module for name, module in sys.modules.items() if name.startswith("megatron.")}
+    for name, layer in _LAYERS.items():
+        absent = getattr(transformer_engine, name)
+        for module in loaded.values():
+            if vars(module).get(name) is absent:
+                vars(module)[name] = layer
+    for module in [module for name, module in loaded.items() if name.endswith(_SPECS)]:
+        before = {name: value for name, value in vars(module).items() if isinstance(value, ModuleSpec)}
+        importlib.reload(module)
+        for name, spec in before.items():
+            vars(spec).update(vars(getattr(module, name)))
+
+
+def _experts_one_by_one(provider: Any, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+    """Return the module of experts that computes one after the other; grouped products want packages for GPUs."""
+    return LocalSpecProvider().grouped_mlp_modules(False, *args, **kwargs)
+
+
+class _Norm:
+    """Built as PyTorch's norm; its gradients are added up over tensor-parallel ranks in sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> Any:
+        """Return the norm that the configuration names."""
+        _refuse_centered(config)
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
+        return norm
+
+
+class _NormAndLinear(ColumnParallelLinear):
+    """A linear layer of which the input is normed first."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        _refuse_centered(config)
+        at = {"dtype": config.params_dtype, "device": self.weight.device}
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, **at))
+        vars(self.layer_norm_weight)["sequence_parallel"] = config.sequence_parallel
+        self.layer_norm_bias = None
+        if config.normalization != "RMSNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(input_size, **at))
+            vars(self.layer_norm_bias)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what `ColumnParallelLinear` does of the norm of `input_` [S, B, H]."""
+        weight, bias, eps = self.layer_norm_weight, self.layer_norm_bias, self.config.layernorm_epsilon
+        if self.config.normalization == "RMSNorm":
+            normed = F.rms_norm(input_, weight.shape, weight, eps)
+        else:
+            normed = F.layer_norm(input_, weight.shape, weight, bias, eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+def _refuse_centered(config: Any) -> None:
+    """Raise ValueError for weights of norms that are counted from 1, which PyTorch's norms do not know."""
+    if config.layernorm_zero_centered_gamma:
+        raise ValueError("layernorm_zero_centered_gamma=True is not supported on CPUs: drop --apply-layernorm-1p")
+
+
+_LAYERS: dict[str, Any] = {
+    "TENorm": _Norm,
+    "TEColumnParallelLinear": ColumnParallelLinear,
+    "TERowParallelLinear": RowParallelLinear,
+    "TELayerNormColumnParallelLinear": _NormAndLinear,
+    "TEDotProductAttention": DotProductAttention,
+}

@@ -1,0 +1,46 @@
+"""Unmodified scripts that train models of several kinds of layers, such as Nemotron-H: the ring changes no loss.
+
+These want a checkout (see tests/support/megatron_lm.py), which is never committed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burst_plugin.megatron.releases import tree_version
+from tests.megatron_lm.test_scripts import CP2, CP4
+from tests.support.megatron_lm import TAGS, checkout, losses, train
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# 6 heads of Mamba-2, which 4 context-parallel ranks could not share.
+_MAMBA = ["--mamba-state-dim", "8", "--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-num-heads", "6"]
+_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
+
+
+@pytest.fixture(scope="module", params=TAGS)
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkout(request.param, tmp_path_factory.mktemp("megatron-lm"))
+
+
+def _train(tree: Path, ranks: int, pattern: str, *flags: str) -> list[float]:
+    """Train a model with layers by `pattern`, of Megatron's own spec."""
+    script, kind = "pretrain_hybrid.py", "hybrid"
+    if not (tree / script).exists():
+        script, kind = "pretrain_mamba.py", "mamba"
+    spec = ["--spec", f"megatron.core.models.{kind}.{kind}_layer_specs", f"{kind}_stack_spec"]
+    layers = ["--hybrid-layer-pattern", pattern]
+    if tree_version(tree) < (0, 17, 0):
+        layers = ["--hybrid-override-pattern", pattern, "--num-layers", str(len(pattern))]
+    return losses(train(tree / script, ranks, *spec, *layers, *_MAMBA, *flags))
+
+
+@pytest.mark.parametrize(("pattern", "flags"), [("M*M-", []), ("M-M*ME", _EXPERTS)], ids=["dense", "experts"])
+def test_the_launcher_changes_no_loss(tree: Path, pattern: str, flags: list[str]) -> None:
+    one_rank = _train(tree, 1, pattern, *flags)
+    assert len(one_rank) == 5
+    assert one_rank[-1] < one_rank[0] - 0.2, "the model learns, so that its losses tell one step from another"
+    for ranks, cp in ((2, CP2), (4, CP4)):
+        assert _train(tree, ranks, pattern, *flags, *cp) == pytest.approx(one_rank, abs=1e-5)
