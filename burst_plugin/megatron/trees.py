@@ -1,4 +1,4 @@
-"""Rollouts that begin alike, folded into a prefix tree, through Megatron's GPT models on a ring.
+"""Rollouts that begin alike, folded into a prefix tree, through Megatron's language models on a ring.
 
     def forward_step(data_iterator, model):
         folded, advantages = next(data_iterator)          burst_plugin.trajectories.fold(rollouts)
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -25,10 +26,12 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.adapter import install_adapter
+from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.flags.config import problems_of_own_batches
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.layers.masks import as_attention_mask
 from burst_plugin.megatron.memory.output_layer import LanguageModelLoss, output_layer_problems, with_loss
+from burst_plugin.megatron.recurrent.mixers import is_on_ring
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -49,7 +52,7 @@ def edge_log_probs(
     gradients over context-parallel ranks, each of which has those of its own tokens.
 
     Args:
-        model: a `GPTModel` whose layers are on a ring, wrapped or not.
+        model: a `GPTModel` or hybrid model whose layers are on a ring, wrapped or not.
         folded: what `burst_plugin.trajectories.fold` returned.
         chunk: rows of logits at a time.
         length: the number of tokens to pad the sequence to; pipeline stages that pass on tensors of one shape need
@@ -137,15 +140,19 @@ def _read(
     return padded, tree.padded(length)
 
 
+def _follows_trees(layer: Any) -> bool:
+    """Return whether a layer mixes tokens on a ring, by attention or a state, or not at all."""
+    mixer = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
+    core = getattr(mixer, "core_attention", None)
+    return isinstance(mixer, IdentityOp) or isinstance(core, BurstCoreAttention) or is_on_ring(mixer)
+
+
 def _problems(model: Any, config: Any) -> list[str]:
     """Return what keeps a model from running on a prefix tree, each with what to write instead."""
-    if not isinstance(model, GPTModel):
-        return ["other layers than attention may mix its tokens; use a GPTModel"]
+    if not isinstance(model, (GPTModel, hybrid_model())):
+        return ["its layers may mix other tokens than those of a rollout; use a GPTModel or a hybrid model"]
     reasons = output_layer_problems(model)
-    cores = [
-        getattr(getattr(layer, "self_attention", None), "core_attention", None) for layer in model.decoder.layers
-    ]
-    if not all(isinstance(core, BurstCoreAttention) for core in cores):
+    if not all(map(_follows_trees, model.decoder.layers)):
         reasons.append('not all of its layers are on a ring: use cp_comm_type="burst", and 2 or more ranks')
     kind = getattr(model, "position_embedding_type", None)
     if kind not in _POSITIONS:

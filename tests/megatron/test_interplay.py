@@ -205,7 +205,7 @@ def _train(rank: int, run: GptRun, steps: int, load: str = "", save: str = "") -
         optimizer.load_state_dict(state["optimizer"])
     losses = []
     for _ in range(steps):
-        losses.append(forward_backward(model, run, TOKENS))
+        losses.append(forward_backward(model, run, random_tokens(run)))
         assert optimizer.step()[0]
         optimizer.zero_grad()
     if save:

@@ -16,7 +16,6 @@ from tests.megatron.test_documents import ENDS, documents, parse, with_documents
 from tests.megatron.test_documents import step as step_of_documents
 from tests.support.megatron_gpt import (
     GptRun,
-    SequenceParallelNorm,
     StepResult,
     batches,
     forward_backward,
@@ -30,7 +29,7 @@ from tests.support.megatron_gpt import (
     set_weights,
     transformer_config,
 )
-from tests.support.megatron_hybrid import hybrid_model, stack_spec
+from tests.support.megatron_hybrid import delta_model, hybrid_model, stack_spec
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -52,23 +51,6 @@ RUN = GptRun(
 
 
 # ------------------------------------------------------------------------------------------------------- models
-
-
-def _attention_layer() -> Any:
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    inner = SelfAttentionSubmodules(ColumnParallelLinear, DotProductAttention, RowParallelLinear)
-    attention = ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=inner)
-    layer = TransformerLayerSubmodules(
-        input_layernorm=SequenceParallelNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-    )
-    return ModuleSpec(TransformerLayer, submodules=layer)
 
 
 def _step(
@@ -234,40 +216,9 @@ DELTA = {
 DELTA_RUN = replace(RUN, layers=2, config=DELTA, pattern="")
 
 
-def _delta_model(run: GptRun, config: Any) -> Any:
-    """A `GPTModel` with a gated delta net in every other layer."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    attention, delta = _attention_layer(), _delta_layer()
-    for layer in (delta, attention):
-        layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-        layer.submodules.mlp, layer.submodules.mlp_bda = mlp, get_bias_dropout_add
-    spec = TransformerBlockSubmodules([delta, attention], SequenceParallelNorm)
-    return GPTModel(config, spec, run.vocab, run.seq_length, position_embedding_type="rope")
-
-
-def _delta_layer() -> Any:
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    layer = _attention_layer()
-    inner = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
-    )
-    layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
-    return layer
-
-
 @pytest.fixture(scope="module")
 def delta_on_one_rank() -> StepResult:
-    (result,) = run_ranks(_step, 1, DELTA_RUN, _delta_model, TOKENS)
+    (result,) = run_ranks(_step, 1, DELTA_RUN, delta_model, TOKENS)
     return result
 
 
@@ -290,15 +241,15 @@ def test_gated_delta_net_equals_one_rank(
     if "config" in options and not hasattr(gated_delta_net, "causal_conv1d_fn"):
         pytest.skip("deterministic delta nets are refused from 0.18 on")
     run = replace(DELTA_RUN, **{"cp": world, "strategy": strategy, **options})
-    _check(run_ranks(_step, run.tp * world, run, _delta_model, TOKENS), delta_on_one_rank)
+    _check(run_ranks(_step, run.tp * world, run, delta_model, TOKENS), delta_on_one_rank)
 
 
 def test_packed_documents_of_gated_delta_net_equal_each_alone() -> None:
     one, tokens = replace(DELTA_RUN, microbatch_size=1), random_tokens(replace(DELTA_RUN, microbatch_size=1))
-    (expected,) = run_ranks(_step, 1, one, _delta_model, tokens, partial(_alone, starts=STARTS, real=REAL))
+    (expected,) = run_ranks(_step, 1, one, delta_model, tokens, partial(_alone, starts=STARTS, real=REAL))
     run = replace(one, cp=4, strategy=Strategy(layout="auto"))
     step = partial(packed_forward_step, starts=STARTS, real=REAL)
-    _check(run_ranks(_step, 4, run, _delta_model, tokens, step), expected)
+    _check(run_ranks(_step, 4, run, delta_model, tokens, step), expected)
 
 
 def test_hybrid_models_with_both_kinds_equal_one_rank() -> None:
@@ -318,7 +269,7 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     found = []
-    for run, build in ((RUN, hybrid_model), (DELTA_RUN, _delta_model)):
+    for run, build in ((RUN, hybrid_model), (DELTA_RUN, delta_model)):
         run = replace(run, cp=2)
         join(run)
         config = transformer_config(run)

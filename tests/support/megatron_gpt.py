@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import cpu, packed_indices
-from tests.support.megatron_hybrid import drawn_for_mixer, hybrid_model, mixer_sections
+from tests.support.megatron_hybrid import (
+    SequenceParallelNorm,
+    delta_model,
+    drawn_for_mixer,
+    hybrid_model,
+    mixer_sections,
+)
 
 _WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
 
@@ -293,6 +299,8 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
 
     if run.pattern:
         return hybrid_model(run, config)
+    if config.experimental_attention_variant:
+        return delta_model(run, config)
     spec = _block_spec(run, config)
     return GPTModel(
         config,
@@ -324,14 +332,6 @@ def _block_spec(run: GptRun, config: Any) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     count = transformer_block.get_num_layers_to_build(config)
     return transformer_block.TransformerBlockSubmodules([layer] * count, SequenceParallelNorm)
-
-
-class SequenceParallelNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 # --------------------------------------------------------------------- parameters, whole and cut for one rank

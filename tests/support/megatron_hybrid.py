@@ -1,4 +1,4 @@
-"""Megatron's hybrid models, of its own specs, and how tensor-parallel ranks share what their mixers have."""
+"""Megatron's hybrid models, GPT models with gated delta nets, and how tensor-parallel ranks share their mixers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,62 @@ def stack_spec() -> Any:
 
         return mamba_stack_spec
     return hybrid_stack_spec
+
+
+def delta_model(run: Any, config: Any) -> Any:
+    """A `GPTModel` with a gated delta net in every other layer."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    attention, delta = _attention_layer(), _delta_layer()
+    for layer in (delta, attention):
+        layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        layer.submodules.mlp, layer.submodules.mlp_bda = mlp, get_bias_dropout_add
+    spec = TransformerBlockSubmodules([delta, attention], SequenceParallelNorm)
+    return GPTModel(config, spec, run.vocab, run.seq_length, position_embedding_type="rope")
+
+
+def _delta_layer() -> Any:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    layer = _attention_layer()
+    inner = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
+    )
+    layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
+    return layer
+
+
+def _attention_layer() -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    inner = SelfAttentionSubmodules(ColumnParallelLinear, DotProductAttention, RowParallelLinear)
+    attention = ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=inner)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=SequenceParallelNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(TransformerLayer, submodules=layer)
+
+
+class SequenceParallelNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def mixer_sections(name: str, config: Any) -> list[int] | None:

@@ -16,6 +16,7 @@ from burst_plugin.frameworks.wrapping import bind
 from burst_plugin.megatron.flags.arguments import option_of, unsupported
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.recurrent.mixers import is_on_ring
 
 _STATIC = "use StaticInferenceContext, which StaticInferenceEngine(legacy=True) takes"
 # Arguments of GPTModel.forward that inference needs; any other one has to be None.
@@ -55,6 +56,11 @@ def core_attentions(model: Any) -> list[BurstCoreAttention]:
         core = getattr(layer.self_attention, "core_attention", None)
         if isinstance(core, BurstCoreAttention):
             cores.append(core)
+        elif is_on_ring(layer.self_attention):
+            raise ValueError(
+                f"{type(layer.self_attention).__name__} of layer {layer.layer_number} carries a state, which "
+                f"inference with context_parallel_size={model.config.context_parallel_size} does not keep: use 1"
+            )
         elif not isinstance(layer.self_attention, IdentityOp):
             raise ValueError(
                 f"layer {layer.layer_number} is not on the ring, as inference with context_parallel_size="
@@ -76,6 +82,19 @@ def refuse_dynamic(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             f"cp_comm_type='burst' is not supported: {_STATIC}"
         )
     return original(*args, **kwargs)
+
+
+def refuse_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a hybrid model; raise ValueError at inference on the ring, which keeps no states."""
+    arguments = bind(original, model, *args, **kwargs).arguments
+    contexts = [arguments.get("inference_context"), arguments.get("inference_params")]
+    if contexts != [None, None] and asks_for_burst(model.config):
+        raise ValueError(
+            f"inference with context_parallel_size={model.config.context_parallel_size} and cp_comm_type='burst' is "
+            f"for GPTModel: layers of {type(model).__name__} carry states, which it does not keep; use "
+            "context_parallel_size=1"
+        )
+    return original(model, *args, **kwargs)
 
 
 def check_inference(model: Any, context: Any, arguments: Mapping[str, Any]) -> None:

@@ -32,9 +32,15 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.inference import KVCache, Turn, are_few
+from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.flags.arguments import parsed_arguments
 from burst_plugin.megatron.flags.config import asks_for_burst
-from burst_plugin.megatron.inference.checks import check_inference, core_attentions, refuse_dynamic
+from burst_plugin.megatron.inference.checks import (
+    check_inference,
+    core_attentions,
+    refuse_dynamic,
+    refuse_hybrid,
+)
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 
@@ -56,6 +62,7 @@ def hook_inference(registry: Registry) -> str:
     hooks = _InferenceHooks(registry)
     wrap(GPTModel, "forward", hooks.forward)
     wrap(GPTModel, "_postprocess", hooks.postprocess)
+    wrap(hybrid_model(), "forward", refuse_hybrid)
     wrap(AbstractModelInferenceWrapper, "_allocate_recv_buffer", hooks.receive)
     if hasattr(AbstractModelInferenceWrapper, _IN_MICROBATCHES):
         wrap(AbstractModelInferenceWrapper, _IN_MICROBATCHES, _in_one_batch)

@@ -32,6 +32,7 @@ from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.frameworks.wrapping import bind, hooks_of_others, wrap
+from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.registry import Registry
 
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
@@ -47,20 +48,22 @@ _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part
 
 def hook_losses(registry: Registry) -> str:
     """Have models compute their losses in chunks where the options say so; return a line that says it."""
-    wrap(GPTModel, "__init__", partial(_check_model, registry))
-    wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
+    for kind, computes in ((GPTModel, "_postprocess"), (hybrid_model(), "forward")):
+        wrap(kind, "__init__", partial(_check_model, registry))
+        wrap(kind, computes, partial(_with_chunks, registry))
     wrap(LanguageModule, "__init__", partial(_refuse_others, registry))
     if hasattr(multi_token_prediction, _ACCEPTED):
         wrap(multi_token_prediction, _ACCEPTED, partial(_count_accepted, registry))
-    return "GPT models compute their losses in chunks of tokens, if loss_chunk says so"
+    return "GPT and hybrid models compute their losses in chunks of tokens, if loss_chunk says so"
 
 
 def _refuse_others(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a language model; raise ValueError if its loss is not computed in chunks although that is asked for."""
     chunk = registry.asked().loss_chunk
-    if chunk and not isinstance(model, GPTModel):
+    if chunk and not isinstance(model, (GPTModel, hybrid_model())):
         raise ValueError(
-            f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it is for GPT models; drop it"
+            f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it is for GPT and hybrid "
+            "models; drop it"
         )
     original(model, *args, **kwargs)
 
@@ -111,7 +114,7 @@ def output_layer_problems(model: Any) -> list[str]:
 
 
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `GPTModel._postprocess`, with the loss in chunks if the options say so and there are labels."""
+    """Run `GPTModel._postprocess`, or a hybrid model; with labels its loss is in chunks if the options say so."""
     chunk = registry.asked().loss_chunk
     if not chunk or isinstance(model.compute_language_model_loss, LanguageModelLoss):
         return original(model, *args, **kwargs)

@@ -52,6 +52,11 @@ def can_take_over(kind: Any) -> bool:
     return kind in (MambaMixer, GatedDeltaNet)
 
 
+def is_on_ring(mixer: Any) -> bool:
+    """Return whether a mixer carries states over a ring."""
+    return hasattr(mixer, _RING)
+
+
 def hook_mixers(registry: Registry) -> str:
     """Let mixers with a state be built for the ring, and carry states over it; return a line that says so."""
     mamba = sys.modules[MambaMixer.__module__]
