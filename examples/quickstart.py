@@ -26,7 +26,7 @@ def main() -> int:
         settings, where = choose_device(settings)
         clear(settings)
         title = "[bold]burst_plugin quickstart[/bold]"
-        console.print(f"{title}: a GPT of {settings.layers} layers on {where}", soft_wrap=True)
+        console.print(f"{title}: {settings.model} of {settings.layers} layers on {where}", soft_wrap=True)
         train_all(settings, console)
         return report(settings, console)
     except RunError as failure:

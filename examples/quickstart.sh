@@ -3,6 +3,7 @@
 # Then trains the same model on one rank, and compares. Needs Python 3.10 or newer, and no GPU.
 #
 #     bash examples/quickstart.sh             # some minutes on two cores, after the first run has installed things
+#     bash examples/quickstart.sh --pattern MM-*M-    # a hybrid model: Mamba-2, attention and MLPs
 #     bash examples/quickstart.sh --help      # all options
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

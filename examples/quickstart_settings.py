@@ -19,6 +19,7 @@ class Settings:
     ranks: int
     nodes: int
     layers: int
+    pattern: str
     hidden: int
     heads: int
     kv_heads: int
@@ -36,6 +37,11 @@ class Settings:
         return self.ranks // self.nodes
 
     @property
+    def model(self) -> str:
+        """What is trained, in words."""
+        return "a hybrid model" if self.pattern else "a GPT"
+
+    @property
     def directory(self) -> Path:
         """Where everything is written."""
         return Path(self.out)
@@ -51,7 +57,8 @@ class Settings:
 def parse(arguments: list[str] | None = None) -> Settings:
     """The settings on the command line; ends the program with a message if they do not fit together."""
     parser = _parser()
-    given = parser.parse_args(arguments, argparse.Namespace(nodes=0, data="", no_reference=False))
+    given = parser.parse_args(arguments, argparse.Namespace(nodes=0, data="", no_reference=False, pattern=""))
+    given.layers = len(given.pattern) or given.layers
     given.nodes = given.nodes or (2 if given.ranks % 2 == 0 else 1)
     problem = _problem(given)
     if problem:
@@ -90,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--no-reference", action="store_true", default=argparse.SUPPRESS, help=no_help)
     model = parser.add_argument_group("the model")
     model.add_argument("--layers", type=int, metavar="N", default=4, help="layers of the Transformer")
+    pattern_help = (
+        "a hybrid model in place of the GPT, by Megatron's letters: M is a Mamba-2 layer, * attention, - an MLP; "
+        "MM-*M- is a small Nemotron-H (on GPUs it needs mamba-ssm and Transformer Engine)"
+    )
+    model.add_argument("--pattern", metavar="LETTERS", default=argparse.SUPPRESS, help=pattern_help)
     model.add_argument("--hidden", type=int, metavar="N", default=256, help="width of the model")
     model.add_argument("--heads", type=int, metavar="N", default=8, help="query heads")
     model.add_argument(
@@ -126,6 +138,8 @@ def _problem(given: argparse.Namespace) -> str:
         return f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}"
     if given.hidden % (2 * given.heads):
         return f"--hidden {given.hidden} must be a multiple of 2 x --heads = {2 * given.heads} (for RoPE)"
+    if given.pattern and ("*" not in given.pattern or set(given.pattern) - set("M*-")):
+        return f"--pattern {given.pattern}: expected letters M, * and -, of which * at least once; try MM-*M-"
     if given.data and not Path(given.data).is_file():
         return f"--data: {given.data} is not a file"
     if given.data and Path(given.data).stat().st_size <= given.seq_length:

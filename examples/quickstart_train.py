@@ -64,7 +64,8 @@ def train(settings: Settings, name: str) -> dict[str, Any]:
     """Train, and return what the report needs from this rank."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    ring = use_burst(settings) if name == "burst" else None  # (burst)
+    is_hybrid = bool(settings.pattern)  # then CPUs need the plugin's layers for the run on one rank, too
+    adapter = use_burst(settings) if name == "burst" or is_hybrid else None  # (burst)
     model = build_model(settings, name)
     bf16 = settings.device == "cuda"
     options = OptimizerConfig(
@@ -89,8 +90,8 @@ def train(settings: Settings, name: str) -> dict[str, Any]:
         for key, value in (("losses", loss), ("grad_norms", grad_norm), ("steps_s", step_s)):
             record[key].append(value)
         tell(settings, name, step=step + 1, loss=loss, step_s=step_s)
-    if ring is not None:
-        record.update(look_at(ring.contexts()[0], model, settings))
+    if name == "burst":
+        record.update(look_at(adapter.contexts()[0], model, settings))
     return record
 
 
@@ -105,11 +106,9 @@ def use_burst(settings: Settings) -> Any:
 
 
 def build_model(settings: Settings, name: str) -> Any:
-    """A GPT with RoPE, RMSNorm, SwiGLU and grouped-query attention, all of it Megatron's."""
+    """A GPT or a hybrid model with RoPE, RMSNorm, SwiGLU and grouped-query attention, all of it Megatron's."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
@@ -123,16 +122,39 @@ def build_model(settings: Settings, name: str) -> Any:
     config = transformer_config(settings, name)
     if two_level:
         config.hierarchical_context_parallel_sizes = levels
-    model = GPTModel(
+    kind, spec, options = hybrid(settings) if settings.pattern else gpt()
+    model = kind(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        spec,
         vocab_size=-(-ByteTokenizer.vocab_size // 8) * 8,
         max_sequence_length=settings.seq_length,
         position_embedding_type="rope",
+        **options,
     ).cuda()
     if config.bf16:
         model = Float16Module(config, model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+
+
+def gpt() -> tuple[Any, Any, dict[str, Any]]:
+    """The class of a GPT, the spec of its layers, and no further options."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return GPTModel, get_gpt_layer_local_spec(normalization="RMSNorm"), {}
+
+
+def hybrid(settings: Settings) -> tuple[Any, Any, dict[str, Any]]:
+    """The same of a model with layers of several kinds, whose names depend on the release."""
+    try:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+    except ImportError:  # until 0.17
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")  # since 0.17, and before
+    name = next(name for name in names if name in signature(Model.__init__).parameters)
+    return Model, spec, {name: settings.pattern}
 
 
 def context_parallel_size(name: str) -> int:
@@ -159,6 +181,8 @@ def transformer_config(settings: Settings, name: str) -> Any:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        mamba_head_dim=settings.hidden // settings.heads,
+        mamba_num_groups=settings.kv_heads,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         gradient_accumulation_fusion=False,
@@ -227,7 +251,8 @@ def look_at(ring: Any, model: Any, settings: Settings) -> dict[str, Any]:
     attention = model
     while hasattr(attention, "module"):
         attention = attention.module
-    attention = attention.decoder.layers[0].self_attention.core_attention
+    layers = [getattr(layer, "self_attention", None) for layer in attention.decoder.layers]
+    attention = next(layer.core_attention for layer in layers if hasattr(layer, "core_attention"))
     head_dim = settings.hidden // settings.heads
     dtype = next(model.parameters()).dtype
     local = settings.seq_length // settings.ranks

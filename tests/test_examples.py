@@ -19,10 +19,11 @@ _DEEPSPEED = ("deepspeed", *_LLAMA, "transformers.trainer")  # what the examples
 
 @pytest.mark.megatron
 @pytest.mark.slow
-def test_the_quickstart_trains_compares_and_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [["--layers", "2"], ["--pattern", "M*-"]], ids=["gpt", "hybrid"])
+def test_the_quickstart_trains_compares_and_draws(tmp_path: Path, model: list[str]) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     command = [sys.executable, "examples/quickstart.py", "--device", "cpu", "--out", str(tmp_path)]
-    command += ["--steps", "3", "--seq-length", "512", "--layers", "2", "--hidden", "64", "--backward", "q"]
+    command += ["--steps", "3", "--seq-length", "512", *model, "--hidden", "64", "--backward", "q"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "two_level_ring" in done.stdout
@@ -42,6 +43,9 @@ def test_quickstart_help_and_bad_options_are_clear() -> None:
     assert refused.returncode == 2
     assert "--seq-length: got 4097, expected a multiple of 2 x ranks = 8" in refused.stderr
     assert "try 4104" in refused.stderr
+    refused = ask("--pattern", "MX")
+    assert refused.returncode == 2
+    assert "--pattern MX: expected letters M, * and -, of which * at least once; try MM-*M-" in refused.stderr
 
 
 @pytest.mark.slow
