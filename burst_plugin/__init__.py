@@ -21,6 +21,7 @@ from burst_plugin.schedule.steps import Transfer
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import (
+    BidirectionalSpans,
     Causal,
     CausalBottomRight,
     Documents,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BidirectionalSpans",
     "BlockMask",
     "Causal",
     "CausalBottomRight",

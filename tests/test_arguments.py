@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     ContextParallel,
@@ -110,6 +111,8 @@ LISTS = [
     *_each("Tokens(bounds=", lambda x: Tokens(8, holders=(0, 1), bounds=x), NOT_WHOLE_LISTS, (None,)),
     *_each("Keys", lambda x: Keys(x), SPANS),
     *_each("Keys", lambda x: Keys([x]), NOT_WHOLE_LISTS),
+    *_each("BidirectionalSpans", lambda x: BidirectionalSpans(x), SPANS),
+    *_each("BidirectionalSpans(groups=", lambda x: BidirectionalSpans(((0, 1),), x), NOT_WHOLE_LISTS[:-1], (None,)),
     *_each("BlockMask(allowed=", lambda x: BlockMask(2, x), FLAGS),
     *_each("a block mask is a bool tensor", lambda x: BlockMask.of(x, 2), NO_BOOLS),
     *_each("key padding is a bool tensor", lambda x: key_padding(x), NO_BOOLS),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     ContextParallel,
@@ -99,6 +100,7 @@ BF16_MASKS = [
     SlidingWindow(30, 20),
     Causal() & Documents((0, 100, 110, 400, 512)),
     PrefixLM(130),
+    BidirectionalSpans(((10, 90), (100, 180), (180, 260), (300, 512)), (0, 1, 2, 0)),
     BlockMask.of(torch.rand(16, 16, generator=torch.Generator().manual_seed(3)) > 0.3, 32),
     Causal() & key_padding(torch.arange(512).expand(2, 512) >= torch.tensor([[0], [70]])),
 ]

@@ -32,7 +32,7 @@ from burst_plugin.kernels.varlen import (
     in_rows_of_heads,
     is_right,
 )
-from burst_plugin.types import FULL, NOTHING_IN_FLIGHT, Band, InFlight
+from burst_plugin.types import ANTICAUSAL, FULL, NOTHING_IN_FLIGHT, Band, InFlight
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
 _DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, where it sums dq; rows: DQ_ROWS
@@ -187,7 +187,8 @@ class FlashKernel(ABC):
         dq = (sum(lengths.q) + DQ_ROWS * len(lengths.q)) * dim * heads
         if self.largest_dq is not None and dq > self.largest_dq:
             return False
-        return _is_right(self, Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic))
+        trial = Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic, how.band == ANTICAUSAL)
+        return _is_right(self, trial)
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
         """Return `_backward`, of as many batch rows at a time as `largest_dq` allows, or heads of one row."""
@@ -267,7 +268,7 @@ def _is_right(kernel: FlashKernel, trial: Trial) -> bool:
 
 
 def _ask_varlen(how: How) -> Ask:
-    """Return the options for sequences that are full, or causal squares."""
+    """Return the options for sequences that are full, or causal or anticausal squares."""
     return _ask(how, pieces(how.band, 1, 1, tall=True)[0])
 
 

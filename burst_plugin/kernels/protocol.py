@@ -58,7 +58,8 @@ class How(NamedTuple):
     q_positions, k_positions: [Sq] and [Sk], int64; given if `scores` depends on them, or with a bias.
     first_batch_row, first_head: the numbers of the first batch row and query head.
     deterministic: two runs have to give the same bits.
-    lengths: for "varlen" kernels: every sequence attends to itself, full, or causal in squares; without a bias.
+    lengths: for "varlen" kernels: every sequence attends to itself, full, or causal or anticausal in squares; without
+        a bias.
     in_flight: messages meanwhile, for kernels that would wait for them; told without positions only.
     """
 

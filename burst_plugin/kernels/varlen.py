@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Lengths, Queries
 from burst_plugin.kernels.trial import RESULTS, TOLERANCE, difference
 from burst_plugin.scores import Scores
-from burst_plugin.types import CAUSAL, FULL
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL
 
 DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of every sequence, at most, where it sums dq
 
@@ -100,6 +100,7 @@ class Trial(NamedTuple):
     v_dim: int
     softcap: float | None
     deterministic: bool
+    anticausal: bool = False  # in place of full and causal sequences
 
 
 def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
@@ -123,7 +124,7 @@ def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
 
 
 def _errors(kernel: VarlenKernel, trial: Trial) -> dict[str, float]:
-    """Return by result the largest relative difference between batched and looped calls, full and causal."""
+    """Return by result the largest relative difference between batched and looped calls, in each band."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(rows: int, heads: int, dim: int) -> Tensor:
@@ -131,8 +132,10 @@ def _errors(kernel: VarlenKernel, trial: Trial) -> dict[str, float]:
         return drawn.to(trial.device, trial.dtype)
 
     errors: dict[str, float] = {}
-    for band, k_lengths in ((CAUSAL, (5, 130, 64)), (FULL, (70, 1, 200))):
-        lengths = lengths_of((5, 130, 64), k_lengths, trial.device)
+    squares = (5, 130, 64)
+    usual = ((CAUSAL, squares), (FULL, (70, 1, 200)))
+    for band, k_lengths in ((ANTICAUSAL, squares),) if trial.anticausal else usual:
+        lengths = lengths_of(squares, k_lengths, trial.device)
         scores = Scores(scale=trial.qk_dim**-0.5, softcap=trial.softcap)
         how = How(band, scores, deterministic=trial.deterministic, lengths=lengths)
         q, dout = (draw(sum(lengths.q), 4, dim) for dim in (trial.qk_dim, trial.v_dim))

@@ -109,6 +109,55 @@ class PrefixLM(Mask):
 
 
 @dataclass(frozen=True)
+class BidirectionalSpans(Mask):
+    """Causal, but the tokens of a span, such as those of one image, attend to each other both ways.
+
+    spans: positions in the whole sequence, `((start, stop), ...)` in ascending order, none in two of them.
+    groups: a number for each span; all tokens of spans with one number attend to each other. Without it every span is
+        a group of its own.
+
+    Example:
+        mask = BidirectionalSpans(((4, 260), (300, 556)))  # two images of 256 tokens in a text
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    groups: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", _spans("BidirectionalSpans", self.spans))
+        if self.groups is not None:
+            expected = "give the number of a group for every span, or None for a group of each"
+            groups = whole_numbers("BidirectionalSpans(groups={})", self.groups, expected)
+            object.__setattr__(self, "groups", groups)
+            if len(groups) != len(self.spans):
+                raise ValueError(
+                    f"BidirectionalSpans has {len(self.spans)} spans and {len(groups)} numbers of groups; {expected}"
+                )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether there are spans."""
+        return bool(self.spans)
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return what is causal, and the later keys of every group. Raise ValueError for a span beyond the keys."""
+        if self.spans and self.spans[-1][1] > kv_len:
+            raise ValueError(
+                f"BidirectionalSpans up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have "
+                "together; let spans end there"
+            )
+        regions = [Region(0, q_len, 0, kv_len, None, 0)]
+        later: dict[int, list[tuple[int, int]]] = {}  # by group, from the last span on
+        groups = range(len(self.spans)) if self.groups is None else self.groups
+        for (start, stop), group in zip(reversed(self.spans), reversed(groups), strict=True):
+            q_stop = min(stop, q_len)
+            regions.append(Region(start, q_stop, start, stop, 1, None))
+            regions += (Region(start, q_stop, *span) for span in later.get(group, ()))
+            later.setdefault(group, []).append((start, stop))
+        return tuple(region for region in regions if not region.is_empty)
+
+
+@dataclass(frozen=True)
 class Documents(Mask):
     """Packed documents: tokens attend inside their own document only.
 
@@ -184,10 +233,7 @@ class Keys(Mask):
     compares_positions = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spans", _pairs(self.spans))
-        edges = [edge for span in self.spans for edge in span]
-        if edges != sorted(edges) or (edges and edges[0] < 0):
-            raise ValueError(f"Keys({shown(self.spans)}) must be (start, stop) pairs in ascending order, from 0 on")
+        object.__setattr__(self, "spans", _spans("Keys", self.spans))
         if self.length is not None:
             expected = "use how many keys there are, or None for any number"
             object.__setattr__(self, "length", whole_number("Keys(length={})", self.length, expected))
@@ -358,15 +404,19 @@ def check_flags(expected: str, flags: object) -> None:
         raise ValueError(f"{expected}, got one {unreadable(flags)}; give one whose values are here")
 
 
-def _pairs(ranges: object) -> tuple[tuple[int, int], ...]:
-    """Return index ranges of keys as pairs of ints. Raise ValueError for anything else."""
-    expected = "give (start, stop) pairs of whole numbers, such as Keys(((0, 7), (9, 16)))"
+def _spans(mask: str, ranges: object) -> tuple[tuple[int, int], ...]:
+    """Return index ranges as pairs of ints. Raise ValueError, with the name of the `mask`, for anything else."""
+    expected = f"give (start, stop) pairs of whole numbers, such as {mask}(((0, 7), (9, 16)))"
     ranges = getattr(ranges, "tolist", lambda: ranges)()
-    pairs = [whole_numbers("Keys with a span of {}", x, expected) for x in as_listed("Keys({})", ranges, expected)]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(f"Keys with a span of {shown(pair)} is not valid; {expected}")
-    return tuple((start, stop) for start, stop in pairs)
+    listed = as_listed(f"{mask}({{}})", ranges, expected)
+    spans = [whole_numbers(f"{mask} with a span of {{}}", span, expected) for span in listed]
+    for span in spans:
+        if len(span) != 2:
+            raise ValueError(f"{mask} with a span of {shown(span)} is not valid; {expected}")
+    edges = [edge for span in spans for edge in span]
+    if edges != sorted(edges) or (edges and edges[0] < 0):
+        raise ValueError(f"{mask}({shown(tuple(spans))}) must be (start, stop) pairs in ascending order, from 0 on")
+    return tuple((start, stop) for start, stop in spans)
 
 
 def _real_ranges(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[tuple[int, int]]:

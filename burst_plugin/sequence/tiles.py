@@ -54,8 +54,8 @@ class Tile(NamedTuple):
     With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
     the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
 
-    With `subtiles` the tile is made of these, (q_start, q_stop, k_start, k_stop), each within `band`, full or causal
-    and square, one after another on both sides. Rows between them are not part of this tile.
+    With `subtiles` the tile is made of these, (q_start, q_stop, k_start, k_stop), each within `band`, full, or causal
+    or anticausal and square, one after another on both sides. Rows between them are not part of this tile.
     """
 
     q_start: int
@@ -334,13 +334,13 @@ def split_pieces(tile: Tile) -> Iterator[Tile]:
 
 
 def batched(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
-    """Yield full tiles and causal squares in few tiles of at most `most` subtiles; drawn at the top of this file.
+    """Yield full tiles, causal and anticausal squares in few tiles of `most` subtiles; drawn at the top of this file.
 
     Tiles that are not worth it, or that a batch cannot have, are yielded as they are.
     """
     batches: dict[object, list[list[Tile]]] = {}  # by what all subtiles of a tile share
     for tile in sorted(tiles, key=lambda tile: tile[:4]):
-        if tile.band not in (FULL, CAUSAL) or tile.pieces > 1 or max(tile.shape) > _LONG:
+        if tile.band not in (FULL, CAUSAL, ANTICAUSAL) or tile.pieces > 1 or max(tile.shape) > _LONG:
             yield tile
             continue
         started = batches.setdefault((tile.band, tile.batch), [])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import (
+    BidirectionalSpans,
     Causal,
     ContextParallel,
     Documents,
@@ -31,15 +32,16 @@ from burst_plugin.kernels.protocol import Grads
 from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths_of
 from burst_plugin.ring.plan import KernelTiles
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.layout import LAYOUTS
+from burst_plugin.sequence.layout import LAYOUTS, Run
 from burst_plugin.sequence.tiles import Regions, Tile, batched, tiles_of
-from burst_plugin.types import CAUSAL, FULL, Band
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 from tests.support.stand_ins import INSTALL, Calls
 
 RAGGED = sorted(n for n, (kernel, _) in INSTALL.items() if "varlen" in KERNELS[kernel].features)
 CPU = torch.device("cpu")
 STARTS = (0, 24, 40, 64, 72, 128)
+SPANS = BidirectionalSpans(((2, 10), (12, 20), (24, 33), (40, 56), (60, 66), (66, 72), (90, 128)))
 
 
 def documents(mask: Mask) -> Mask:
@@ -57,7 +59,7 @@ def pairs(tiles: list[Tile]) -> list[tuple[int, int, int, int, Band, tuple[int, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cu_seqlens", [None, STARTS], ids=["as a whole", "by document"])
-@pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(9, 0)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(9, 0), SPANS], ids=str)
 def test_nothing_is_lost_or_added(layout: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     regions = Regions(documents(mask).regions(128, 128))
     runs = [LAYOUTS[layout].runs(rank, 4, Tokens(128, cu_seqlens)) for rank in range(4)]
@@ -67,7 +69,7 @@ def test_nothing_is_lost_or_added(layout: str, cu_seqlens: tuple[int, ...] | Non
             found = list(batched(alone, 1000))
             assert pairs(found) == pairs(list(alone))
             for tile in found:
-                assert not tile.subtiles or tile.band in (FULL, CAUSAL)
+                assert not tile.subtiles or tile.band in (FULL, CAUSAL, ANTICAUSAL)
                 assert all(
                     a[1] <= b[0] and a[3] <= b[2] for a, b in zip(tile.subtiles, tile.subtiles[1:], strict=False)
                 )
@@ -175,13 +177,13 @@ def agree(kernel: Kernel, problem: Problem, how: How) -> None:
 
 
 @every_varlen
-@pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, ANTICAUSAL], ids=["full", "causal", "anticausal"])
 @pytest.mark.parametrize("dims", [(8, 8), (12, 8), (8, 20)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_several_sequences_are_one_call(
     kernel: Kernel, calls: Calls, band: Band, dims: tuple[int, int], batch: int
 ) -> None:
-    q_lengths, k_lengths = (5, 1, 9), (5, 1, 9) if band == CAUSAL else (2, 11, 4)
+    q_lengths, k_lengths = (5, 1, 9), (2, 11, 4) if band == FULL else (5, 1, 9)
     problem = drawn(q_lengths, k_lengths, batch, dims)
     how = How(band, Scores(scale=0.3), lengths=lengths_of(q_lengths * batch, k_lengths * batch, CPU))
     agree(kernel, problem, how)  # and the library is tried out
@@ -284,8 +286,10 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
         documents(SlidingWindow(9, 0)),
         Causal() & Documents(STARTS, (20, 16, 24, 3, 50)),
         PerRow((Causal() & Documents((0, 8, 16, 24, 32, 40, 128)), Causal())),
+        documents(SPANS & SlidingWindow(9, None)),
+        PerRow((SPANS, BidirectionalSpans(SPANS.spans, (0, 1, 0, 1, 0, 0, 1)))),
     ],
-    ids=["causal", "full", "window", "padded", "by batch row"],
+    ids=["causal", "full", "window", "padded", "by batch row", "spans", "spans by batch row"],
 )
 def test_a_ring_is_exact(name: str, backward: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     strategy = Strategy(backward=backward)
@@ -308,6 +312,16 @@ def test_a_visit_of_many_documents_is_one_call() -> None:
     assert max(found.values()) < 1e-12, found
     assert counted.forwards <= 24
     assert counted.backwards <= 24
+
+
+def test_spans_that_look_ahead_are_one_call_more() -> None:
+    """16 images of 8 tokens on one rank: one causal call, and one for what is later of all images."""
+    spans = BidirectionalSpans(tuple((start, start + 8) for start in range(4, 256, 16)))
+    work = tiles_of(Regions(spans.regions(256, 256)), (Run(0, 256),), (Run(0, 256),))
+    causal, ahead = batched(work, 1000)
+    assert causal == Tile(0, 256, 0, 256, CAUSAL)
+    assert (ahead.band, len(ahead.subtiles)) == (ANTICAUSAL, 16)
+    assert ahead.subtiles[0] == (4, 11, 5, 12)
 
 
 def test_largest_scores_are_found_in_every_document() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     CausalBottomRight,
@@ -39,6 +40,8 @@ SINGLE = [
     PrefixLM(0),
     PrefixLM(5),
     PrefixLM(11),
+    BidirectionalSpans(((0, 2), (3, 3), (4, 8))),
+    BidirectionalSpans(((1, 3), (3, 4), (6, 9), (10, 13)), (0, 1, 0, 0)),
     Keys(((0, 3), (5, 5), (7, 12))),
     Keys(()),
     BLOCKS,
@@ -53,6 +56,8 @@ COMBINED = [
     Documents((0, 4, 11), (3, 6), (0, 5, 13)) & Full(),
     Full() & Documents((0, 4, 11), None, (0, 5, 13), (2, 8)),
     PrefixLM(3) & SlidingWindow(5, None),
+    BidirectionalSpans(((1, 4), (6, 12))) & SlidingWindow(2, None) & BLOCKS,
+    PerRow((BidirectionalSpans(((0, 9),)), BidirectionalSpans(((2, 5), (7, 8)), (4, 4)))) & Keys(((0, 8),)),
     PerRow((Causal(), SlidingWindow(2))) & BLOCKS,
     key_padding(torch.rand(2, KV_LEN, generator=torch.Generator().manual_seed(1)) > 0.5) & CausalBottomRight(),
 ]
@@ -124,6 +129,9 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
         (lambda: Keys(((4, 2),)), "in ascending order"),
         (lambda: Keys(((-1, 2),)), "from 0 on"),
         (lambda: Keys(((0, 9),)).regions(8, 8), "beyond the 8 keys"),
+        (lambda: BidirectionalSpans(((0, 5), (4, 6))), r"BidirectionalSpans\(\(\(0, 5\), .* in ascending order"),
+        (lambda: BidirectionalSpans(((0, 9),)).regions(8, 8), "up to 9 go beyond the 8 keys"),
+        (lambda: BidirectionalSpans(((0, 2), (4, 6)), (1,)), "2 spans and 1 numbers of groups; give the number of a"),
         (lambda: BlockMask.of(torch.ones(2, 2), 4), "bool tensor .*, got torch.float32"),
         (lambda: BlockMask.of(torch.ones(2, dtype=torch.bool), 4), r"got torch.bool \[2\]"),
         (lambda: BlockMask.of(torch.ones(2, 2, dtype=torch.bool), 4).regions(16, 8), "does not fit 16 queries"),
@@ -149,6 +157,9 @@ AHEAD = [
     Causal() & Keys(((3, 7),)),
     SlidingWindow(2, 3) & SlidingWindow(4),
     SlidingWindow(2, 3) & PrefixLM(5),
+    BidirectionalSpans(()),
+    BidirectionalSpans(((2, 4),)),
+    BidirectionalSpans(((2, 3), (5, 6)), (1, 1)),
 ]
 
 

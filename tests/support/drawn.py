@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     CausalBottomRight,
@@ -36,6 +37,7 @@ from burst_plugin.sequence.mask import Both
 from tests.support.reference import NAMES, Problem, Result, reference, reference_lse
 
 __all__ = [
+    "BidirectionalSpans",
     "BlockMask",
     "Causal",
     "CausalBottomRight",

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     CausalBottomRight,
@@ -80,6 +81,19 @@ def key_spans(draw: st.DrawFn, kv_len: int) -> Keys:
 
 
 @st.composite
+def bidirectional_spans(draw: st.DrawFn, length: int) -> BidirectionalSpans:
+    """Draw a few spans, some empty or side by side, each a group of its own or two groups of all."""
+    if draw(st.booleans()):
+        each = draw(st.sampled_from([3, 5, 2]))
+        spans = tuple((start, start + each) for start in range(draw(st.integers(0, 3)), length - each + 1, each + 1))
+    else:
+        edges = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=8)))
+        spans = tuple(zip(edges[::2], edges[1::2], strict=False))
+    groups = draw(st.sampled_from([None, None, 1, 2]))
+    return BidirectionalSpans(spans, None if groups is None else tuple(n % groups for n in range(len(spans))))
+
+
+@st.composite
 def block_masks(draw: st.DrawFn, q_len: int, kv_len: int) -> BlockMask:
     """Draw blocks of any size, down to one token, but at most 12 by 12 of them: masks combine region by region."""
     block = max(draw(st.sampled_from([3, 1, 7, 16])), -(-max(q_len, kv_len) // 12))
@@ -112,6 +126,7 @@ def single(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
         st.sampled_from([Causal(), Full(), CausalBottomRight()]),
         st.builds(SlidingWindow, st.one_of(st.none(), st.integers(0, kv_len)), st.sampled_from([0, 2, None])),
         st.builds(PrefixLM, st.integers(0, kv_len)),
+        bidirectional_spans(kv_len),
         block_masks(q_len, kv_len),
         documents(q_len, kv_len),
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import (
+    BidirectionalSpans,
     Causal,
     ContextParallel,
     Documents,
@@ -61,6 +62,8 @@ MASKS: Sequence[tuple[Mask, Tokens | None, str]] = (
     (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, layout="striped"), "two_level_ring"),
     (Full() & key_padding(_PADDED), Tokens(LENGTH), "two_level_ring"),
     (SlidingWindow(9), None, "direct"),
+    (BidirectionalSpans(((3, 17), (20, 29), (29, 35), (50, 61))), Tokens(LENGTH), "two_level_ring"),
+    (BidirectionalSpans(((3, 17), (20, 29), (50, 61)), (1, 2, 1)) & SlidingWindow(4, None), None, "direct"),
     (Causal() & Documents((0, 30, 61)), Tokens(LENGTH, holders=(2, 3, 1, 0, 0, 1)), "direct"),
 )
 """Masks, tokens, None for `layout="auto"`, and the schedule that runs; on 2x2 ranks."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     CausalBottomRight,
@@ -108,6 +109,13 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
         pairs = pairs if mask.right is None else pairs & (j <= i + mask.right)
     elif isinstance(mask, PrefixLM):
         pairs = (j <= i) | (j < mask.prefix)
+    elif isinstance(mask, BidirectionalSpans):
+        groups = torch.full((max(q_len, kv_len),), -1)
+        numbers = range(len(mask.spans)) if mask.groups is None else mask.groups
+        for number, (start, stop) in zip(numbers, mask.spans, strict=True):
+            groups[start:stop] = number
+        q, k = groups[:q_len].unsqueeze(1), groups[:kv_len]
+        pairs = (j <= i) | ((q == k) & (k >= 0))
     elif isinstance(mask, Documents):
         starts = mask.kv_cu_seqlens or mask.cu_seqlens
         kv_lengths = mask.kv_lengths if mask.kv_cu_seqlens or mask.kv_lengths else mask.lengths
