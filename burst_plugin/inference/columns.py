@@ -202,8 +202,8 @@ class Columns:
             before: the last tokens of rows so far, [B, width, ...]; None for zeros.
 
         Returns:
-            [B, width + columns, ...], and [B, width, ...] that are the same on every rank. Before a row's first new token is
-            what was before it, and further before anything.
+            [B, width + columns, ...], and [B, width, ...] that are the same on every rank. Before a row's first new
+            token is what was before it, and further before anything.
         """
         self._compare(f"{width} tokens before columns", (x,))
         if before is None:
