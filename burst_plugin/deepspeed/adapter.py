@@ -80,6 +80,7 @@ class Adapter:
             set_z3_leaf_module(module, any(True for _ in module.children()))
         called = model
         if is_transformers(model):
+            from burst_plugin.huggingface.media.absent import note_replicas
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
             called = module_taking_batches(model)
@@ -95,6 +96,7 @@ class Adapter:
         session.hooks = ModelHooks(session, called, model)
         if session.whole_batches:  # hooks of these models come after those that cut batches
             use_burst(model)
+            note_replicas(model, session.replicas)
         self.watched[model] = session
 
     def release(self, model: Any) -> None:

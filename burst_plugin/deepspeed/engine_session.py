@@ -104,6 +104,12 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------- batches
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Return the ranks of all rings, which share gradients; None before there is an engine."""
+        engine = self.engine()
+        group: dist.ProcessGroup | None = None if engine is None else engine.seq_data_parallel_group
+        return group
+
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
         """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`."""
         return shard_batch(batch, self.cp, pad_token_id=pad_token_id)

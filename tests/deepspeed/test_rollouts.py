@@ -15,7 +15,7 @@ from torch import Tensor
 import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed import rollouts as package
 from burst_plugin.trajectories import fold, unfold
-from tests.support.deepspeed_run import VOCAB, Result, Run, _grads, build, start, stop, worst
+from tests.support.deepspeed_run import VOCAB, Result, Run, build, gradients, start, stop, worst
 from tests.support.families import families
 from tests.support.ranks import last_lines, run_ranks
 from tests.support.rollouts import grpo_loss
@@ -109,7 +109,7 @@ def _one(rank: int, case: Case) -> Result:
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(before, log_probs, strict=True))
     loss = _loss(log_probs, entropies)
     engine.backward(loss)
-    found = Result([float(loss.detach())], _grads(engine), {})
+    found = Result([float(loss.detach())], gradients(engine), {})
     engine.step()
     stop(engine)
     return found

@@ -161,7 +161,7 @@ def train(run: Run, batches: Sequence[Batch]) -> Result:
             engine.backward(loss, scale_wrt_gas=False)
             losses[-1] += float(loss.detach())
             if step == 0 and engine.is_gradient_accumulation_boundary():
-                grads = _grads(engine)
+                grads = gradients(engine)
             engine.step()
     after = _parameters(engine)
     stop(engine)
@@ -182,7 +182,7 @@ def train_unmodified(run: Run, batches: Sequence[Batch], *, plain: bool = False)
         engine.backward(loss)
         losses.append(float(loss.detach()))
         if engine.is_gradient_accumulation_boundary():
-            grads = _grads(engine)
+            grads = gradients(engine)
         engine.step()
     stop(engine)
     return Result(losses, grads, {})
@@ -245,7 +245,8 @@ def _parameters(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _grads(engine: Any) -> dict[str, torch.Tensor]:
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The gradients of all parameters that are trained, whole, in float32 on the CPU."""
     return {name: _grad(parameter) for name, parameter in _named(engine).items()}
 
 

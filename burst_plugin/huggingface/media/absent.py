@@ -1,14 +1,16 @@
-"""Batches without images, where other rings have some: a tower whose parameters are cut runs on all ranks or none.
+"""Batches without images, where other rings have some: towers run on all ranks that share gradients, or on none.
 
-ZeRO-3 and FSDP gather a tower's parameters when it runs, from all ranks that have a part of them. So a ring without
-an image encodes one of another ring's, and leaves the features out.
+ZeRO-3 and FSDP gather a tower's parameters when it runs, from all ranks that have a part of them, and DeepSpeed
+reduces the gradients that there are. So a ring without an image encodes one of another ring's, and leaves the
+features out.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,22 @@ from burst_plugin.batch import SequenceShard
 from burst_plugin.huggingface.media.features import by_frame, modalities_of
 from burst_plugin.huggingface.media.units import units_of
 
+_REPLICAS: WeakKeyDictionary[torch.nn.Module, Callable[[], dist.ProcessGroup | None]] = WeakKeyDictionary()
 _SAMPLES = "_burst_plugin_samples"  # of a model: a small image, video and clip, by the name of the method
+
+
+def note_replicas(model: torch.nn.Module, group: Callable[[], dist.ProcessGroup | None]) -> None:
+    """Note where to ask for the ranks that share the gradients of a model, and run it equally often."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            _REPLICAS[module] = group
 
 
 def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward with an image of another ring for each tower that runs there; collective."""
     towers = {f"get_{modality}_features": module for module in model.modules() for modality in modalities_of(module)}
-    group = partition_group(model) if towers else None
+    asked = _REPLICAS.get(model)
+    group = (partition_group(model) if asked is None else asked()) if towers else None
     if group is None or dist.get_world_size(group) <= shard.cp.ranks:
         return kwargs
     names = sorted(towers)
