@@ -24,7 +24,7 @@ def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
     Logits are those of a rank's own tokens, or of a chunk of these with `loss_chunk`.
 
     Args:
-        model: a `GPTModel`, wrapped or not, in evaluation mode.
+        model: a `GPTModel` or hybrid model, wrapped or not, in evaluation mode.
         tokens: [B, T], int64, T at least 2; the same on all ranks of a model. Texts of unlike lengths are padded at
             their ends with anything, of which the log-probabilities mean nothing.
 

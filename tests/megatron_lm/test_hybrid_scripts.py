@@ -51,5 +51,14 @@ def test_the_launcher_changes_no_loss(tree: Path, pattern: str, flags: list[str]
     one_rank = _train(tree, 1, pattern, *flags)
     assert len(one_rank) == (10 if "/" in pattern else 5)
     assert one_rank[4] < one_rank[0] - 0.2, "the model learns, so that its losses tell one step from another"
-    for ranks, cp in ((2, CP2), (4, CP4)):
+    for ranks, cp in ((2, CP2), (4, [*CP4, "--burst-layout", "striped", "--burst-loss-chunk", "48"])):
         assert _train(tree, ranks, pattern, *flags, *cp) == pytest.approx(one_rank, abs=1e-5)
+
+
+def test_pipeline_stages(tree: Path) -> None:
+    """Stages draw weights of their own, so the judge is the same pipeline without context parallelism."""
+    pattern = "M*M-" if tree_version(tree) < (0, 17, 0) else "M*|M-"
+    stages = ["--pipeline-model-parallel-size", "2"]
+    whole, cut = (_train(tree, ranks, pattern, *stages, *cp) for ranks, cp in ((2, []), (4, CP2)))
+    assert len(whole) == 5
+    assert cut == pytest.approx(whole, abs=1e-5)
