@@ -5,6 +5,7 @@
 #     bash examples/deepspeed/run.sh                # the DeepSpeed script, train.py
 #     bash examples/deepspeed/run.sh trainer.py     # the same with Hugging Face Trainer
 #     bash examples/deepspeed/run.sh train.py --model qwen3_5     # a hybrid model
+#     bash examples/deepspeed/run.sh images.py      # a model that reads numbers off images
 #     bash examples/deepspeed/run.sh train.py --steps 20 --seq-length 4096
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -76,8 +76,11 @@ def build_model(options: argparse.Namespace) -> Any:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **state, head_dim=head_dim))
 
 
-def train(engine: Any, loader: Any) -> list[dict[str, float]]:
-    """DeepSpeed's loop: whole batches go in, and the loss that comes out is that of whole batches."""
+def train(engine: Any, loader: Any, every: int = 1) -> list[dict[str, float]]:
+    """DeepSpeed's loop: whole batches go in, and the loss that comes out is that of whole batches.
+
+    every: after how many steps the loss is printed.
+    """
     history, losses = [], []
     for batch in loader:
         loss = engine(**{name: x.to(engine.device) for name, x in batch.items()}).loss
@@ -88,7 +91,7 @@ def train(engine: Any, loader: Any) -> list[dict[str, float]]:
         if done:
             history.append({"loss": sum(losses) / len(losses), "grad_norm": float(engine.get_global_grad_norm())})
             losses.clear()
-            if engine.global_rank == 0:
+            if engine.global_rank == 0 and len(history) % every == 0:
                 print(f"step {len(history)}: loss {history[-1]['loss']:.4f}", flush=True)
     return history
 
