@@ -238,3 +238,12 @@ def test_states_do_not_grow_with_the_text() -> None:
     with torch.no_grad():
         model(PROMPT, attention_mask=torch.cat([PADDING, torch.ones_like(PADDING)], 1), **{NAME: kept})
     assert kept.bytes == before > 0
+
+
+def test_states_are_of_the_type_that_transformers_computes_with() -> None:
+    """MiniMax's next token is computed in the type of its hidden states, with a loss that one rank has as well."""
+    usual, ring = (build(FAMILIES["minimax"]).eval().bfloat16() for _ in range(2))
+    tokens, logits = asked(usual, PROMPT, torch.ones_like(PROMPT))
+    same, close = asked(prepare(ring), PROMPT, torch.ones_like(PROMPT), **{NAME: RingCache(ContextParallel())})
+    assert torch.equal(same, tokens)
+    torch.testing.assert_close(close, logits, rtol=0.0, atol=0.06)

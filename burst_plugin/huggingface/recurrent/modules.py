@@ -46,7 +46,7 @@ def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, A
         out = scan(place)
     else:
         out, last = scan(place, return_final_state=True)
-        cache.set_linear_cache(module.layer_idx, last)
+        cache.set_linear_cache(module.layer_idx, last.to(hidden.dtype))  # in which the next token is computed
     out = module.norm(out.to(hidden.dtype).flatten(2))
     return module.out_proj(torch.sigmoid(module.output_gate(hidden)) * out), last
 
