@@ -74,6 +74,7 @@ SCALARS = [
     *_each("SlidingWindow(right=", lambda x: SlidingWindow(1, x), NOT_WHOLE, (None,)),
     *_each("PrefixLM(prefix=", lambda x: PrefixLM(x), NOT_WHOLE),
     *_each("Keys(length=", lambda x: Keys((), x), NOT_WHOLE, (None,)),
+    *_each("BidirectionalSpans(left=", lambda x: BidirectionalSpans((), None, x), NOT_WHOLE, (None,)),
     *_each("BlockMask needs block >= 1", lambda x: BlockMask(x, ((True,),)), NOT_WHOLE),
     *_each("BlockMask needs block >= 1", lambda x: BlockMask.of(BOOLS, x), NOT_WHOLE),
     *_each("got nodes=", lambda x: Topology(x, 2), NOT_WHOLE),

@@ -115,6 +115,8 @@ class BidirectionalSpans(Mask):
     spans: positions in the whole sequence, `((start, stop), ...)` in ascending order, none in two of them.
     groups: a number for each span; all tokens of spans with one number attend to each other. Without it every span is
         a group of its own.
+    left: how many tokens before it a token attends to besides those of its group; None is no bound. (To bound what
+        groups attend to as well, combine the mask with `SlidingWindow(left, None)`.)
 
     Example:
         mask = BidirectionalSpans(((4, 260), (300, 556)))  # two images of 256 tokens in a text
@@ -122,9 +124,13 @@ class BidirectionalSpans(Mask):
 
     spans: tuple[tuple[int, int], ...]
     groups: tuple[int, ...] | None = None
+    left: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", _spans("BidirectionalSpans", self.spans))
+        if self.left is not None:
+            expected = "use how many tokens before it a token attends to, or None for no bound"
+            object.__setattr__(self, "left", whole_number("BidirectionalSpans(left={})", self.left, expected))
         if self.groups is not None:
             expected = "give the number of a group for every span, or None for a group of each"
             groups = whole_numbers("BidirectionalSpans(groups={})", self.groups, expected)
@@ -146,15 +152,19 @@ class BidirectionalSpans(Mask):
                 f"BidirectionalSpans up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have "
                 "together; let spans end there"
             )
-        regions = [Region(0, q_len, 0, kv_len, None, 0)]
-        later: dict[int, list[tuple[int, int]]] = {}  # by group, from the last span on
+        beyond = None if self.left is None else -self.left - 1  # what only groups attend to, from there back
+        regions = [Region(0, q_len, 0, kv_len, None if self.left is None else -self.left, 0)]
+        later: dict[int, list[tuple[int, int]]] = {}  # spans by group, from the last one on
         groups = range(len(self.spans)) if self.groups is None else self.groups
         for (start, stop), group in zip(reversed(self.spans), reversed(groups), strict=True):
-            q_stop = min(stop, q_len)
-            regions.append(Region(start, q_stop, start, stop, 1, None))
-            regions += (Region(start, q_stop, *span) for span in later.get(group, ()))
-            later.setdefault(group, []).append((start, stop))
-        return tuple(region for region in regions if not region.is_empty)
+            regions.append(Region(start, stop, start, stop, 1, None))
+            regions += (Region(start, stop, *span) for span in later.setdefault(group, []))
+            later[group].append((start, stop))
+            if beyond is not None:
+                far = (span for span in later[group] if start - span[1] < beyond)
+                regions += (Region(*span, start, stop, None, beyond) for span in far)
+        queries = Region(0, q_len, 0, kv_len)
+        return tuple(each for region in regions if not (each := region.intersect(queries)).is_empty)
 
 
 @dataclass(frozen=True)

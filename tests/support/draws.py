@@ -82,7 +82,7 @@ def key_spans(draw: st.DrawFn, kv_len: int) -> Keys:
 
 @st.composite
 def bidirectional_spans(draw: st.DrawFn, length: int) -> BidirectionalSpans:
-    """Draw a few spans, some empty or side by side, each a group of its own or two groups of all."""
+    """Draw a few spans, some empty or side by side, each a group of its own, or all of them one or two groups."""
     if draw(st.booleans()):
         each = draw(st.sampled_from([3, 5, 2]))
         spans = tuple((start, start + each) for start in range(draw(st.integers(0, 3)), length - each + 1, each + 1))
@@ -90,7 +90,8 @@ def bidirectional_spans(draw: st.DrawFn, length: int) -> BidirectionalSpans:
         edges = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=8)))
         spans = tuple(zip(edges[::2], edges[1::2], strict=False))
     groups = draw(st.sampled_from([None, None, 1, 2]))
-    return BidirectionalSpans(spans, None if groups is None else tuple(n % groups for n in range(len(spans))))
+    left = draw(st.sampled_from([None, None, 0, 4]))
+    return BidirectionalSpans(spans, None if groups is None else tuple(n % groups for n in range(len(spans))), left)
 
 
 @st.composite

@@ -115,7 +115,8 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
         for number, (start, stop) in zip(numbers, mask.spans, strict=True):
             groups[start:stop] = number
         q, k = groups[:q_len].unsqueeze(1), groups[:kv_len]
-        pairs = (j <= i) | ((q == k) & (k >= 0))
+        behind = (j <= i) if mask.left is None else (j <= i) & (j >= i - mask.left)
+        pairs = behind | ((q == k) & (k >= 0))
     elif isinstance(mask, Documents):
         starts = mask.kv_cu_seqlens or mask.cu_seqlens
         kv_lengths = mask.kv_lengths if mask.kv_cu_seqlens or mask.kv_lengths else mask.lengths
