@@ -27,7 +27,7 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
-from burst_plugin.sequence.batch_masks import batch_mask, real_tokens, valid_tokens
+from burst_plugin.sequence.batch_masks import TypeRuns, batch_mask, real_tokens, type_runs, valid_tokens
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -88,7 +88,8 @@ class SequenceShard:
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
-    token_types: which of "token_type_ids" and "mm_token_type_ids" are in the batch and not all 0.
+    token_types: the types of all tokens of the whole batch, by the name that the batch has for them, "token_type_ids"
+        or "mm_token_type_ids": for each row its runs of one type, (start, stop, type), without padding.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
     whole: ids, masks and types of all tokens, [B, S], of a batch with images, video or audio; else empty.
@@ -106,7 +107,7 @@ class SequenceShard:
     name: str = ""
     real: Tensor | None = None
     longest: int = 0
-    token_types: tuple[str, ...] = ()
+    token_types: Mapping[str, tuple[TypeRuns, ...]] = field(default_factory=dict)
     counted: Tensor | None = None
     whole: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
@@ -171,7 +172,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
         longest=int(tensors["position_ids"].max()),
-        token_types=tuple(name for name in _TOKEN_TYPES if name in tensors and bool(tensors[name].any())),
+        token_types={name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors},
         counted=_counted(batch, read, local["position_ids"], cp, tokens),
         whole={name: batch[name] for name in _WHOLE if isinstance(batch.get(name), Tensor)} if read.media else {},
     )

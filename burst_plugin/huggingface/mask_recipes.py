@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.batch import SequenceShard
+from burst_plugin.huggingface.image_groups import GroupRule, group_mask, group_rule, groups_agree
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
 
@@ -126,13 +127,15 @@ class MaskRecipe:
 
     shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
         hand on the mask, also in recomputation, so that attention finds the shard here.
+    rule: how the model of that forward groups tokens that attend to each other both ways.
     """
 
     ndim = 4
     __iter__ = None  # otherwise `__getitem__` would make it iterable
 
-    def __init__(self, *, shard: SequenceShard | None = None, **asked: Any) -> None:
+    def __init__(self, *, shard: SequenceShard | None = None, rule: GroupRule | None = None, **asked: Any) -> None:
         self.shard = shard
+        self._group_rule = rule
         self._asked = asked
         self._made: dict[bool, Tensor | None] = {}
 
@@ -142,6 +145,11 @@ class MaskRecipe:
             f"a model asks for {name} of its attention mask, as if that were a tensor; with "
             'attn_implementation="burst" it is a recipe: use a model that leaves its mask to its attention function'
         )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the mask, [B, 1, S_q, S_k], by which masks are made of masks."""
+        return torch.Size((self._asked["batch_size"], 1, self._asked["q_length"], self._asked["kv_length"]))
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself."""
@@ -160,8 +168,9 @@ class MaskRecipe:
         """Return the recipe of this mask in layers that have a window of so many tokens, the query's own included."""
         from transformers.masking_utils import and_masks, sliding_window_overlay
 
-        rule = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
-        return MaskRecipe(shard=self.shard, **{**self._asked, "mask_function": rule, "local_size": window})
+        within = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
+        asked = {**self._asked, "mask_function": within, "local_size": window}
+        return MaskRecipe(shard=self.shard, rule=self._group_rule, **asked)
 
     def tensor(self, *, always: bool) -> Tensor | None:
         """Return the mask [B, 1, S_q, S_k], True where a query may attend; None for a causal one unless `always`."""
@@ -189,7 +198,30 @@ class MaskRecipe:
 
         remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # not in earlier releases
         own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > (self._rules[_IN_DOCUMENTS] if remaps else 1) else set()
-        return sorted((self._rules.keys() - _KNOWN) | unsized | own)
+        known = _KNOWN if self._groups is None else _KNOWN | {_EITHER, _IN_BLOCKS}
+        misread = {_IN_BLOCKS} if self._groups is None and self._has_groups else set()
+        return sorted((self._rules.keys() - known) | unsized | own | misread)
+
+    @cached_property
+    def _groups(self) -> _Groups | None:
+        """Return the groups of tokens that attend to each other both ways; None if there are none that a ring knows.
+
+        A rank may have no token of any group where another one has.
+        """
+        found, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self.shard
+        if not self._has_groups or len(found) != 1:
+            return None
+        assert rule is not None
+        assert shard is not None
+        alone = not self._rules.keys() & {_WINDOW_BOTH_WAYS, _CHUNKS} and self._rules[_EITHER] <= 1
+        return found[0] if alone and found[0].is_causal and groups_agree(shard, rule, found[0].blocks) else None
+
+    @cached_property
+    def _has_groups(self) -> bool:
+        """Return whether the model has groups of tokens, and the batch marks; other ranks may have all of them."""
+        shard, rule = self.shard, self._group_rule
+        is_marked = shard is not None and rule is not None and rule.name in shard.token_types
+        return is_marked and any(True for _ in _groups(self._asked["mask_function"]))
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -214,7 +246,14 @@ class MaskRecipe:
     @property
     def mask(self) -> Mask:
         """Return the mask of a layer in one sequence, apart from padding, documents and chunks."""
-        causal, window = _CAUSAL in self._rules, self.window
+        causal, window, groups = _CAUSAL in self._rules, self.window, self._groups
+        if groups is not None:
+            assert self.shard is not None
+            assert self._group_rule is not None
+            left = None if window is None or not groups.is_windowed else window - 1
+            spans = group_mask(self.shard, self._group_rule, left)
+            if spans is not None:
+                return spans if window is None or left is not None else spans & SlidingWindow(window - 1, None)
         if window is None:
             return Causal() if causal else Full()
         if _WINDOW_BOTH_WAYS in self._rules:
@@ -228,7 +267,9 @@ def mask_recipe(**asked: Any) -> Any:
         return asked["attention_mask"]  # generation has prepared it before
     if torch.compiler.is_compiling():  # which stops at a batch in a global variable
         return MaskRecipe(**asked)
-    recipe = MaskRecipe(shard=shard_of_forward(), **asked)
+    rules = (group_rule(forward.model) for forward in reversed(_FORWARDS.get()))
+    rule = next((rule for rule in rules if rule is not None), None)
+    recipe = MaskRecipe(shard=shard_of_forward(), rule=rule, **asked)
     _tell_of_documents(recipe)
     return recipe
 
@@ -268,17 +309,44 @@ def _parts(rule: Callable[..., Any]) -> Iterator[tuple[str, list[Any]]]:
 
     What lets no token attend to any is left out where another rule does the same without.
     """
-    own = getattr(rule, "__qualname__", type(rule).__qualname__)
-    name = _names_by_code().get(getattr(rule, "__code__", None), own)
-    inner = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-    enclosed = [part for each in inner for part in (each if isinstance(each, tuple | list) else (each,))]
-    rules = [part for part in enclosed if callable(part) and not isinstance(part, torch.nn.Module)]
+    name, enclosed, rules = _opened(rule)
     if name == _EITHER:
         rules = [part for part in rules if not _is_empty(part)]
     if name != _EITHER or len(rules) != 1:
         yield name, enclosed
     for part in rules:
         yield from _parts(part)
+
+
+def _opened(rule: Callable[..., Any]) -> tuple[str, list[Any], list[Callable[..., Any]]]:
+    """Return the name of a rule, what it encloses, and the rules among that."""
+    own = getattr(rule, "__qualname__", type(rule).__qualname__)
+    name = _names_by_code().get(getattr(rule, "__code__", None), own)
+    inner = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    enclosed = [part for each in inner for part in (each if isinstance(each, tuple | list) else (each,))]
+    return name, enclosed, [part for part in enclosed if callable(part) and not isinstance(part, torch.nn.Module)]
+
+
+class _Groups(NamedTuple):
+    """Groups of tokens that attend to each other besides what another rule allows.
+
+    blocks: the number of the group of each token [B, S_local], -1 for none.
+    is_causal, is_windowed: what the other rule is made of.
+    """
+
+    blocks: Tensor
+    is_causal: bool
+    is_windowed: bool
+
+
+def _groups(rule: Callable[..., Any]) -> Iterator[_Groups]:
+    """Yield all groups of tokens in a rule."""
+    name, _, rules = _opened(rule)
+    for part in rules:
+        if name == _EITHER and _opened(part)[0] == _IN_BLOCKS:
+            others = {each for other in rules if other is not part for each, _ in _parts(other)}
+            yield _Groups(_opened(part)[1][0], _CAUSAL in others, _WINDOW in others)
+        yield from _groups(part)
 
 
 def _is_empty(rule: Callable[..., Any]) -> bool:

@@ -20,6 +20,7 @@ from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
+from burst_plugin.huggingface.image_groups import MAKES_MASKS
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
 from burst_plugin.huggingface.media.features import use_media
@@ -56,7 +57,6 @@ _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls before it, of attention and others
-_REFUSED = {"molmo2": "its language model asks for the shape of its mask, which is a rule here; use another model"}
 _MIXING = {  # options by which ranks compute otherwise than one would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
@@ -223,12 +223,17 @@ def problems(
     if len(outermost) > 1 and not is_whole:
         names = ", ".join(type(each).__name__ for each in outermost)
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
+    makes_masks = any(each.config.model_type in MAKES_MASKS for each in outermost)
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in text_modules(module_taking_batches(model) if is_whole else model):
         if isinstance(pretrained, PreTrainedModel):
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
-                reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
+                reasons = [
+                    *_problems_of_config(pretrained.config, makes_masks),
+                    *reasons,
+                    *_problems_of_code(pretrained),
+                ]
                 reasons.append(problem_of_rotary(pretrained))
                 if asks_for_router_loss(pretrained, {}):
                     reasons.append(problem_of_router_loss(pretrained, averages_gradients))
@@ -339,15 +344,13 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
     return "shift_labels" in inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss).parameters
 
 
-def _problems_of_config(config: Any) -> list[str]:
-    """Return what a model is configured for that a ring cannot compute."""
+def _problems_of_config(config: Any, makes_masks: bool) -> list[str]:
+    """Return what a model is configured for that a ring cannot compute; see `MAKES_MASKS`."""
     text, reasons = config.get_text_config(), []
     if getattr(config, "add_cross_attention", False):
         reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
         )
-    if config.model_type in _REFUSED:
-        reasons.append(_REFUSED[config.model_type])
     others = other_parts(config)
     if others and not text_part(config):
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
@@ -358,7 +361,8 @@ def _problems_of_config(config: Any) -> list[str]:
     for option, what in _MIXING.items():
         if getattr(text, option, None):
             reasons.append(f"{option} {what}; switch it off, or use another model")
-    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # among tokens of an image
+    both_ways = getattr(text, "use_bidirectional_attention", None)
+    if both_ways not in (None, False, "vision") and not makes_masks:
         reasons.append("use_bidirectional_attention is set; leave it out")
     return reasons
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import MEDIA, SHARD_KEY
 from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.image_groups import group_rule
 from burst_plugin.huggingface.mask_recipes import shard_of_forward
 from burst_plugin.huggingface.media.features import takes_media
 
@@ -131,10 +132,13 @@ def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
             f"{name} got images, video or audio in a batch that is cut, and makes features of them in a way that "
             "ranks cannot share yet; train on text alone"
         )
-    if shard.token_types and not shard.whole:
+    rule = group_rule(model)
+    marks = [entry for entry, rows in shard.token_types.items() if any(kind for row in rows for _, _, kind in row)]
+    unknown = [entry for entry in marks if rule is None or entry != rule.name]
+    if unknown and not shard.whole:
         raise ValueError(
-            f"{name} got {', '.join(shard.token_types)} that mark tokens of an image in a batch that is cut, without "
-            "the image; leave them out, or give zeros for text"
+            f"{name} got {', '.join(unknown)} that mark tokens of an image in a batch that is cut, without the image; "
+            "leave them out, or give zeros for text"
         )
     for entry, value in by_name(model.forward, args, kwargs).items():
         is_known = entry in _OF_TEXT or (shard.whole and entry.startswith(MEDIA))

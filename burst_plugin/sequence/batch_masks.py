@@ -13,6 +13,9 @@ from torch import Tensor
 from burst_plugin.sequence.masks import Documents, Mask, PerRow, key_padding
 from burst_plugin.sequence.prefix_tree import PrefixTree
 
+TypeRuns = tuple[tuple[int, int, int], ...]
+"""Runs of tokens of one type in a row, (start, stop, type), from its first token to its last."""
+
 
 def valid_tokens(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
     """Return which tokens [B, S] of a batch are no padding by its `attention_mask`."""
@@ -24,6 +27,16 @@ def real_tokens(valid: Tensor, padded: int) -> Tensor | None:
     """Return which tokens of the padded length are no padding; None if all are."""
     missing = padded - valid.shape[1]
     return None if not missing and bool(valid.all()) else torch.nn.functional.pad(valid, (0, missing), value=False)
+
+
+def type_runs(types: Tensor) -> tuple[TypeRuns, ...]:
+    """Return the runs of tokens of one type, (start, stop, type), of each row of `types` [B, S], whole numbers."""
+    rows = []
+    for row in types.cpu():
+        kinds, lengths = row.unique_consecutive(return_counts=True)
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        rows.append(tuple(zip(bounds, bounds[1:], kinds.tolist(), strict=False)))
+    return tuple(rows)
 
 
 def batch_mask(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.text_only import text_modules, towers
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
+from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # whose default configurations are known
@@ -29,17 +27,9 @@ pytestmark = [
 
 _KINDS_OF_TOKENS = {  # given by processors: 0 for text
     "gemma3": "token_type_ids",
-    **dict.fromkeys(("gemma4", "gemma4_unified", "glm4v", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+    **dict.fromkeys(("gemma4", "gemma4_unified", "glm4v", "molmo2", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
 }
 DOCUMENTS = (13, 1, 18)
-
-
-@dataclass(frozen=True)
-class Result:
-    """The loss of a whole batch, and gradients."""
-
-    loss: float
-    grads: dict[str, torch.Tensor]
 
 
 def _plain() -> Batch:
@@ -73,68 +63,16 @@ def _given(family: str, kind: str) -> Batch:
     return batch
 
 
-def _grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
-def _on_ring(rank: int, families: Sequence[str], kind: str, options: dict[str, Any]) -> dict[str, Result]:
-    cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size(), **options)
-    found = {}
-    for family in families:
-        model = prepare(tiny_wrapper(family))
-        if kind == "padded" or options:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        local = shard_batch(_given(family, kind), cp)
-        loss = model(
-            **local, labels=local["shift_labels"], num_items_in_batch=local["burst"].valid_tokens, use_cache=False
-        ).loss
-        loss.backward()
-        grads = _grads(model)
-        flat = torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads.values())])
-        dist.all_reduce(flat)
-        sizes = [grad.numel() for grad in grads.values()]
-        parts = flat[1:].split(sizes) if rank == 0 else ()
-        whole = {name: part.view_as(grads[name]) for name, part in zip(grads, parts, strict=False)}
-        found[family] = Result(float(flat[0]), {name: grad for name, grad in whole.items() if bool(grad.any())})
-    return found
-
-
-def _on_one_rank(family: str, kind: str) -> Result:
-    """Of packed documents one by one, since not every model of transformers keeps those apart."""
-    model, batch = tiny_wrapper(family), _given(family, kind)
-    count = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
-    starts = [0, batch["input_ids"].shape[1]]
-    if kind == "packed":
-        del batch["position_ids"]
-        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
-    total = 0.0
-    for begin, end in pairwise(starts):
-        part = {name: x[:, begin:end] for name, x in batch.items()}
-        if end - begin > 1:
-            loss = model(**part, num_items_in_batch=count, use_cache=False).loss
-            loss.backward()
-            total += float(loss.detach())
-    return Result(total, {name: grad for name, grad in _grads(model).items() if bool(grad.any())})
-
-
-def check(families: Sequence[str], ranks: int, kind: str, **options: Any) -> None:
-    """Compare losses and gradients on a ring with those on one rank without it; `options` are the ring's."""
-    found = run_ranks(_on_ring, ranks, families, kind, options, timeout_s=240.0)[0]
-    for family in families:
-        truth = _on_one_rank(family, kind)
-        assert truth.grads, family
-        assert abs(found[family].loss - truth.loss) <= 1e-5 * abs(truth.loss), (family, kind)
-        error, parameter = worst(found[family].grads, truth.grads)
-        assert error <= 1e-5, (family, kind, parameter, error)
-
-
 @pytest.mark.parametrize(("ranks", "kind"), [(4, "plain"), (2, "packed"), (2, "padded")])
 def test_losses_and_gradients_equal_eager_on_one_rank(ranks: int, kind: str) -> None:
-    check(WRAPPERS, ranks, kind)
+    documents = DOCUMENTS if kind == "packed" else ()
+    check_on_ring({family: _given(family, kind) for family in WRAPPERS}, ranks, documents, kind == "padded")
 
 
 def test_what_runs_in_chunks_is_the_language_model() -> None:
-    check(["qwen2_5_vl", "gemma3", "llava"], 2, "padded", mlp_chunk=5, loss_chunk=7, head_chunk=2, keep_attention=0.5)
+    batches = {family: _given(family, "padded") for family in ("qwen2_5_vl", "gemma3", "llava")}
+    options = {"mlp_chunk": 5, "loss_chunk": 7, "head_chunk": 2, "keep_attention": 0.5}
+    check_on_ring(batches, 2, has_checkpoints=True, **options)
 
 
 def test_towers_are_left_as_they_are() -> None:
@@ -212,10 +150,10 @@ def test_an_image_beside_a_shard_is_refused_by_name(name: str) -> None:
 
 
 def _marked(rank: int) -> str:
-    model, ids = prepare(tiny_wrapper("gemma3")), _plain()["input_ids"]
+    model, ids = prepare(tiny_wrapper("qwen3_vl")), _plain()["input_ids"]
     marks = torch.zeros_like(ids)
     marks[:, :2] = 1  # which zigzag gives to rank 0 alone
-    local = shard_batch({"input_ids": ids, "token_type_ids": marks}, ContextParallel(dist.group.WORLD))
+    local = shard_batch({"input_ids": ids, "mm_token_type_ids": marks}, ContextParallel(dist.group.WORLD))
     try:
         model(**local)
     except ValueError as error:
@@ -224,10 +162,10 @@ def _marked(rank: int) -> str:
 
 
 def test_tokens_of_an_image_without_it_are_refused_on_every_rank() -> None:
-    """They would attend to each other in both directions, and one rank alone has them."""
+    """Positions depend on the image, and one rank alone has its tokens."""
     for told in run_ranks(_marked, 2):
         assert told.startswith(
-            "Gemma3ForConditionalGeneration got token_type_ids that mark tokens of an image in a batch"
+            "Qwen3VLForConditionalGeneration got mm_token_type_ids that mark tokens of an image in a batch"
         )
 
 
@@ -246,8 +184,6 @@ def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
     ("family", "reason"),
     [
         ("voxtral_realtime", "it adds features of audio to every token"),
-        ("molmo2", "its language model asks for the shape of its mask"),
-        ("paligemma", "use_bidirectional_attention is set"),
         ("blt", "it has parts besides the language model: patcher_config"),
         ("gemma4_unified_assistant", "it is a draft of another model"),
         ("inkling2", "it carries a state along the sequence (in Inkling2ShortConvolution)"),

@@ -87,6 +87,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "paligemma2": ("paligemma", {"text_config": {"model_type": "gemma2"}}),
+    "gemma4 with images": ("gemma4", {"text_config": {"use_bidirectional_attention": "vision"}}),
+    "gemma4_unified with images": ("gemma4_unified", {"text_config": {"use_bidirectional_attention": "vision"}}),
+}
+"""Families with another default configuration."""
 _CARRYING = [
     "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe",
 ]  # fmt: skip
@@ -98,16 +104,18 @@ WRAPPERS = [
     "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "got_ocr2",
     "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus",
     "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision",
-    "minimax_m3_vl", "mistral3", "mllama", "muse_glimmer", "muse_spark", "musicflamingo", "ovis2", "paddleocr_vl",
-    "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker",
-    "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "minimax_m3_vl", "mistral3", "mllama", "molmo2", "muse_glimmer", "muse_spark", "musicflamingo", "ovis2",
+    "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_asr",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "video_llama_3",
+    "video_llava", "vipllava", "voxtral",
 ]  # fmt: skip
 """Families that run on text alone; others have the same classes."""
 
 
 def tiny_wrapper(family: str) -> Any:
     """A model of a family, the same on every rank, with few of everything, eager attention and no dropout."""
-    default = transformers.CONFIG_MAPPING[family]()
+    family, given = _VARIANTS.get(family, (family, {}))
+    default = transformers.CONFIG_MAPPING[family](**given)
     fields = default.to_dict()
     _shrink(fields)
     _change(fields, deepcopy(_CHANGES.get(family, {})))

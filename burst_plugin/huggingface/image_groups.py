@@ -1,0 +1,108 @@
+"""Which tokens of a batch attend to each other both ways: those of an image, of all images, or of a prompt.
+
+transformers numbers groups of tokens over a row, so that on a shard their numbers are wrong. A shard has the types of
+all tokens of its batch; which of them make groups is known by the kind of model:
+
+    types of tokens          0 0 1 1 1 0 1 1
+    each run of type 1       . . a a a . b b      Gemma 3, and Gemma 4 with types 1 and 2
+    all of type 1            . . a a a . a a      Molmo 2
+    all of type 0            a a . . . a . .      PaliGemma, whose answer has type 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.sequence.batch_masks import TypeRuns
+from burst_plugin.sequence.masks import BidirectionalSpans, Mask, PerRow
+
+
+class GroupRule(NamedTuple):
+    """Which tokens of a row make groups: those of some `types`, by the entry `name` of the batch.
+
+    is_one: whether all of them are one group; else every run of them is a group of its own.
+    """
+
+    name: str
+    types: frozenset[int]
+    is_one: bool = False
+
+
+_OF_GEMMA4 = GroupRule("mm_token_type_ids", frozenset({1, 2}))
+GROUP_RULES: Mapping[str, GroupRule] = MappingProxyType(
+    {
+        "gemma3": GroupRule("token_type_ids", frozenset({1})),
+        "gemma4": _OF_GEMMA4,
+        "gemma4_unified": _OF_GEMMA4,
+        "molmo2": GroupRule("mm_token_type_ids", frozenset({1}), is_one=True),
+        "paligemma": GroupRule("token_type_ids", frozenset({0}), is_one=True),
+    }
+)
+"""By the `model_type` of a model's configuration."""
+MAKES_MASKS = ("paligemma",)
+"""Kinds of models that make all masks themselves, causal ones, whatever their language models are configured for."""
+
+
+def group_rule(model: torch.nn.Module) -> GroupRule | None:
+    """Return the rule by which a model of transformers groups tokens; None if it is not known to have one."""
+    config: Any = getattr(model, "config", None)
+    return GROUP_RULES.get(getattr(config, "model_type", ""))
+
+
+def group_mask(shard: SequenceShard, rule: GroupRule, left: int | None = None) -> Mask | None:
+    """Return the mask of a whole batch in which tokens attend to those before them and to their group.
+
+    left: how many tokens before it a token attends to besides its group; None is no bound.
+
+    Returns None for a batch without groups. Documents, padding and windows around groups are apart from it.
+    """
+    rows = shard.token_types.get(rule.name, ())
+    return _mask(rows, rule, left) if any(_spans(row, rule) for row in rows) else None
+
+
+def groups_agree(shard: SequenceShard, rule: GroupRule, blocks: Tensor) -> bool:
+    """Return whether a model has put the tokens of this rank into groups that `rule` does: `blocks`, -1 for none.
+
+    blocks: [B, S_local], numbers that mean something only among tokens of one rank; it is waited for.
+    """
+    rows = shard.token_types[rule.name]
+    grouped = torch.full((len(rows), shard.tokens.length), 0 in rule.types, dtype=torch.bool, device="cpu")
+    for row, runs in zip(grouped, rows, strict=True):
+        row[: shard.length] = False
+        for start, stop in _spans(runs, rule):
+            row[start:stop] = True
+    local = shard.cp.shard(grouped, 1, shard.tokens)
+    theirs = blocks.cpu()
+    numbers = theirs[theirs >= 0]
+    return torch.equal(local, theirs >= 0) and not (rule.is_one and bool((numbers != 0).any()))
+
+
+@lru_cache(maxsize=8)
+def _mask(rows: tuple[TypeRuns, ...], rule: GroupRule, left: int | None) -> Mask:
+    masks = [_mask_of_row(_spans(row, rule), rule, left) for row in rows]
+    return masks[0] if len(set(masks)) == 1 else PerRow(tuple(masks))
+
+
+def _mask_of_row(spans: tuple[tuple[int, int], ...], rule: GroupRule, left: int | None) -> Mask:
+    return BidirectionalSpans(spans, (0,) * len(spans) if rule.is_one else None, left)
+
+
+@lru_cache(maxsize=64)
+def _spans(runs: TypeRuns, rule: GroupRule) -> tuple[tuple[int, int], ...]:
+    """Return the spans of tokens in groups; runs of different types that touch are one span."""
+    spans: list[tuple[int, int]] = []
+    for start, stop, kind in runs:
+        if kind not in rule.types:
+            continue
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    return tuple(spans)
