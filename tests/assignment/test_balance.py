@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     ContextParallel,
@@ -58,6 +59,13 @@ def test_auto_is_even_for_long_tailed_documents(seed: int, strategy: Strategy) -
     assert max(held) - min(held) <= 1
     whole = Tokens(starts[-1], layout="zigzag")
     assert imbalance(table, Attending(whole, whole, mask)) > 1.5, "without a choice it is not"
+
+
+def test_auto_is_even_for_a_prompt_that_attends_both_ways() -> None:
+    mask, table = BidirectionalSpans(((0, 5000),)), RouteTable(Topology(1, 4), Strategy(layout="auto"))
+    tokens, zigzag = choose_tokens(table, 1 << 13, mask), Tokens(1 << 13, layout="zigzag")
+    assert imbalance(table, Attending(tokens, tokens, mask)) <= 1.05
+    assert imbalance(table, Attending(zigzag, zigzag, mask)) > 1.3, "without a choice it is not"
 
 
 NO_WORK = {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import (
+    BidirectionalSpans,
     BlockMask,
     Causal,
     ContextParallel,
@@ -110,6 +111,10 @@ SPANS = tuple((8 * n, 8 * n + 5) for n in range(300))
         (
             [PerRow((Keys(()), Keys(SPANS))), PerRow((Keys(()), Keys((*SPANS[:250], (2000, 2004), *SPANS[251:]))))],
             "mask: PerRow.masks at entry 1: Keys.spans differs at entry 250: rank 0: (2000, 2005); rank 1: (2000, 20",
+        ),
+        (
+            [BidirectionalSpans(SPANS), BidirectionalSpans((*SPANS[:250], (2000, 2004), *SPANS[251:]))],
+            "mask: BidirectionalSpans.spans differs at entry 250: rank 0: (2000, 2005); rank 1: (2000, 2004)",
         ),
         (
             [BlockMask(8, ALLOWED), BlockMask(8, (*ALLOWED[:7], ODD_ROW, *ALLOWED[8:]))],

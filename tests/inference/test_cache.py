@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import (
+    BidirectionalSpans,
     Causal,
     ContextParallel,
     PerHeadGroup,
@@ -45,6 +46,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # turns, of th
     "offloaded": (UNLIKE, {}, {"offload": True}),
     "windows of unlike rows": (UNLIKE, {"mask": SlidingWindow(11)}, {"windows": [11], "rewind": 3}),
     "masks of rows": (UNLIKE, {"mask": PerRow((Causal(), PrefixLM(5)))}, {}),
+    "spans": (
+        UNLIKE,
+        {"mask": PerRow((BidirectionalSpans(((0, 2), (3, 5)), (7, 7)), BidirectionalSpans(((1, 5),))))},
+        {},
+    ),
 }
 BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 0.02}
 OVER_GLOO = ("alike", "unlike", "one head of keys, a sink")
