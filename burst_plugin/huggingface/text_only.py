@@ -137,8 +137,8 @@ def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     unknown = [entry for entry in marks if rule is None or entry != rule.name]
     if unknown and not shard.whole:
         raise ValueError(
-            f"{name} got {', '.join(unknown)} that mark tokens of an image in a batch that is cut, without the image; "
-            "leave them out, or give zeros for text"
+            f"{name} got {', '.join(unknown)} that mark tokens of an image in a batch that is cut, without the "
+            "image; leave them out, or give zeros for text"
         )
     for entry, value in by_name(model.forward, args, kwargs).items():
         is_known = entry in _OF_TEXT or (shard.whole and entry.startswith(MEDIA))

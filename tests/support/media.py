@@ -126,6 +126,18 @@ FAMILIES: dict[str, Family] = {
         lambda image: 4,
         _alike,
     ),
+    "gemma3": Family(
+        lambda: transformers.Gemma3Config(
+            text_config={**_TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            vision_config={**_SIGLIP, "patch_size": 4},
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE,
+            boi_token_index=102,
+            eoi_token_index=103,
+        ),
+        lambda image: 4,
+        lambda images, ids: {**_alike(images, ids), "token_type_ids": (ids == IMAGE).int()},
+    ),
     "mistral3": Family(
         lambda: transformers.Mistral3Config(
             text_config=transformers.MistralConfig(**_TEXT, sliding_window=None),
@@ -157,6 +169,7 @@ FAMILIES: dict[str, Family] = {
 CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
