@@ -58,7 +58,7 @@ MEDIA = (
     "spatial_shapes",
     "video_",
 )
-_WHOLE = ("input_ids", "attention_mask", *_TOKEN_TYPES)
+_WHOLE = ("input_ids", "attention_mask", "position_ids", *_TOKEN_TYPES)
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
 _LOOKS = 10  # batches to look at until one is uneven; each look takes as long as making a new mask's plan
@@ -92,7 +92,7 @@ class SequenceShard:
         or "mm_token_type_ids": for each row its runs of one type, (start, stop, type), without padding.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
-    whole: ids, masks and types of all tokens, [B, S], of a batch with images, video or audio; else empty.
+    whole: ids, masks, types and positions of all tokens, [B, S], of a batch with images, video or audio; else empty.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from tests.support.deepspeed_run import worst
-from tests.support.media import FAMILIES, Image, batch, tiny_model
+from tests.support.media import FAMILIES, Image, batch, of_document, tiny_model
 from tests.support.ranks import run_ranks
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
@@ -30,8 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "images": {"images": IMAGES, "rows": 3},
     "one": {"images": (Image(0, 25, (8, 4)),)},  # fewer than ranks
     "padded": {"images": IMAGES[2:], "rows": 2, "padding": (0, 9)},
+    "packed": {"images": (Image(0, 3, (4, 4)), Image(0, 22, (2, 4)), Image(0, 30, (4, 8)), Image(0, 50, (4, 4)))},
     "video": {"images": (Image(0, 4, (4, 4), frames=2), Image(0, 30, (4, 4)), Image(0, 40, (2, 4), frames=3))},
 }
+
+
+DOCUMENTS = (13, 1, 31, 19)
 
 
 def _batch(family: str, case: str) -> dict[str, Any]:
@@ -42,6 +47,9 @@ def _batch(family: str, case: str) -> dict[str, Any]:
         real = torch.arange(found["input_ids"].shape[1]) >= torch.tensor(padding)[:, None]
         found |= {"attention_mask": real.long(), "labels": found["labels"].masked_fill(~real, IGNORED_LABEL)}
         found["labels"][:, max(padding)] = IGNORED_LABEL
+    if case == "packed":
+        positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+        found |= {"position_ids": positions, "labels": found["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
     return found
 
 
@@ -55,7 +63,13 @@ def _loss_and_grads(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, to
 def _on_one_rank(family: str, case: str, frozen: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     model, whole = _model(family, frozen), _batch(family, case)
     count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
-    return _loss_and_grads(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
+    parts = [whole]
+    if case == "packed":
+        bounds = [*torch.tensor((0, *DOCUMENTS)).cumsum(0).tolist()]
+        del whole["position_ids"]
+        parts = [of_document(whole, begin, end) for begin, end in pairwise(bounds) if end - begin > 1]
+    losses = torch.stack([model(**part, num_items_in_batch=count, use_cache=False).loss for part in parts])
+    return _loss_and_grads(model, losses.sum())
 
 
 def _model(family: str, frozen: bool) -> Any:

@@ -195,3 +195,21 @@ def batch(family: str, images: Sequence[Image], rows: int = 1, length: int = 64)
             assert first + per_frame <= length
             ids[image.row, first : first + per_frame] = VIDEO if image.frames > 1 else IMAGE
     return {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100), **of.media(images, ids)}
+
+
+def of_document(whole: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+    """A document of a batch of one row as a batch of its own, with the images of its tokens."""
+    ids = whole["input_ids"]
+    starts = (ids[0] == IMAGE) & (torch.nn.functional.pad(ids[0, :-1], (1, 0)) != IMAGE)
+    before, here = int(starts[:begin].sum()), int(starts[begin:end].sum())
+    found = {}
+    for name, x in whole.items():
+        grid = whole.get("image_grid_thw")
+        if x.shape[:2] == ids.shape:
+            found[name] = x[:, begin:end]
+        elif name == "pixel_values" and grid is not None:
+            ends = [0, *grid.prod(-1).cumsum(0).tolist()]
+            found[name] = x[ends[before] : ends[before + here]]
+        else:
+            found[name] = x[before : before + here]
+    return {name: x for name, x in found.items() if len(x)}

@@ -1,38 +1,30 @@
-"""Positions in three axes (mRoPE) of a batch that is cut: those of the whole batch."""
+"""Positions in three axes (mRoPE) of a batch that is cut: those of the whole batch, each document by itself."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
 
 _METHOD = "compute_3d_position_ids"
+_OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard with this rank's positions, if images give them axes.
-
-    Raises ValueError for packed documents, whose positions begin anew.
-    """
-    grids = [name for name in kwargs if name.endswith("grid_thw")]
+    """Return the keyword arguments of a forward on a shard with this rank's positions, if images give them axes."""
+    grids = {name: value for name, value in kwargs.items() if name.endswith("grid_thw")}
     inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
     if not shard.whole or not grids or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)
-    if shard.counted is None:
-        raise ValueError(
-            f"{type(model).__name__} got images with position_ids of two dimensions: give those of mRoPE, [4, B, S] "
-            "with the positions in the text first, or none if texts are not packed"
-        )
-    method: Any = getattr(inner, _METHOD)
-    names = inspect.signature(method).parameters
-    given = {name: shard.whole.get(name, kwargs.get(name) if name in grids else None) for name in names}
-    known = {name: x for name, x in kwargs.items() if name in names and given.get(name) is None and name not in _CUT}
-    found = method(**{**{name: x for name, x in given.items() if x is not None}, **known, **_nothing(names, given)})
+    found = _in_axes(getattr(inner, _METHOD), shard.whole, kwargs)
     if found is None:
         return dict(kwargs)
     missing = shard.tokens.length - found.shape[-1]
@@ -40,11 +32,33 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
     return {**kwargs, "position_ids": shard.cp.shard(whole, whole.dim() - 1, shard.tokens)}
 
 
-_CUT = frozenset({"input_ids", "inputs_embeds", "attention_mask", "mm_token_type_ids", "position_ids"})
+def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions of the whole batch, [3, B, S], as a model's own method counts them.
+
+    It counts a row at a time, so that each document is given as a row, padded at its end.
+    """
+    ids, documents = whole["input_ids"], whole.get("position_ids")
+    of_tokens = {name: whole[name] for name in _OF_TOKENS if name in whole}
+    rows: list[Tensor] = []
+    if documents is not None:
+        starts = torch.nonzero((documents == 0).flatten()).flatten().tolist()
+        bounds = sorted({*starts, *range(0, ids.numel() + 1, ids.shape[1])})
+        rows = [torch.arange(a, b, device=ids.device) for a, b in pairwise(bounds)]
+        of_tokens.setdefault("attention_mask", torch.ones_like(ids))
+        of_tokens = {
+            name: pad_sequence([x.flatten()[row] for row in rows], batch_first=True) for name, x in of_tokens.items()
+        }
+    parameters = inspect.signature(method).parameters
+    given = {name: of_tokens.get(name, kwargs.get(name) if name not in _OF_TOKENS else None) for name in parameters}
+    given |= dict.fromkeys({"inputs_embeds", "cache", "past_key_values"} & parameters.keys())
+    found: Tensor | None = method(**{n: x for n, x in given.items() if x is not None or _is_required(parameters[n])})
+    if found is None or not rows:
+        return found
+    flat = torch.cat([found[:, n, : len(row)] for n, row in enumerate(rows)], 1)
+    return flat.view(len(found), *ids.shape)
 
 
-def _nothing(names: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> dict[str, None]:
-    """Return None for parameters that have to be given, and are not there."""
-    empty = inspect.Parameter.empty
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {n: None for n, p in names.items() if p.default is empty and given.get(n) is None and p.kind not in kinds}
+def _is_required(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter has to be given."""
+    named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return named and parameter.default is inspect.Parameter.empty
