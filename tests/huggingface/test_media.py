@@ -129,3 +129,15 @@ def test_features_that_do_not_match_their_tokens_are_refused_on_every_rank() -> 
         "the batch has 5 tokens of images, but LlavaModel makes 4 features of the images; give what its processor "
         "returns for these texts"
     }
+
+
+def test_positions_of_packed_documents_begin_anew() -> None:
+    """Rotary embeddings see differences of positions only, but in float32 those of large ones lose their digits."""
+    model, whole = prepare(tiny_model("qwen3_vl")), _batch("qwen3_vl", "packed")
+    seen: list[torch.Tensor] = []
+    model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    model(**shard_batch(whole, ContextParallel()), use_cache=False)
+    assert (seen[0][:, 0][:, [0, 13, 14, 45]] == 0).all()
+    assert seen[0].max() < max(DOCUMENTS)
