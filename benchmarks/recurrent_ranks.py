@@ -72,7 +72,7 @@ class _Kernel(NamedTuple):
 
     def pair(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
         pairs = [(torch.float32, _state(k, x)) for x in (k, v)]
-        return self._replace(share=_PAIR)._run(v.shape, *pairs, tensors=(k, v, g, beta))
+        return *self._replace(share=_PAIR)._run(v.shape, *pairs, tensors=(k, v, g, beta)), None
 
     def mamba2(self, *tensors: Tensor | None) -> Any:
         x, *_, B, _, _ = tensors

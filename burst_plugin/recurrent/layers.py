@@ -25,7 +25,7 @@ from burst_plugin.recurrent.kernels import mlstm as lstm
 from burst_plugin.recurrent.kernels import rwkv as wkv
 from burst_plugin.recurrent.kernels import selective_scan as selective
 from burst_plugin.recurrent.kernels import state_space as spaces
-from burst_plugin.recurrent.kernels.delta_rule import delta_rule, delta_rule_transition
+from burst_plugin.recurrent.kernels.delta_rule import delta_chunks, delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.placement import Placement
 from burst_plugin.recurrent.ways import (
@@ -157,7 +157,7 @@ def gated_delta_rule(
 
     call = place.call("gated_delta_rule", tensors, check)
     rule: Kernel = kernel or delta_rule
-    pair: Kernel = partial(_pair_by_kernel, kernel) if kernel else _pair_by_rule
+    pair: Any = partial(_pair_by_kernel, kernel) if kernel else _pair_by_rule
 
     def of_heads(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> TwoPasses:
         heads, dim = v.shape[2], k.shape[3]
@@ -166,14 +166,15 @@ def gated_delta_rule(
     return in_parts(call, _PARTS, of_heads, (q, k, v, g, beta), return_final_state)
 
 
-def _pair_by_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A and B of pieces of the delta rule."""
-    return delta_rule_transition(k, g, beta, v)
+def _pair_by_rule(*tensors: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Return A and B of pieces of the delta rule, and what goes on from there."""
+    chunks = delta_chunks(*tensors)
+    return *chunks.pair(), chunks.outputs
 
 
 def _pair_by_kernel(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """Return A and B of pieces by a kernel of the delta rule: columns of a state do not meet.
 
     Those of the values, from zero, leave B; others without values, from the identity, leave A.
@@ -183,7 +184,7 @@ def _pair_by_kernel(
     state = torch.zeros((count, heads, dim, width + dim), dtype=state_type(v), device=v.device)
     state[..., width:] = torch.eye(dim, dtype=state.dtype, device=v.device)
     _, final = kernel(q, k, wide, g, beta, state)
-    return final[..., width:], final[..., :width]
+    return final[..., width:], final[..., :width], None
 
 
 @between_graphs

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -82,10 +83,14 @@ class _OfPieces:
 
 
 class TwoPasses(NamedTuple):
-    """What pieces do to states by `pair`, and then the kernel with the entering states."""
+    """What pieces do to states by `pair`, and then the kernel with the entering states.
+
+    pair: returns transitions and biases, and a function that goes on from there, given the entering states, in place
+        of the kernel; or None.
+    """
 
     kernel: Kernel
-    pair: Callable[..., tuple[Tensor, Tensor]]
+    pair: Callable[..., tuple[Tensor, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]] | None]]
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
@@ -95,14 +100,16 @@ class TwoPasses(NamedTuple):
             work.done.append((group, out))
             work.biases.put(group, final)
         for group, given in work.groups(work.paired if needs_pairs else ()):
-            transition, bias = self.pair(*given)
+            transition, bias, goes_on = self.pair(*given)
             work.transitions.put(group, transition)
             work.biases.put(group, bias)
+            work.begun[group.pieces] = goes_on
 
     def finish(self, work: Work) -> None:
         """Compute what needs the states that enter pieces."""
         for group, given in work.groups(work.entered):
-            work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
+            goes_on = work.begun.get(group.pieces) or partial(self.kernel, *given)
+            work.done.append((group, goes_on(group.of_pieces(work.entries))[0]))
 
 
 class OnePass(NamedTuple):
@@ -138,7 +145,7 @@ class OnePass(NamedTuple):
 class Work:
     """What is computed of some heads of all pieces of this process, of `tensors` [B, S, h, ...].
 
-    done: groups of pieces, and their outputs.
+    done: groups of pieces, and their outputs. begun: what goes on from pairs, by the pieces of groups.
     """
 
     def __init__(self, call: Call, way: OnePass | TwoPasses, tensors: Sequence[Tensor], finals: bool) -> None:
@@ -149,6 +156,7 @@ class Work:
         self.transitions, self.biases = (_OfPieces(call, shape, state_type(out), self.device) for shape in shapes)
         self.fresh, self.entered, self.paired = _sorted_pieces(call, finals)
         self.done: list[tuple[Group, Tensor]] = []
+        self.begun: dict[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]] | None] = {}
 
     def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
         """Yield groups of pieces, and their tokens."""

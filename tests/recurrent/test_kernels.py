@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from burst_plugin.recurrent.kernels import linear_unit as recurrence
 from burst_plugin.recurrent.kernels.convolution import causal_convolution
 from burst_plugin.recurrent.kernels.decay import decay_attention, decay_attention_read
-from burst_plugin.recurrent.kernels.delta_rule import delta_rule, delta_rule_transition
+from burst_plugin.recurrent.kernels.delta_rule import delta_chunks, delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.kernels.mlstm import mlstm
 from burst_plugin.recurrent.kernels.rwkv import rwkv
@@ -179,7 +179,7 @@ def test_transitions_lead_from_first_states_to_last(kind: str, length: int) -> N
         return DEFINITIONS[kind](q=q, **given)[1]
 
     def by_transition(initial_state: Tensor, **given: Any) -> Tensor:
-        A, B = delta_rule_transition(**given)
+        A, B = delta_chunks(q=q, **given).pair()
         return A @ initial_state + B
 
     expected = _with_gradients(last, tensors, state)

@@ -54,30 +54,75 @@ def _by_channels(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
     return _Chunks(list(products.squeeze(-4).unbind(-2)), entering.squeeze(-3), leaving.squeeze(-3))
 
 
-class _Systems(NamedTuple):
-    """Chunks [N, n, G, R, ...] in the WY form: their deltas d are (I + below) d = values - reads S, S what enters."""
+class DeltaChunks(NamedTuple):
+    """Chunks [N, n, G, R, ...] in the WY form: of a state S that enters, deltas are values - reads S.
 
-    below: Tensor  # [c, c]; neither the diagonal nor what is above is looked at
+    The state that leaves is kept S + keys^T deltas.
+
+    tokens, dtype: the length of the pieces, and the type of their values.
+    """
+
     values: Tensor  # [c, V]
     reads: Tensor  # [c, K]
     keys: Tensor  # under which deltas are added, as the chunk's end keeps them [c, K]
     kept: Tensor  # of S at the chunk's end [K or 1, 1]
+    weights: Tensor  # what outputs take from deltas [c, c]
+    queries: Tensor  # and from what enters [c, K]
+    tokens: int
+    dtype: torch.dtype
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return what pieces do to the states that enter them, last = A initial + B.
+
+        A is [N, H, K, K] and B [N, H, K, V], float32, or float64 for float64.
+        """
+        one = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)
+        moved = self.keys.mT @ torch.cat([self.reads, self.values], -1)
+        A, B = moved.tensor_split([self.reads.shape[-1]], -1)
+        A, B = _joined(one * self.kept - A, B)
+        return A.flatten(1, 2), B.flatten(1, 2)
+
+    def outputs(self, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return outputs with the states that enter pieces, and the states that leave them, as `delta_rule` does."""
+        shape = self.values.shape[0], self.values.shape[2] * self.values.shape[3]
+        sizes = self.reads.shape[-1], self.values.shape[-1]
+        state = entering_state(initial_state, self.values, (*shape, *sizes))
+        state = torch.unflatten(state, 1, tuple(self.values.shape[2:4]))
+        states, deltas = [], []
+        parts = self.values, self.reads, self.keys, self.kept
+        for value, read, key, kept in zip(*(x.unbind(1) for x in parts), strict=True):
+            states.append(state)
+            deltas.append(value - read @ state)
+            state = kept * state + key.mT @ deltas[-1]
+        out = self.weights @ torch.stack(deltas, 1) + self.queries @ torch.stack(states, 1)
+        return out_of_chunks(out.flatten(2, 3), self.tokens).to(self.dtype), state.flatten(1, 2)
 
 
-def _systems(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int, q: Tensor | None = None
-) -> tuple[_Systems, list[Tensor]]:
-    """Make the chunks' systems, and, given `q`, what outputs take from deltas [c, c] and from what enters [c, K]."""
+def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int = 64) -> DeltaChunks:
+    """Compute what needs no states, of pieces [N, L, ...] with L at least 1; arguments are as for `delta_rule`."""
+    _check(k, v, g, chunk_size)
     dtype, shared = computing_type(v), (k.shape[2], v.shape[2] // k.shape[2])
-    by_channel = g.dim() == 4
+    tokens, given, by_channel = v.shape[1], v.dtype, g.dim() == 4
     g = g.to(dtype) if by_channel else g.unsqueeze(-1)  # in float64 anyway, by heads
-    k, *queries = (in_chunks(x.to(dtype), chunk_size).unsqueeze(3) for x in ((k,) if q is None else (k, q)))
+    k, q = (in_chunks(x.to(dtype), chunk_size).unsqueeze(3) for x in (k, q))
     v, beta = (torch.unflatten(in_chunks(x.to(dtype), chunk_size), 2, shared) for x in (v, beta.unsqueeze(-1)))
     g = torch.unflatten(in_chunks(g, chunk_size), 2, shared)
-    chunks = (_by_channels if by_channel else _by_heads)([k, *queries], k, g)
+    chunks = (_by_channels if by_channel else _by_heads)([k, q], k, g)
+    below, weights = chunks.products[0] * beta, chunks.products[1]
+    right = torch.cat([v * beta, chunks.entering * beta * k], -1)
+    solved = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
     kept = chunks.entering[..., -1, :].unsqueeze(-1)
-    systems = _Systems(chunks.products[0] * beta, v * beta, chunks.entering * beta * k, chunks.leaving * k, kept)
-    return systems, [*chunks.products[1:], *(chunks.entering * row for row in queries)]
+    width = v.shape[-1]
+    return DeltaChunks(
+        solved[..., :width],
+        solved[..., width:],
+        chunks.leaving * k,
+        kept,
+        weights,
+        chunks.entering * q,
+        tokens,
+        given,
+    )
 
 
 def _check(k: Tensor, v: Tensor, g: Tensor, chunk_size: int) -> None:
@@ -110,21 +155,9 @@ def delta_rule(
     et al. 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692.
     """
     _check(k, v, g, chunk_size)
-    state = entering_state(initial_state, v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
     if not v.shape[1]:
-        return v, state
-    systems, (weights, queries) = _systems(k, v, g, beta, chunk_size=chunk_size, q=q)
-    right = torch.cat([systems.values, systems.reads], -1)
-    solved = torch.linalg.solve_triangular(systems.below, right, upper=False, unitriangular=True)
-    parts = solved[..., : v.shape[3]], solved[..., v.shape[3] :], systems.keys, systems.kept
-    state = torch.unflatten(state, 1, (k.shape[2], v.shape[2] // k.shape[2]))
-    states, deltas = [], []
-    for value, read, key, kept in zip(*(x.unbind(1) for x in parts), strict=True):
-        states.append(state)
-        deltas.append(value - read @ state)
-        state = kept * state + key.mT @ deltas[-1]
-    out = weights @ torch.stack(deltas, 1) + queries @ torch.stack(states, 1)
-    return out_of_chunks(out.flatten(2, 3), v.shape[1]).to(v.dtype), state.flatten(1, 2)
+        return v, entering_state(initial_state, v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+    return delta_chunks(q, k, v, g, beta, chunk_size=chunk_size).outputs(initial_state)
 
 
 def _joined(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,23 +168,3 @@ def _joined(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         joined = second @ first, second @ B[:, : 2 * pairs : 2] + B[:, 1::2]
         A, B = (torch.cat([new, old[:, 2 * pairs :]], 1) for new, old in zip(joined, (A, B), strict=True))
     return A[:, 0], B[:, 0]
-
-
-def delta_rule_transition(
-    k: Tensor, g: Tensor, beta: Tensor, v: Tensor, *, chunk_size: int = 64
-) -> tuple[Tensor, Tensor]:
-    """Compute what pieces do to the states that enter them: A and B of last = A @ initial + B.
-
-    Arguments are as for `delta_rule`, without queries. Returns A [N, H, K, K] and B [N, H, K, V] in float32, or in
-    float64 for float64. Errors and sources: as `delta_rule`.
-    """
-    _check(k, v, g, chunk_size)
-    N, _, H, V = v.shape
-    one = torch.eye(k.shape[3], dtype=computing_type(v), device=v.device)
-    if not v.shape[1]:
-        return one.expand(N, H, -1, -1), one.new_zeros(N, H, k.shape[3], V)
-    systems, _ = _systems(k, v, g, beta, chunk_size=chunk_size)
-    # Deltas are added under keys: keys^T (I + below)^-1 (values - reads S). The inverse goes to the narrower side.
-    left = torch.linalg.solve_triangular(systems.below.mT, systems.keys, upper=True, unitriangular=True).mT
-    A, B = _joined(one * systems.kept - left @ systems.reads, left @ systems.values)
-    return A.flatten(1, 2), B.flatten(1, 2)
