@@ -180,7 +180,8 @@ def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
     from quickstart_settings import Settings
 
     sizes = {**job.shape, "ranks": job.ranks, "nodes": job.nodes, "device": job.device, "steps": job.steps}
-    rest = {"learning_rate": 1e-4, "seed": 1, "backward": "auto", "data": "", "out": "", "reference": False}
+    texts = dict.fromkeys(("data", "out", "pattern"), "")
+    rest = {"learning_rate": 1e-4, "seed": 1, "backward": "auto", "reference": False, **texts}
     settings = Settings(seq_length=job.seq, **sizes, **rest)
     ring = example.use_burst(settings) if job.context_parallel_size > 1 else None
     model = example.build_model(settings, "reference" if ring is None else "burst")

@@ -12,7 +12,10 @@ from burst_plugin import Strategy, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent import held_pieces
 from tests.support.recurrences import DEFINITIONS, draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 TOKENS, SIZES = 512, {"groups": 4, "heads": 8, "keys": 64, "values": 64}
 
 
