@@ -152,7 +152,7 @@ class ForwardPart(TileAttention):
         """Return what a tile contributes to its queries, (out, lse), and () for its keys and values."""
         query, key, value = fold(q[0], tile.q, tile), fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
-        if tile.subtiles:
+        if tile.subtiles or tile.taken:
             return self._of_spans(query, key, value, tile, how), ()
         out, lse = self.kernel.forward(query, key, value, how)
         if self.max_logits is not None:
@@ -198,7 +198,7 @@ class BackwardPart(TileAttention):
         queries = Queries(query, dout, out, fold_lse(q[3], tile))
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
-        if tile.subtiles:
+        if tile.subtiles or tile.taken:
             return self._of_spans(queries, key, value, tile, how)
         grads = self.kernel.backward(queries, key, value, how)
         if grads.dbias is not None:

@@ -25,9 +25,12 @@ from burst_plugin.types import Rows
 
 
 class SpanRows(NamedTuple):
-    """What a tile with spans takes: the sequences, and which rows from its first one on; None is all of them."""
+    """What a tile with spans takes: the sequences, and which rows from its first one on; None is all of them.
 
-    lengths: Lengths
+    lengths: None for one sequence of all rows that are taken.
+    """
+
+    lengths: Lengths | None
     q: Tensor | None
     k: Tensor | None
 
@@ -47,6 +50,8 @@ class SpanTable:
         return rows
 
     def _found(self, tile: Tile) -> SpanRows:
+        if tile.taken is not None:
+            return SpanRows(None, self._index(tile.taken[0]), self._index(tile.taken[1]))
         batch = self._batch if tile.batch is None else tile.batch[1] - tile.batch[0]
         q_spans, k_spans = [part[:2] for part in tile.subtiles], [part[2:] for part in tile.subtiles]
         q, k = (tuple(stop - start for start, stop in spans) * batch for spans in (q_spans, k_spans))

@@ -207,12 +207,14 @@ def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) 
     here, length = Region(*queries, *keys), queries[1]
     if here.is_empty:
         return ()
-    regions = (region.intersect(here) for region in mask.of_row(row).regions(length, length))
+    regions = (
+        part.intersect(here) for region in mask.of_row(row).regions(length, length) for part in region.rectangles()
+    )
     return tuple(region for region in regions if not region.is_empty)
 
 
 def _moved(regions: tuple[Region, ...], q_shift: int, k_shift: int) -> Iterator[Region]:
     """Yield the regions with their queries and keys at other positions."""
-    for q_start, q_stop, k_start, k_stop, lower, upper in regions:
-        edges = (None if edge is None else edge + k_shift - q_shift for edge in (lower, upper))
-        yield Region(q_start + q_shift, q_stop + q_shift, k_start + k_shift, k_stop + k_shift, *edges)
+    for q_start, q_stop, k_start, k_stop, lower, upper, _ in regions:
+        lower, upper = (None if edge is None else edge + k_shift - q_shift for edge in (lower, upper))
+        yield Region(q_start + q_shift, q_stop + q_shift, k_start + k_shift, k_stop + k_shift, lower, upper)

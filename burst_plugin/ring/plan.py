@@ -31,7 +31,7 @@ from burst_plugin.ring.systems.group_exchange import GroupExchange
 from burst_plugin.ring.systems.rank_groups import GroupBlock, member_rows
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run, positions, token_count
-from burst_plugin.sequence.tiles import Tile, batched, cut, split_pieces, split_tail
+from burst_plugin.sequence.tiles import Tile, batched, cut, split_pieces, split_tail, split_taken
 from burst_plugin.topology import Traffic
 from burst_plugin.types import FULL, SIDES, Direction, Rows, Side, Spec, row_count
 
@@ -57,6 +57,8 @@ class KernelTiles(NamedTuple):
 
     def of(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         """Return the same work in tiles that the kernel can take."""
+        if self.uses_positions or self.max_logits:
+            tiles = [part for tile in tiles for part in split_taken(tile)]
         if "windows" not in self.features:
             most = max(1, _LARGEST_BATCH // self.shapes.batch)
             tiles = [piece for tile in tiles for piece in cut(tile, most)]

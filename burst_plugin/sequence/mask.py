@@ -4,6 +4,8 @@ A mask is a few disjoint *regions*: rectangles of query and key positions, each 
 
     lower <= key position - query position <= upper        None: no bound
 
+Of a region within spans only queries and keys in some of these spans are meant, as all tokens of several images.
+
 What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
 themselves are in `sequence.masks`, `sequence.block_masks` and `sequence.prefix_tree`.
 """
@@ -11,7 +13,7 @@ themselves are in `sequence.masks`, `sequence.block_masks` and `sequence.prefix_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +21,15 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
-from burst_plugin.types import Side
+from burst_plugin.types import Rows, Side
 
 
 class Region(NamedTuple):
-    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound."""
+    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound.
+
+    within: spans of positions, (start, stop) in ascending order, that both queries and keys are in; None is no such
+        bound.
+    """
 
     q_start: int
     q_stop: int
@@ -31,6 +37,7 @@ class Region(NamedTuple):
     k_stop: int
     lower: int | None = None
     upper: int | None = None
+    within: Rows | None = None
 
     def intersect(self, other: Region) -> Region:
         """Return what both regions allow; it may be empty."""
@@ -41,7 +48,32 @@ class Region(NamedTuple):
             min(self.k_stop, other.k_stop),
             _narrower(max, self.lower, other.lower),
             _narrower(min, self.upper, other.upper),
+            _common(self.within, other.within),
         )
+
+    def rectangles(self) -> Iterator[Region]:
+        """Yield the region without spans: itself, or a rectangle for each two of its spans that attend."""
+        spans, whole = self.within, self._replace(within=None)
+        if spans is None:
+            yield whole
+            return
+        for q_span in spans:
+            for k_span in spans:
+                part = whole.intersect(Region(*q_span, *k_span))
+                low, high = part.keys_of(part.q_start, part.q_stop - 1)
+                if low <= high and not part.is_empty:
+                    yield part
+
+    def met_by(self, first: int, last: int) -> Iterator[Region]:
+        """Yield the region, or a part for each span of its keys; their queries hold all of `first ... last`."""
+        if self.within is None:
+            yield self
+            return
+        met = [(start, stop) for start, stop in self.within if start <= last and stop > first]
+        for k_span in self.within if met else ():
+            part = self._replace(within=None).intersect(Region(met[0][0], met[-1][1], *k_span))
+            if not part.is_empty:
+                yield part
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
         """Return the first and the last key that queries `first ... last` may attend to."""
@@ -53,7 +85,7 @@ class Region(NamedTuple):
     def transposed(self) -> Region:
         """Return the region with queries and keys exchanged."""
         lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
-        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper, self.within)
 
     @property
     def is_empty(self) -> bool:
@@ -257,6 +289,8 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
             inside &= keys - queries >= r.lower
         if r.upper is not None:
             inside &= keys - queries <= r.upper
+        if r.within is not None:
+            inside &= _are_in(queries, r.within) & _are_in(keys, r.within)
         attends |= inside
     return attends
 
@@ -270,15 +304,34 @@ def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Ten
         return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
     work = torch.zeros(lengths[side == "kv"], dtype=torch.int64, device="cpu")
     for region in mask.regions(*lengths):
-        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        start, stop, other_start, other_stop, lower, upper, within = region if side == "q" else region.transposed
         tokens = torch.arange(start, stop, device="cpu")
         first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
         if lower is not None:
             first = first.maximum(tokens + lower)
         if upper is not None:
             last = last.minimum(tokens + upper + 1)
+        if within is not None:  # all that counts are positions in spans
+            others = torch.arange(other_start, other_stop, device="cpu")
+            before = torch.nn.functional.pad(_are_in(others, within).cumsum(0), (1, 0))
+            first, last = (before[(x - other_start).clamp(0, len(others))] for x in (first, last))
+            last = last.where(_are_in(tokens, within), first)
         work[start:stop] += (last - first).clamp_(min=0)
     return work
+
+
+def _are_in(positions: Tensor, spans: Rows) -> Tensor:
+    """Return which positions are in spans, bool, of the same shape."""
+    edges = torch.tensor(spans, dtype=torch.int64, device=positions.device).flatten()
+    return torch.searchsorted(edges, positions, right=True) % 2 == 1
+
+
+def _common(one: Rows | None, other: Rows | None) -> Rows | None:
+    """Return the spans that are in both, of which None is everything."""
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    both = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return tuple((start, stop) for start, stop in both if start < stop)
 
 
 def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:

@@ -152,17 +152,20 @@ class BidirectionalSpans(Mask):
                 f"BidirectionalSpans up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have "
                 "together; let spans end there"
             )
-        beyond = None if self.left is None else -self.left - 1  # what only groups attend to, from there back
-        regions = [Region(0, q_len, 0, kv_len, None if self.left is None else -self.left, 0)]
-        later: dict[int, list[tuple[int, int]]] = {}  # spans by group, from the last one on
-        groups = range(len(self.spans)) if self.groups is None else self.groups
-        for (start, stop), group in zip(reversed(self.spans), reversed(groups), strict=True):
-            regions.append(Region(start, stop, start, stop, 1, None))
-            regions += (Region(start, stop, *span) for span in later.setdefault(group, []))
-            later[group].append((start, stop))
-            if beyond is not None:
-                far = (span for span in later[group] if start - span[1] < beyond)
-                regions += (Region(*span, start, stop, None, beyond) for span in far)
+        bound = None if self.left is None else -self.left
+        regions = [Region(0, q_len, 0, kv_len, bound, 0)]
+        spans: dict[int, list[tuple[int, int]]] = {}  # by group
+        for group, span in zip(
+            range(len(self.spans)) if self.groups is None else self.groups, self.spans, strict=True
+        ):
+            if span[0] < span[1]:
+                spans.setdefault(group, []).append(span)
+        for of_group in spans.values():
+            start, stop = of_group[0][0], of_group[-1][1]
+            within = tuple(of_group) if len(of_group) > 1 else None
+            regions.append(Region(start, stop, start, stop, 1, None, within))
+            if bound is not None and start - stop + 1 < bound:  # the group reaches further back than others
+                regions.append(Region(start, stop, start, stop, None, bound - 1, within))
         queries = Region(0, q_len, 0, kv_len)
         return tuple(each for region in regions if not (each := region.intersect(queries)).is_empty)
 

@@ -98,8 +98,11 @@ class _Meetings:
     def _regions_at(self, run: Run) -> Iterator[tuple[Region, int, int]]:
         """Yield the regions that a run meets, with the first and the last of its positions in each."""
         for regions in self._regions:
-            for region in regions.at(run.start, run.last):
-                yield region, max(run.start, region.q_start), min(run.last, region.q_stop - 1)
+            for whole in regions.at(run.start, run.last):
+                for region in whole.met_by(run.start, run.last):
+                    first, last = max(run.start, region.q_start), min(run.last, region.q_stop - 1)
+                    if first <= last:
+                        yield region, first, last
 
     def _count(self, meetings: int) -> None:
         self._left -= meetings

@@ -29,6 +29,15 @@ kernel that takes documents of any lengths in one call; c: causal,
     queries of documents 0    c . .
                          1    . c .      one tile with three `subtiles`
                          2    . . c
+
+Regions within spans are cut as if a sequence had the tokens in spans alone. Their tiles are made of rows that are
+`taken` together, those of a, b and c without the text between them; later keys attend, and c in all is one tile:
+
+    queries of a  a . f . f
+            text  . . . . .
+               b  . . a . f
+            text  . . . . .
+               c  . . . . a
 """
 
 from __future__ import annotations
@@ -40,7 +49,8 @@ from typing import NamedTuple
 
 from burst_plugin.sequence.layout import Run
 from burst_plugin.sequence.mask import Region
-from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, OTHER_SIDE, Band, Side
+from burst_plugin.sequence.spans import SpanPlaces, inside, rows_at
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, OTHER_SIDE, Band, Rows, Side, row_count
 
 _CUTS = 8  # places at which a tail can be split off
 _FEWEST = 3  # tiles that are worth batching: rows between them have to be left out, and put back
@@ -56,6 +66,8 @@ class Tile(NamedTuple):
 
     With `subtiles` the tile is made of these, (q_start, q_stop, k_start, k_stop), each within `band`, full, or causal
     or anticausal and square, one after another on both sides. Rows between them are not part of this tile.
+
+    With `taken`, (ranges of query rows, of key rows), it is made of these rows alone, and its band counts them alone.
     """
 
     q_start: int
@@ -66,6 +78,7 @@ class Tile(NamedTuple):
     pieces: int = 1
     batch: tuple[int, int] | None = None
     subtiles: tuple[tuple[int, int, int, int], ...] = ()
+    taken: tuple[Rows, Rows] | None = None
 
     @property
     def q(self) -> slice:
@@ -84,6 +97,8 @@ class Tile(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Return the numbers of query and key rows of one piece."""
+        if self.taken is not None:
+            return row_count(self.taken[0]), row_count(self.taken[1])
         return (self.q_stop - self.q_start) // self.pieces, (self.k_stop - self.k_start) // self.pieces
 
     @property
@@ -108,7 +123,12 @@ class Regions:
     """The regions of a mask, found by the position of queries."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = sorted(regions, key=lambda region: region[:4])  # bands may be None
+        cut = [part for each in regions for part in (each.rectangles() if not _is_by_order(each) else (each,))]
+        self.within: dict[Rows, list[Region]] = {}  # by spans
+        for region in cut:
+            if region.within is not None:
+                self.within.setdefault(region.within, []).append(region)
+        self._regions = sorted(cut, key=lambda region: region[:4])  # bands may be None
         self._starts = [region.q_start for region in self._regions]
         self._stops = list(accumulate((region.q_stop for region in self._regions), max))
 
@@ -163,10 +183,47 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
     q_offset = 0
     for q_run in q_runs:
         for region in regions.at(q_run.start, q_run.last):
+            if region.within is not None:
+                continue
             for number in keys.at(*region.keys_of(q_run.start, q_run.last)):
                 tiles += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
         q_offset += q_run.length
-    return _join(tiles)
+    taken = [tile for spans, inside in regions.within.items() for tile in _taken(spans, inside, q_runs, k_runs)]
+    return (*_join(tiles), *taken)
+
+
+def _is_by_order(region: Region) -> bool:
+    """Return whether all later tokens attend, or all earlier ones, which holds among the tokens in spans as well."""
+    return region.within is None or region[4:6] in ((1, None), (None, -1))
+
+
+def _taken(spans: Rows, regions: Sequence[Region], q_runs: Sequence[Run], k_runs: Sequence[Run]) -> Iterator[Tile]:
+    """Yield the tiles of regions within spans, as those of a sequence that has the tokens in spans alone."""
+    places = SpanPlaces(spans)
+    (q_inside, q_rows), (k_inside, k_rows) = places.of_runs(q_runs), places.of_runs(k_runs)
+    alone = []
+    for region in regions:
+        q_start, q_stop, k_start, k_stop = map(places.place, region[:4])
+        alone.append(Region(q_start, q_stop, k_start, k_stop, region.lower, region.upper))
+    for tile in tiles_of(Regions(alone), q_inside, k_inside):
+        q, k = rows_at(q_rows, tile.q), rows_at(k_rows, tile.k)
+        taken = None if len(q) == len(k) == 1 else (q, k)
+        yield Tile(q[0][0], q[-1][1], k[0][0], k[-1][1], tile.band, taken=taken)
+
+
+def split_taken(tile: Tile) -> Iterator[Tile]:
+    """Yield a tile of rows that are taken together as tiles of one range of rows each, in any bands."""
+    if tile.taken is None:
+        yield tile
+        return
+    q_at = 0
+    for q_start, q_stop in tile.taken[0]:
+        k_at = 0
+        for k_start, k_stop in tile.taken[1]:
+            part = Tile(q_start, q_stop, k_start, k_stop, batch=tile.batch)
+            yield from banded(part, *_shifted(tile.band, k_at - q_at))
+            k_at += k_stop - k_start
+        q_at += q_stop - q_start
 
 
 def key_rows(region: Region, q_run: Run, k_run: Run) -> tuple[int, int]:
@@ -190,18 +247,12 @@ def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) 
 def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, int | None]:
     """Return the rows of one run on another in a region, and their band: `key - query = k - q + stride * (j - i)`."""
     stride = q_run.stride
-    q_first, rows = _inside(q_run, region.q_start, region.q_stop)
-    k_first, columns = _inside(k_run, region.k_start, region.k_stop)
+    q_first, rows = inside(q_run, region.q_start, region.q_stop)
+    k_first, columns = inside(k_run, region.k_start, region.k_stop)
     ahead = k_run.start - q_run.start + stride * (k_first - q_first)
     lower = None if region.lower is None else -((ahead - region.lower) // stride)
     upper = None if region.upper is None else (region.upper - ahead) // stride
     return Tile(q_first, q_first + rows, k_first, k_first + columns), lower, upper
-
-
-def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
-    """Return (first row, number of rows) of a run at positions `start:stop`."""
-    first = max(0, -((run.start - start) // run.stride))
-    return first, min(run.length, -((run.start - stop) // run.stride)) - first
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
@@ -340,7 +391,7 @@ def batched(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
     """
     batches: dict[object, list[list[Tile]]] = {}  # by what all subtiles of a tile share
     for tile in sorted(tiles, key=lambda tile: tile[:4]):
-        if tile.band not in (FULL, CAUSAL, ANTICAUSAL) or tile.pieces > 1 or max(tile.shape) > _LONG:
+        if tile.band not in (FULL, CAUSAL, ANTICAUSAL) or tile.pieces > 1 or tile.taken or max(tile.shape) > _LONG:
             yield tile
             continue
         started = batches.setdefault((tile.band, tile.batch), [])
@@ -388,7 +439,7 @@ def _between_keys(tiles: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...],
     before: list[Tile] = []
     after: list[Tile] = []
     for tile in tiles:
-        if tile.k_stop <= column:
+        if tile.k_stop <= column or (tile.taken and tile.k_start < column):
             before.append(tile)
         elif tile.k_start >= column:
             after.append(tile)

@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "documents": {"mask": Causal() & Documents(DOCUMENTS)},
     "documents, each over all ranks": {"mask": Causal() & Documents(DOCUMENTS), "tokens": Tokens(SEQ, DOCUMENTS)},
     "spans": {"mask": BidirectionalSpans(tuple((n, n + 20) for n in range(0, 480, 40)))},
+    "spans of one group": {"mask": BidirectionalSpans(tuple((n, n + 20) for n in range(0, 480, 40)), (0,) * 12)},
     "blocks": {"mask": BlockMask.of(torch.eye(8, dtype=torch.bool), SEQ // 8)},
     "padding": {"mask": Causal() & key_padding(torch.arange(SEQ).expand(2, SEQ) >= torch.tensor([[0], [70]]))},
     "cross": {"mask": Full(), "kv_seq": 256},

@@ -101,8 +101,9 @@ def test_documents_that_are_spread_over_all_ranks_are_one_tile_per_visit() -> No
         [Tile(n, n + 4, n, n + 4, Band(-2, 0)) for n in range(0, 40, 4)],
         [Tile(n, n + 4, n, n + 4, CAUSAL, pieces=2) for n in range(0, 40, 4)],
         [Tile(n, n + 4, n, n + 4, CAUSAL, batch=(n, n + 4)) for n in range(0, 40, 4)],
+        [Tile(n, n + 4, n, n + 4, taken=(((n, n + 1), (n + 2, n + 4)), ((n, n + 4),))) for n in range(0, 40, 4)],
     ],
-    ids=["two", "far apart", "keys far apart", "long", "the same rows", "windows", "pieces", "batch rows"],
+    ids=["two", "far apart", "keys far apart", "long", "the same rows", "windows", "pieces", "batch rows", "taken"],
 )
 def test_what_is_not_worth_it_or_does_not_go_together_stays_alone(alone: list[Tile]) -> None:
     assert sorted(batched(alone, 1000), key=lambda tile: tile[:4]) == sorted(alone, key=lambda tile: tile[:4])

@@ -90,7 +90,7 @@ def test_regions_are_disjoint(mask: Mask) -> None:
 
 def _pairs_by_region(mask: Mask) -> list[int]:
     found = []
-    for r in mask.regions(Q_LEN, KV_LEN):
+    for r in (part for region in mask.regions(Q_LEN, KV_LEN) for part in region.rectangles()):
         pairs = torch.arange(r.k_start, r.k_stop) - torch.arange(r.q_start, r.q_stop).unsqueeze(1)
         low = -99 if r.lower is None else r.lower
         high = 99 if r.upper is None else r.upper

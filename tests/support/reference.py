@@ -110,13 +110,8 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
     elif isinstance(mask, PrefixLM):
         pairs = (j <= i) | (j < mask.prefix)
     elif isinstance(mask, BidirectionalSpans):
-        groups = torch.full((max(q_len, kv_len),), -1)
-        numbers = range(len(mask.spans)) if mask.groups is None else mask.groups
-        for number, (start, stop) in zip(numbers, mask.spans, strict=True):
-            groups[start:stop] = number
-        q, k = groups[:q_len].unsqueeze(1), groups[:kv_len]
         behind = (j <= i) if mask.left is None else (j <= i) & (j >= i - mask.left)
-        pairs = behind | ((q == k) & (k >= 0))
+        pairs = behind | _same_group(mask, max(q_len, kv_len))[:q_len, :kv_len]
     elif isinstance(mask, Documents):
         starts = mask.kv_cu_seqlens or mask.cu_seqlens
         kv_lengths = mask.kv_lengths if mask.kv_cu_seqlens or mask.kv_lengths else mask.lengths
@@ -129,6 +124,15 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
     else:
         raise TypeError(mask)
     return pairs.expand(batch, q_len, kv_len)
+
+
+def _same_group(mask: BidirectionalSpans, length: int) -> Tensor:
+    """Return which tokens are in one group, bool [S, S]."""
+    groups = torch.full((length,), -1)
+    numbers = range(len(mask.spans)) if mask.groups is None else mask.groups
+    for number, (start, stop) in zip(numbers, mask.spans, strict=True):
+        groups[start:stop] = number
+    return (groups.unsqueeze(1) == groups) & (groups >= 0)
 
 
 def _painted_tree(mask: Mask, length: int) -> Tensor:
@@ -144,9 +148,13 @@ def _painted_tree(mask: Mask, length: int) -> Tensor:
             (own if each.compares_positions else listing).append(each)
     for path in tree_paths(tree):
         on_path = painted(Causal(), 1, len(path), len(path))[0]
-        for each in own:
-            on_path = on_path & painted(each, 1, len(path), len(path))[0]
         index = torch.tensor(path, dtype=torch.int64)
+        for each in own:
+            if isinstance(each, BidirectionalSpans):  # spans are those of the sequence
+                behind = painted(SlidingWindow(each.left), 1, len(path), len(path))[0]
+                on_path = on_path & (behind | _same_group(each, length)[index.unsqueeze(1), index])
+            else:
+                on_path = on_path & painted(each, 1, len(path), len(path))[0]
         pairs[index.unsqueeze(1), index] = on_path
     for each in listing:
         pairs &= painted(each, 1, length, length)[0]

@@ -1,0 +1,68 @@
+"""Tokens in spans of a sequence, such as those of all its images, as a sequence of their own.
+
+sequence    t t a a a t b b t      spans (2, 5), (6, 8)
+places      . . 0 1 2 . 3 4 .
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from burst_plugin.sequence.layout import Run
+from burst_plugin.types import Rows, merged
+
+
+class SpanPlaces:
+    """The places of tokens in spans, (start, stop) in ascending order, among all tokens in spans."""
+
+    def __init__(self, spans: Rows) -> None:
+        self._spans = spans
+        self._starts = [start for start, _ in spans]
+        self._before = list(accumulate((stop - start for start, stop in spans), initial=0))
+
+    def place(self, position: int) -> int:
+        """Return how many tokens in spans come before a position."""
+        number = bisect_right(self._starts, position) - 1
+        if number < 0:
+            return 0
+        start, stop = self._spans[number]
+        return self._before[number] + min(position, stop) - start
+
+    def of_runs(self, runs: Sequence[Run]) -> tuple[list[Run], list[tuple[int, int]]]:
+        """Return, for the tokens of `runs` that are in spans, the runs of their places, and their rows, in order."""
+        found: list[Run] = []
+        rows: list[tuple[int, int]] = []
+        offset = 0
+        for run in runs:
+            first_span, stop_span = (bisect_right(self._starts, edge) for edge in (run.start, run.last))
+            for span in self._spans[max(0, first_span - 1) : stop_span]:
+                first, count = inside(run, *span)
+                if count <= 0:
+                    continue
+                start = self.place(run.start + first * run.stride)
+                if found and found[-1].last + run.stride == start:
+                    found[-1] = found[-1]._replace(length=found[-1].length + count)
+                else:
+                    found.append(Run(start, count, run.stride))
+                rows.append((offset + first, offset + first + count))
+            offset += run.length
+        return found, rows
+
+
+def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
+    """Return a part of rows, by their places among all rows in `rows`, ranges (start, stop) in order."""
+    found, offset = [], 0
+    for start, stop in rows:
+        first, last = max(start, start + places.start - offset), min(stop, start + places.stop - offset)
+        if first < last:
+            found.append((first, last))
+        offset += stop - start
+    return merged(found)
+
+
+def inside(run: Run, start: int, stop: int) -> tuple[int, int]:
+    """Return (first row, number of rows) of a run at positions `start:stop`; the number may be below 0."""
+    first = max(0, -((run.start - start) // run.stride))
+    return first, min(run.length, -((run.start - stop) // run.stride)) - first
