@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -112,13 +113,17 @@ WRAPPERS = [
 """Families that run on text alone; others have the same classes."""
 
 
-def tiny_wrapper(family: str) -> Any:
-    """A model of a family, the same on every rank, with few of everything, eager attention and no dropout."""
+def tiny_wrapper(family: str, adjust: Callable[[dict[str, Any]], None] = lambda fields: None) -> Any:
+    """A model of a family, the same on every rank, with few of everything, eager attention and no dropout.
+
+    adjust: changes the fields of its configuration, after they are made small.
+    """
     family, given = _VARIANTS.get(family, (family, {}))
     default = transformers.CONFIG_MAPPING[family](**given)
     fields = default.to_dict()
     _shrink(fields)
     _change(fields, deepcopy(_CHANGES.get(family, {})))
+    adjust(fields)
     config = type(default)(**fields)
     torch.manual_seed(0)
     model = getattr(transformers, class_name(family))(config)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.huggingface.media.features import by_frame, modalities_of
+from burst_plugin.huggingface.media.families import by_frame, by_row, modalities_of
 from burst_plugin.huggingface.media.units import units_of
 
 _REPLICAS: WeakKeyDictionary[torch.nn.Module, Callable[[], dist.ProcessGroup | None]] = WeakKeyDictionary()
@@ -43,7 +43,9 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     known: dict[str, Any] = model.__dict__.setdefault(_SAMPLES, {})
     for name in names:
         if given[name] and name not in known:
-            units = units_of(next(iter(given[name])), given[name], by_frame(towers[name]))
+            modality = name.split("_")[1]
+            rows = by_row(towers[name], modality)
+            units = units_of(next(iter(given[name])), given[name], by_frame(towers[name]), rows)
             known[name] = units.take([units.smallest])
     device = next(x.device for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
     none = dist.get_world_size(group)

@@ -10,7 +10,6 @@ Every rank runs its tower once per call, also one that has nothing to encode, si
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,25 +21,13 @@ from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, shard_of_forward
+from burst_plugin.huggingface.media.families import by_frame, by_row, check_examined, modalities_of, token_of
 from burst_plugin.huggingface.media.units import Units, units_of
 from burst_plugin.sequence.layout import positions
 from burst_plugin.towers.rows import counts_of_all, to_holders
 from burst_plugin.towers.sharing import shared_out
 
-MODALITIES = ("image", "video", "audio")
 _MARK = "_burst_plugin_shares_towers"
-# Towers in which frames do not attend to each other, and whose positions do not count them.
-_BY_FRAME = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "glm4v",
-    "glm4v_moe",
-    "glm46v",
-)
 _OF_TEXT = frozenset({SHARD_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
@@ -52,18 +39,6 @@ def use_media(pretrained: PreTrainedModel) -> None:
             if not hasattr(getattr(kind, name), _MARK):
                 around = _sharing(modality)
                 setattr(wrap(kind, name, around), _MARK, True)
-
-
-def modalities_of(module: torch.nn.Module) -> list[str]:
-    """Return what a module encodes in its own forward, and puts in the places of tokens."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
-    return [m for m in MODALITIES if f"get_{m}_features" in names and hasattr(module, "get_placeholder_mask")]
-
-
-def by_frame(module: PreTrainedModel) -> bool:
-    """Return whether the tower of a model treats each frame of a video alone."""
-    return module.config.model_type in _BY_FRAME
 
 
 def takes_media(pretrained: PreTrainedModel) -> bool:
@@ -78,6 +53,7 @@ def _sharing(modality: str) -> Callable[..., Any]:
         shard = shard_of_forward()
         if shard is None or shard.as_given:
             return original(module, *args, **kwargs)
+        check_examined(module, modality)
         given = by_name(original, (module, *args), kwargs)
         given = {name: value for name, value in given.items() if name not in _OF_TEXT and value is not module}
         if given.get("return_dict") is False:
@@ -99,16 +75,17 @@ def _shared(
 
     What can be wrong with a batch is wrong on every rank, since all have it whole: errors need no agreement.
     """
-    cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module))
+    cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module), by_row(module, modality))
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
     mine = shares[cp.rank] if shard.whole else []  # without images what is given stands in for those of other rings
     with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
-        rows = _OutputRows.of(encode(**units.take(mine or [units.smallest])))
+        rows = OutputRows.of(encode(**units.take(mine or [units.smallest])))
     x = torch.cat(rows.tensors, 1)[: None if mine else 0]
     if not shard.whole:
         return rows.put(x)
     placeholders = _placeholders(module, modality, shard)
-    encoded, held = _numbers(cp, shares, rows.counts(units, mine) if mine else [], placeholders, shard, x.device)
+    counts = rows.counts(units, mine, _runs(placeholders)) if mine else []
+    encoded, held = _numbers(cp, shares, counts, placeholders, shard, x.device)
     count, tokens = sum(map(len, encoded)), int(placeholders.sum())
     if count != tokens:
         raise ValueError(
@@ -129,14 +106,16 @@ def _placeholders(module: PreTrainedModel, modality: str, shard: SequenceShard) 
     ids = shard.whole.get("input_ids")
     if ids is None:
         raise ValueError("a batch with images is cut by its input_ids; give these in place of inputs_embeds")
-    tokens = (getattr(module.config, f"{modality}_token_{name}", None) for name in ("id", "index"))
-    token = next((each for each in tokens if each is not None), None)
-    if token is None:
-        raise ValueError(
-            f"{type(module).__name__}'s configuration has no {modality}_token_id, whose places are images"
-        )
-    found: Tensor = ids == token
+    found: Tensor = ids == token_of(module, modality)
     return torch.nn.functional.pad(found.cpu(), (0, shard.tokens.length - found.shape[1]))
+
+
+def _runs(placeholders: Tensor) -> list[int]:
+    """Return the lengths of runs of tokens that features take the place of, [B, S], row by row."""
+    padded = torch.nn.functional.pad(placeholders, (1, 1)).int().diff(dim=1)
+    starts, ends = (padded == 1).nonzero(), (padded == -1).nonzero()
+    lengths: list[int] = (ends - starts)[:, 1].tolist()
+    return lengths
 
 
 def _numbers(
@@ -151,6 +130,11 @@ def _numbers(
     of_units = dict[int, int]()
     for share, found in zip(shares, counts_of_all(cp, counts, [len(each) for each in shares], device), strict=True):
         of_units |= zip(share, found, strict=True)
+    if min(of_units.values(), default=0) < 0:
+        raise ValueError(
+            "the model's features do not tell which belong to which of several images, videos or clips, and neither "
+            "do their tokens: put a token of text between the tokens of two of them"
+        )
     starts, at = {}, 0
     for number in sorted(of_units):
         starts[number], at = at, at + of_units[number]
@@ -167,7 +151,12 @@ def _numbers(
     return encoded, held
 
 
-class _OutputRows(NamedTuple):
+def _field(out: Any) -> str:
+    """Return the field of an output that has the features."""
+    return "last_hidden_state" if getattr(out, "pooler_output", None) is None else "pooler_output"
+
+
+class OutputRows(NamedTuple):
     """The features of an output, as rows. tensors: each [rows, D], first those that tokens take the place of."""
 
     out: Any
@@ -175,9 +164,9 @@ class _OutputRows(NamedTuple):
     parts: list[int]  # the number of rows of each image, if the output tells images apart
 
     @classmethod
-    def of(cls, out: Any) -> _OutputRows:
+    def of(cls, out: Any) -> OutputRows:
         """Return the rows of what a model's method returns."""
-        features: Any = out if isinstance(out, Tensor | list | tuple) else out.pooler_output
+        features: Any = out if isinstance(out, Tensor | list | tuple) else getattr(out, _field(out))
         deep = getattr(out, "deepstack_features", None) or []
         layers = [torch.cat([*each]) if isinstance(each, list | tuple) else each.flatten(0, -2) for each in deep]
         if isinstance(features, list | tuple):
@@ -186,26 +175,38 @@ class _OutputRows(NamedTuple):
         rows = features.flatten(0, -2)
         return cls(out, [rows, *layers], [len(rows) // len(features)] * len(features) if features.dim() > 2 else [])
 
-    def counts(self, units: Units, numbers: Sequence[int]) -> list[int]:
-        """Return how many rows there are for each unit."""
+    def counts(self, units: Units, numbers: Sequence[int], runs: Sequence[int]) -> list[int]:
+        """Return how many rows there are for each unit: -1 if that cannot be told.
+
+        runs: of tokens that follow each other, the length of each, in the whole batch.
+        """
+        rows = len(self.tensors[0])
         if len(self.parts) == len(numbers):
             return self.parts
+        if len(numbers) == 1:
+            return [rows]
         patches = [units.patches[n] for n in numbers]
-        rows, total = len(self.tensors[0]), sum(patches)
-        return [rows * each // total for each in patches]
+        if units.in_proportion and not any(rows * each % sum(patches) for each in patches):
+            return [rows * each // sum(patches) for each in patches]
+        told = [runs[n] for n in numbers] if len(runs) == len(units.patches) else []
+        return told if sum(told) == rows else [-1] * len(numbers)
 
     def put(self, moved: Tensor) -> Any:
         """Return the output with other rows, in the form that it had."""
         rows, *layers = torch.split_with_sizes(moved, [x.shape[1] for x in self.tensors], 1)
-        features: Any = self.out if isinstance(self.out, Tensor | list | tuple) else self.out.pooler_output
+        features: Any = (
+            self.out if isinstance(self.out, Tensor | list | tuple) else getattr(self.out, _field(self.out))
+        )
         if isinstance(features, list | tuple):
             features = type(features)([rows])
         else:
             features = rows.unsqueeze(0) if features.dim() > 2 else rows
         if isinstance(self.out, Tensor | list | tuple):
             return features
-        out = copy.copy(self.out)
-        out.pooler_output = features
+        out, old = copy.copy(self.out), getattr(self.out, _field(self.out))
+        for field in ("pooler_output", "last_hidden_state"):
+            if getattr(out, field, None) is old:
+                setattr(out, field, features)
         if layers:
             deep = self.out.deepstack_features
             out.deepstack_features = [

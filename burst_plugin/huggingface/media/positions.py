@@ -16,15 +16,21 @@ from burst_plugin.batch import SequenceShard
 
 _METHOD = "compute_3d_position_ids"
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+_GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_lengths")  # arguments that tell its sizes
 
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a forward on a shard with this rank's positions, if images give them axes."""
-    grids = {name: value for name, value in kwargs.items() if name.endswith("grid_thw")}
     inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
-    if not shard.whole or not grids or inner is None or kwargs["position_ids"].dim() == 3:
+    if not shard.whole or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)
-    found = _in_axes(getattr(inner, _METHOD), shard.whole, kwargs)
+    method: Any = getattr(inner, _METHOD)
+    names, known = inspect.signature(method).parameters, dict(kwargs)
+    if "audio_feature_lengths" in names and known.get("feature_attention_mask") is not None:
+        known.setdefault("audio_feature_lengths", known["feature_attention_mask"].sum(1))
+    if not any(name.endswith(_GRIDS) and known.get(name) is not None for name in names):
+        return dict(kwargs)
+    found = _in_axes(method, shard.whole, known)
     if found is None:
         return dict(kwargs)
     missing = shard.tokens.length - found.shape[-1]

@@ -2,6 +2,8 @@
 
 pixel_values [patches of all images, ...], image_grid_thw [images, 3]     patches of one image follow each other
 pixel_values [images, ...], others [images, ...]                          one unit each
+pixel_values [1, 3, P, P * patches of all images], target_sizes [images, 2]   likewise
+pixel_values [rows, images, 3, H, W]                                      one unit each, those of zeros left out
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from burst_plugin.towers.sharing import work_of
 
 
 class Units(NamedTuple):
-    """What a call encodes. patches: of each unit; take: the arguments of a call for some of them, ascending."""
+    """What a call encodes.
+
+    patches: of each unit; take: the arguments of a call for some of them, ascending; in_proportion: whether units
+    have rows of features in proportion to their patches, and not to what masks or lengths leave of them.
+    """
 
     patches: list[int]
     take: Callable[[Sequence[int]], dict[str, Any]]
+    in_proportion: bool = True
 
     @property
     def smallest(self) -> int:
@@ -32,13 +39,16 @@ class Units(NamedTuple):
         return [work_of(patches, width) for patches in self.patches]
 
 
-def units_of(name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool = False) -> Units:
     """Return the units of a call.
 
     name: of the argument with the pixels, or features of sound. by_frame: frames of a video are units of their own.
+    by_row: images are given by row of the batch, as many as the longest row has; those of zeros fill up.
     Raises ValueError for numbers of images that do not fit together.
     """
     pixels = given[name]
+    if by_row and isinstance(pixels, Tensor):
+        return _of_rows(name, given)
     grid_name = next((each for each in given if "grid" in each and isinstance(given[each], Tensor)), None)
     if grid_name is not None and int(given[grid_name].prod(-1).sum()) == len(pixels):
         return _of_patches(name, grid_name, given, by_frame)
@@ -47,12 +57,17 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
             f"{grid_name} says that there are {int(given[grid_name].prod(-1).sum())} patches, but {name} has "
             f"{len(pixels)}: give the grids of these images"
         )
+    strip = next((each for each in given if each.startswith("target_sizes")), None)
+    if strip is not None:
+        return _of_strip(name, strip, given)
     count = len(pixels)
+    others = [value for key, value in given.items() if key != name]
     return Units(
         [pixels[0].numel() if count else 1] * count
         if isinstance(pixels, Tensor)
         else [each.numel() for each in pixels],
         lambda numbers: {key: _picked(value, count, numbers) for key, value in given.items()},
+        not any(isinstance(value, Tensor | list | tuple) and len(value) == count for value in others),
     )
 
 
@@ -78,6 +93,44 @@ def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: b
         return taken
 
     return Units(patches, take)
+
+
+def _of_strip(name: str, sizes_name: str, given: Mapping[str, Any]) -> Units:
+    """Return images whose patches follow each other in a strip, [1, C, P, P * patches], of sizes [images, 2]."""
+    strip, sizes = given[name], given[sizes_name]
+    patches = sizes.prod(-1).tolist()
+    wide, side = strip.shape[-1], strip.shape[-2]
+    if len(strip) != 1 or wide != side * sum(patches):
+        raise ValueError(
+            f"{sizes_name} says that there are {sum(patches)} patches, but {name} has {wide // side} in each of its "
+            f"{len(strip)} rows: give one row, and the sizes of these images"
+        )
+    ends = [*accumulate(patches, initial=0)]
+
+    def take(numbers: Sequence[int]) -> dict[str, Any]:
+        parts = [strip[..., side * ends[n] : side * ends[n + 1]] for n in numbers]
+        return {**given, name: torch.cat(parts, -1), sizes_name: sizes[list(numbers)]}
+
+    return Units(patches, take)
+
+
+def _of_rows(name: str, given: Mapping[str, Any]) -> Units:
+    """Return the images of all rows, each as a row of its own."""
+    pixels = given[name].flatten(0, 1)
+    real = (pixels != 0).flatten(1).any(1).nonzero().flatten()
+    real = real if len(real) else torch.zeros(1, dtype=torch.int64, device=pixels.device)
+    rows = given[name].shape[:2]
+
+    def take(numbers: Sequence[int]) -> dict[str, Any]:
+        taken = real[list(numbers)]
+        return {
+            key: value.flatten(0, 1)[taken].unsqueeze(1)
+            if isinstance(value, Tensor) and value.shape[:2] == rows
+            else value
+            for key, value in given.items()
+        }
+
+    return Units([pixels[0].numel()] * len(real), take)
 
 
 def _picked(value: Any, count: int, numbers: Sequence[int]) -> Any:

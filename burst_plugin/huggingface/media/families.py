@@ -1,0 +1,116 @@
+"""What differs between model families that take images, video and audio, and which of them ranks may share.
+
+A family is here once losses and gradients of its tiny models, towers trained, have been those of one rank, for one
+modality at a time: what a tower does to several images at once cannot be told from what it defines. `python -m
+tools.families` says of every family whether it is here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+MODALITIES = ("image", "video", "audio")
+_PUTS = ("get_placeholder_mask", "inputs_merger")  # methods of modules that put features in the places of tokens
+# Names under which configurations tell whose places features take.
+_TOKENS = ("{}_token_id", "{}_token_index")
+_VIDEOS_AS_IMAGES = (
+    "glm4v",
+    "glm4v_moe",
+    "glm46v",
+    "glm_ocr",
+    "glmga",
+    "nemotron_h_omni",
+)  # in places of image tokens
+# Towers in which frames do not attend to each other, and whose positions do not count them.
+_BY_FRAME = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+    "glm46v",
+)
+_WITH_IMAGES = (
+    "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3",
+    "got_ocr2", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl", "lighton_ocr",
+    "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "smolvlm", "step3p7", "vipllava",
+)  # fmt: skip
+_WITH_IMAGES_AND_VIDEO = (
+    "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "glmga", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl", "llava_next_video", "llava_onevision",
+    "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "video_llama_3", "video_llava",
+)  # fmt: skip
+EXAMINED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_WITH_IMAGES, ("image",)),
+    **dict.fromkeys(_WITH_IMAGES_AND_VIDEO, ("image", "video")),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), MODALITIES),
+    **dict.fromkeys(("audioflamingo3", "glmasr", "qwen3_asr", "voxtral"), ("audio",)),
+}
+_REASONS = {
+    "fun_asr_nano": "its adaptor has attention of its own that transformers cannot set",
+    "granite4_vision": "it adds features to layers of the language model by their numbers",
+    "llama4": "transformers cannot run it with images, at least until 5.24",
+    "musicflamingo": "a clip's features depend on where its tokens are in a text",
+}
+
+
+def modalities_of(module: torch.nn.Module) -> list[str]:
+    """Return what a module encodes in its own forward, and puts in the places of tokens."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    puts = any(hasattr(module, each) for each in _PUTS)
+    return [m for m in MODALITIES if f"get_{m}_features" in names and puts]
+
+
+def why_not(module: Any, modality: str) -> str:
+    """Return why ranks cannot share the images, videos or clips of a module; nothing if they can."""
+    family = module.config.model_type
+    if modality not in EXAMINED.get(family, ()):
+        reason = _REASONS.get(family, "whether its ranks can share them has not been examined")
+        return f"{reason}; train on text alone"
+    if any(isinstance(each, _BatchNorm) and each.training for each in module.modules()):
+        return "a BatchNorm of its tower takes means over all of them, of which a rank has a part; set it to eval()"
+    return ""
+
+
+def check_examined(module: Any, modality: str) -> None:
+    """Raise ValueError for a module whose images, videos or clips ranks cannot share."""
+    reason = why_not(module, modality)
+    if reason:
+        raise ValueError(
+            f"{type(module).__name__} of family {module.config.model_type!r} got {modality}s in a batch that is cut: "
+            f"{reason}"
+        )
+
+
+def by_frame(module: Any) -> bool:
+    """Return whether the tower of a model treats each frame of a video alone."""
+    return module.config.model_type in _BY_FRAME
+
+
+def by_row(module: torch.nn.Module, modality: str) -> bool:
+    """Return whether a model takes images by row of a batch, filled up with images of zeros, which it leaves out."""
+    code = inspect.unwrap(getattr(type(module), f"get_{modality}_features")).__code__
+    return "real_images_inds" in code.co_varnames
+
+
+def token_of(module: Any, modality: str) -> int:
+    """Return the token whose places features take. Raise ValueError if a configuration does not tell."""
+    if modality == "video" and module.config.model_type in _VIDEOS_AS_IMAGES:
+        modality = "image"
+    names = [name.format(modality) for name in _TOKENS]
+    found = next((each for name in names if (each := getattr(module.config, name, None)) is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{type(module).__name__}'s configuration has no {names[0]}, which says where features of "
+            f"{modality}s go in a text; train on text alone"
+        )
+    return int(found)

@@ -1,0 +1,128 @@
+"""Families that take images, video and audio, on rings: losses and gradients are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface.media.families import EXAMINED, why_not
+from tests.support.deepspeed_run import worst
+from tests.support.media_families import FIRST_OF_MEDIA, media_batch, tiny_media_model
+from tests.support.ranks import run_ranks
+
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+pytestmark = [
+    pytest.mark.huggingface,
+    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+]
+ALL = [(family, modality) for family, modalities in EXAMINED.items() for modality in modalities]
+# One of each way to give images, to count their tokens, and to place them.
+SOME = [
+    ("idefics3", "image"),  # rows of images, filled up
+    ("llava_next", "image"),  # tiles of images of unlike sizes
+    ("minicpmv4_7", "image"),  # patches in a strip, whose sizes make positions
+    ("granite_docling", "image"),  # features for several layers, which carry no state; tiles by row
+    ("deepseek_vl_hybrid", "image"),  # two resolutions
+    ("lfm2_vl", "image"),  # padded patches
+    ("qwen3_5", "video"),  # gated delta nets
+    ("glm4v", "video"),  # in places of image tokens
+    ("video_llava", "video"),
+    ("audioflamingo3", "audio"),  # as many features as masks leave
+    ("qwen2_5_omni_thinker", "audio"),  # whose lengths make positions
+]
+
+
+def _loss_and_grads(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return float(loss.detach()), grads
+
+
+def _on_one_rank(family: str, modality: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = tiny_media_model(family)
+    whole = media_batch(model, modality)
+    count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
+    return _loss_and_grads(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
+
+
+def _on_ring(rank: int, cases: Sequence[tuple[str, str]]) -> list[Any]:
+    cp, found = ContextParallel(dist.group.WORLD, ranks_per_node=2), []
+    for family, modality in cases:
+        model = tiny_media_model(family)
+        local = shard_batch(media_batch(model, modality), cp)
+        prepare(model)
+        count = local["burst"].valid_tokens
+        loss, grads = _loss_and_grads(
+            model, model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False).loss
+        )
+        flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
+        dist.all_reduce(flat)
+        parts = flat[1:].split([grad.numel() for grad in grads.values()]) if rank == 0 else ()
+        found.append((float(flat[0]), {n: x.view_as(grads[n]) for n, x in zip(grads, parts, strict=False)}))
+        assert cp.traffic() == cp.expected_traffic()
+    return found
+
+
+def _check(ranks: int, cases: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> None:
+    for (loss, grads), case in zip(run_ranks(_on_ring, ranks, cases, timeout_s=timeout_s)[0], cases, strict=True):
+        expected, truths = _on_one_rank(*case)
+        assert loss == pytest.approx(expected, rel=1e-5), case
+        least = 1e-5 * max(float(x.norm()) for x in truths.values())  # less is rounding, as of biases of keys
+        some = {name: x for name, x in truths.items() if float(x.norm()) > least}
+        assert worst({name: grads[name] for name in some}, some)[0] < 1e-5, case
+        assert all(float(grads[name].norm()) < 2 * least for name in truths.keys() - some.keys()), case
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_way_to_give_images_equals_one_rank(ranks: int) -> None:
+    _check(ranks, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("family", "modality"), ALL)
+def test_all_examined_families_equal_one_rank(family: str, modality: str, ranks: int) -> None:
+    _check(ranks, [(family, modality)])
+
+
+def _refused(rank: int, family: str, joined: bool, message: str) -> str:
+    cp, model = ContextParallel(dist.group.WORLD), tiny_media_model(family)
+    whole = media_batch(model, "audio")
+    if joined:  # the tokens of two clips follow each other
+        row = whole["input_ids"][0]
+        row.copy_(torch.cat([row[row < FIRST_OF_MEDIA], row[row >= FIRST_OF_MEDIA].sort().values]))
+    local = shard_batch(whole, cp)
+    prepare(model)
+    with pytest.raises(ValueError, match=message) as caught:
+        model(**local, use_cache=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "joined", "message"),
+    [
+        ("fun_asr_nano", False, "its adaptor has attention of its own that transformers cannot set"),
+        ("audioflamingo3", True, "put a token of text between the tokens of two of them"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_on_every_rank(family: str, joined: bool, message: str) -> None:
+    assert len(set(run_ranks(_refused, 2, family, joined, message))) == 1
+
+
+def test_families_that_nobody_examined_and_batch_norms_are_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    module.config = SimpleNamespace(model_type="unheard_of")  # type: ignore[assignment]
+    assert "has not been examined" in why_not(module, "image")
+    module.config.model_type = "llava"
+    assert "BatchNorm" in why_not(module, "image")
+    assert not why_not(module.eval(), "image")
+    assert "has not been examined" in why_not(module, "audio")
