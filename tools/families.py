@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
+from burst_plugin.huggingface.media.families import PLURALS, shared_by
 from burst_plugin.huggingface.models import has_own_loss, problems
 from burst_plugin.huggingface.text_only import text_part
 
@@ -51,10 +52,18 @@ def verdict(family: str, name: str) -> str:
         return "no: " + reasons[0].partition("cannot run on a ring: ")[2]
     told = ["yes"]
     if text_part(config):
-        told.append("on text alone")
+        told.append(_with_media(model))
     if has_own_loss(model):
         told.append("on a loss of your own")
     return ", ".join(told)
+
+
+def _with_media(model: torch.nn.Module) -> str:
+    """Return which of images, video and audio a model may have on a ring, and why not the others."""
+    shared, reasons = shared_by(model)
+    names = [PLURALS[each] for each in shared]
+    told = f"with {' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}" if names else "on text alone"
+    return f"{told} ({'; '.join(reasons)})" if reasons else told
 
 
 def rows(asked: Iterable[str]) -> list[str]:
@@ -70,8 +79,9 @@ _PAGE = """# Model families of transformers
 Which families with a head that generates text run on a ring: {accepted} of the {all} of transformers {release}.
 Each is judged by its default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model: a checkpoint
 with other layers, or with another rotary embedding, may be judged otherwise. {unknown} cannot be built from their
-defaults, so that nothing is known of them before you have a model. "On text alone":
-[images, audio and video are refused](deepspeed.md#what-happens). "On a loss of your own": the class computes its loss
+defaults, so that nothing is known of them before you have a model. {images} run with images and {audio} with audio:
+losses and gradients of their tiny models were those of one rank. "On text alone": images, audio and video are refused
+in one error on every rank. "On a loss of your own": the class computes its loss
 otherwise than causal language models of transformers do, so that labels are refused; compute a loss from its logits.
 Of several reasons the first is given.
 
@@ -86,6 +96,8 @@ def page(lines: Sequence[str]) -> str:
     return _PAGE.format(
         accepted=sum("| yes" in line for line in lines),
         all=len(lines),
+        images=sum(", with images" in line for line in lines),
+        audio=sum(", with " in line and "audio" in line.partition(", with ")[2].partition("(")[0] for line in lines),
         release=transformers.__version__,
         unknown=sum(NOT_BUILT in line for line in lines),
         table="\n".join(lines),

@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 MODALITIES = ("image", "video", "audio")
+PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 _PUTS = ("get_placeholder_mask", "inputs_merger")  # methods of modules that put features in the places of tokens
 # Names under which configurations tell whose places features take.
 _TOKENS = ("{}_token_id", "{}_token_index")
@@ -39,8 +40,9 @@ _BY_FRAME = (
 )
 _WITH_IMAGES = (
     "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3",
-    "got_ocr2", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl", "lighton_ocr",
-    "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "smolvlm", "step3p7", "vipllava",
+    "got_ocr2", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl",
+    "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
+    "smolvlm", "step3p7", "vipllava",
 )  # fmt: skip
 _WITH_IMAGES_AND_VIDEO = (
     "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
@@ -54,6 +56,7 @@ EXAMINED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), MODALITIES),
     **dict.fromkeys(("audioflamingo3", "glmasr", "qwen3_asr", "voxtral"), ("audio",)),
 }
+_INSTEAD = "train on text alone"
 _REASONS = {
     "fun_asr_nano": "its adaptor has attention of its own that transformers cannot set",
     "granite4_vision": "it adds features to layers of the language model by their numbers",
@@ -74,11 +77,18 @@ def why_not(module: Any, modality: str) -> str:
     """Return why ranks cannot share the images, videos or clips of a module; nothing if they can."""
     family = module.config.model_type
     if modality not in EXAMINED.get(family, ()):
-        reason = _REASONS.get(family, "whether its ranks can share them has not been examined")
-        return f"{reason}; train on text alone"
+        reason = _REASONS.get(family, f"how ranks could share {PLURALS[modality]} has not been examined")
+        return f"{reason}; {_INSTEAD}"
     if any(isinstance(each, _BatchNorm) and each.training for each in module.modules()):
         return "a BatchNorm of its tower takes means over all of them, of which a rank has a part; set it to eval()"
     return ""
+
+
+def shared_by(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """Return what ranks share of what a model encodes, "image", "video" or "audio", and why not the rest."""
+    found = [(each, why_not(module, each)) for module in model.modules() for each in modalities_of(module)]
+    shared = [modality for modality, reason in found if not reason]
+    return shared, list(dict.fromkeys(reason.removesuffix(f"; {_INSTEAD}") for _, reason in found if reason))
 
 
 def check_examined(module: Any, modality: str) -> None:
@@ -86,8 +96,8 @@ def check_examined(module: Any, modality: str) -> None:
     reason = why_not(module, modality)
     if reason:
         raise ValueError(
-            f"{type(module).__name__} of family {module.config.model_type!r} got {modality}s in a batch that is cut: "
-            f"{reason}"
+            f"{type(module).__name__} of family {module.config.model_type!r} got {PLURALS[modality]} in a batch that "
+            f"is cut: {reason}"
         )
 
 
