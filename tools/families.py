@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from burst_plugin.huggingface.media.families import PLURALS, shared_by
+from burst_plugin.huggingface.media.families import EXAMINED, PLURALS, shared_by
 from burst_plugin.huggingface.models import has_own_loss, problems
 from burst_plugin.huggingface.text_only import text_part
 
@@ -46,7 +46,8 @@ def verdict(family: str, name: str) -> str:
         with torch.device("meta"):
             model = getattr(transformers, name)(config)
     except Exception:  # of any kind: what defaults lack is found wherever it is needed
-        return NOT_BUILT
+        examined = [PLURALS[each] for each in EXAMINED.get(family, ())]
+        return f"{NOT_BUILT}; a tiny model runs with {' and '.join(examined)}" if examined else NOT_BUILT
     reasons = problems(model)
     if reasons:
         return "no: " + reasons[0].partition("cannot run on a ring: ")[2]
@@ -96,8 +97,8 @@ def page(lines: Sequence[str]) -> str:
     return _PAGE.format(
         accepted=sum("| yes" in line for line in lines),
         all=len(lines),
-        images=sum(", with images" in line for line in lines),
-        audio=sum(", with " in line and "audio" in line.partition(", with ")[2].partition("(")[0] for line in lines),
+        images=sum(" with images" in line for line in lines),
+        audio=sum("audio" in line.partition(" with ")[2].partition("(")[0] for line in lines),
         release=transformers.__version__,
         unknown=sum(NOT_BUILT in line for line in lines),
         table="\n".join(lines),

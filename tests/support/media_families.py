@@ -95,6 +95,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "audio_start_token_id": 88,
         "audio_end_token_id": 89,
     },
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+        "use_spatial_sampling": True,
+        "vision_config.hidden_size": 64,
+        "vision_feature_layer": -1,
+    },
+    "shieldgemma2": {"mm_tokens_per_image": 4},
     "qwen3_asr": {"audio_config.output_dim": 32, "audio_config.n_window_infer": 200},
 }
 

@@ -40,9 +40,9 @@ _BY_FRAME = (
 )
 _WITH_IMAGES = (
     "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3",
-    "got_ocr2", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl",
-    "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
-    "smolvlm", "step3p7", "vipllava",
+    "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus",
+    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "pp_chart2table",
+    "qianfan_ocr", "shieldgemma2", "smolvlm", "step3p7", "vipllava",
 )  # fmt: skip
 _WITH_IMAGES_AND_VIDEO = (
     "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
@@ -59,8 +59,7 @@ EXAMINED: dict[str, tuple[str, ...]] = {
 _INSTEAD = "train on text alone"
 _REASONS = {
     "fun_asr_nano": "its adaptor has attention of its own that transformers cannot set",
-    "granite4_vision": "it adds features to layers of the language model by their numbers",
-    "llama4": "transformers cannot run it with images, at least until 5.24",
+    "llama4": "transformers, at least until 5.24, fails on its images",
     "musicflamingo": "a clip's features depend on where its tokens are in a text",
 }
 

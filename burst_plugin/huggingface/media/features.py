@@ -167,8 +167,10 @@ class OutputRows(NamedTuple):
     def of(cls, out: Any) -> OutputRows:
         """Return the rows of what a model's method returns."""
         features: Any = out if isinstance(out, Tensor | list | tuple) else getattr(out, _field(out))
-        deep = getattr(out, "deepstack_features", None) or []
+        deep = [each[1] if _is_numbered(each) else each for each in getattr(out, "deepstack_features", None) or []]
         layers = [torch.cat([*each]) if isinstance(each, list | tuple) else each.flatten(0, -2) for each in deep]
+        if features is None:  # all features are for layers
+            return cls(out, layers, list(map(len, deep[0])))
         if isinstance(features, list | tuple):
             parts = [each.flatten(0, -2) for each in features]
             return cls(out, [torch.cat(parts), *layers], list(map(len, parts)))
@@ -193,23 +195,31 @@ class OutputRows(NamedTuple):
 
     def put(self, moved: Tensor) -> Any:
         """Return the output with other rows, in the form that it had."""
-        rows, *layers = torch.split_with_sizes(moved, [x.shape[1] for x in self.tensors], 1)
-        features: Any = (
-            self.out if isinstance(self.out, Tensor | list | tuple) else getattr(self.out, _field(self.out))
-        )
-        if isinstance(features, list | tuple):
-            features = type(features)([rows])
-        else:
-            features = rows.unsqueeze(0) if features.dim() > 2 else rows
-        if isinstance(self.out, Tensor | list | tuple):
+        rows = list(torch.split_with_sizes(moved, [x.shape[1] for x in self.tensors], 1))
+        is_output = not isinstance(self.out, Tensor | list | tuple)
+        old: Any = getattr(self.out, _field(self.out)) if is_output else self.out
+        features = None if old is None else _like(old, rows.pop(0))
+        if not is_output:
             return features
-        out, old = copy.copy(self.out), getattr(self.out, _field(self.out))
+        out = copy.copy(self.out)
         for field in ("pooler_output", "last_hidden_state"):
             if getattr(out, field, None) is old:
                 setattr(out, field, features)
-        if layers:
+        if rows:
             deep = self.out.deepstack_features
-            out.deepstack_features = [
-                [x] if isinstance(each, list | tuple) else x for x, each in zip(layers, deep, strict=True)
-            ]
+            out.deepstack_features = [_like(each, x) for x, each in zip(rows, deep, strict=True)]
         return out
+
+
+def _is_numbered(features: Any) -> bool:
+    """Return whether features come with the number of the layer that they are for."""
+    return isinstance(features, tuple) and isinstance(features[0], int)
+
+
+def _like(features: Any, rows: Tensor) -> Any:
+    """Return rows in the form that features have."""
+    if _is_numbered(features):
+        return features[0], _like(features[1], rows)
+    if isinstance(features, list | tuple):
+        return type(features)([rows])
+    return rows.unsqueeze(0) if features.dim() > 2 else rows
