@@ -103,6 +103,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "vision_config.hidden_size": 64,
         "vision_feature_layer": -1,
     },
+    "qianfan_ocr": {"vision_config.drop_path_rate": 0.0},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "qwen3_asr": {"audio_config.output_dim": 32, "audio_config.n_window_infer": 200},
 }
@@ -199,7 +200,7 @@ def _pixels(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
         wide = shape if model.config.model_type in _OF_PATCHES else (torch.Size(shape).numel(),)
         found = {names[0]: drawn(int(sizes.prod(-1).sum()), *wide), grid: sizes}
         merge = next((name for name in names if "merge_sizes" in name), None)
-        if modality == "video" and "omni" in model.config.model_type:
+        if modality == "video" and model.config.model_type.endswith("_thinker"):
             found["video_second_per_grid"] = torch.tensor([1.0, 2.0, 1.0])
         return found | ({merge: torch.tensor([2, 2, 2])} if merge else {})
     if any(name.startswith("target_sizes") for name in names):
