@@ -142,6 +142,11 @@ def media_batch(model: Any, modality: str = "image") -> dict[str, torch.Tensor]:
     elif methods and "mm_token_type_ids" in inspect.signature(methods[0]).parameters:
         kinds = {"image": 1, "video": 2, "audio": 3}
         batch["mm_token_type_ids"] = (ids == token).int() * kinds[modality]
+    if model.config.model_type in ("gemma3", "paligemma"):  # whose masks follow images, or the whole prompt
+        marks = (ids == token).int()
+        batch["token_type_ids"] = (
+            marks if model.config.model_type == "gemma3" else marks.flip(1).cumsum(1).flip(1) == 0
+        )
     return batch
 
 
