@@ -272,7 +272,8 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
 def _is_media(name: str, value: object, shape: Sequence[int]) -> bool:
     """Return whether an entry of a batch holds images, video or audio, and not something of every token [B, S]."""
     holds = isinstance(value, Tensor | list | tuple)
-    of_tokens = isinstance(value, Tensor) and value.shape == tuple(shape)
+    is_input = name.startswith(("pixel_", "input_features", "feature_attention_mask"))
+    of_tokens = isinstance(value, Tensor) and value.shape == tuple(shape) and not is_input
     return name.startswith(MEDIA) and holds and not of_tokens
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -264,6 +265,13 @@ class ScanOfProcess:
         if self.kept is not None:
             self.kept.found = entries, last, needed
         return entries, last, needed
+
+    def abandon(self) -> None:
+        """Wait for a pass whose results nobody wants any more, so that its messages are not taken for others'."""
+        results, self._results, self._scans = self._results, None, []
+        if results is not None:
+            with suppress(Exception):
+                results()
 
     def start_backward(self, grad: Tensor, values: Sequence[Values]) -> None:
         """Start the pass that finds the gradients of transitions and biases, from that of the entries."""

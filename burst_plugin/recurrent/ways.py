@@ -172,6 +172,10 @@ class Work:
         """Wait for these states."""
         self.entries, self.last = self._states.wait()
 
+    def abandon(self) -> None:
+        """Let go of states that are on their way, after an error."""
+        self._states.scan.abandon()
+
     def out(self) -> Tensor:
         """Return the outputs of all pieces, [B, S, h, ...]."""
         return _joined(self.call, self.done, self.way.state.out)
@@ -199,21 +203,27 @@ def in_parts(
     if not (hides and can_share(parts, [x.shape[2] for x in tensors])):
         parts = 1
     works: list[Work] = []
-    for part in range(parts):
-        cut = [x[:, :, heads_of(part, parts, x.shape[2])] for x in tensors] if parts > 1 else tensors
-        way = of_heads(*cut, *(x[heads_of(part, parts, len(x))] for x in shared))
-        work = Work(call, way, cut, finals)
-        way.start(work, waits)
-        if not waits:
-            return work.out()
-        for before in works[-1:]:
-            before.receive()
-        work.send((part, parts))
-        for before in works[-1:]:
-            before.way.finish(before)
-        works.append(work)
-    works[-1].receive()
-    works[-1].way.finish(works[-1])
+    try:
+        for part in range(parts):
+            cut = [x[:, :, heads_of(part, parts, x.shape[2])] for x in tensors] if parts > 1 else tensors
+            way = of_heads(*cut, *(x[heads_of(part, parts, len(x))] for x in shared))
+            work = Work(call, way, cut, finals)
+            way.start(work, waits)
+            if not waits:
+                return work.out()
+            previous = works[-1:]
+            for before in previous:
+                before.receive()
+            work.send((part, parts))
+            works.append(work)
+            for before in previous:
+                before.way.finish(before)
+        works[-1].receive()
+        works[-1].way.finish(works[-1])
+    except BaseException:
+        for work in works:
+            work.abandon()
+        raise
     out = torch.cat([work.out() for work in works], 2) if parts > 1 else works[0].out()
     out = call.tied(out, *(work.entries for work in works))
     return (out, torch.cat([work.last for work in works], 1)) if finals else out

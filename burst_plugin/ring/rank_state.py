@@ -242,7 +242,8 @@ class RankState:
         if self.topology.ranks > 1:
             if self.at_end is not None:
                 self.at_end()
-            self._broken = f"{type(error).__name__}: {error}"
+            why = "something failed while its messages were on their way"  # and nobody waits for them any more
+            self._broken = why if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 
     @contextmanager

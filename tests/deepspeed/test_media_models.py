@@ -87,3 +87,21 @@ def _steps(rank: int, steps: int) -> int:
 
 def test_rings_without_images_hang_none() -> None:
     assert run_ranks(_steps, 4, 12, timeout_s=120.0) == [12] * 4
+
+
+def _evaluates_alone(rank: int) -> float:
+    """One ring evaluates a batch of text, then all train."""
+    engine = _engine("mistral3", 2, 2)
+    if rank < 2:
+        with torch.no_grad():
+            local = burst.shard_batch({"input_ids": _of_ring("mistral3", 1)["input_ids"]})
+            engine(**local, use_cache=False)
+    loss = engine(**_of_ring("mistral3", rank // 2), use_cache=False).loss
+    engine.backward(loss)
+    engine.step()
+    stop(engine)
+    return float(loss.detach())
+
+
+def test_one_ring_may_evaluate_alone() -> None:
+    assert len(set(run_ranks(_evaluates_alone, 4))) == 1

@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {"images": (Image(0, 25, (8, 4)),)},  # fewer than ranks
     "padded": {"images": IMAGES[2:], "rows": 2, "padding": (0, 9)},
     "packed": {"images": (Image(0, 3, (4, 4)), Image(0, 22, (2, 4)), Image(0, 30, (4, 8)), Image(0, 50, (4, 4)))},
+    "padded, with positions": {"images": IMAGES[2:], "rows": 2, "padding": (0, 9)},
     "video": {"images": (Image(0, 4, (4, 4), frames=2), Image(0, 30, (4, 4)), Image(0, 40, (2, 4), frames=3))},
 }
 
@@ -47,6 +48,8 @@ def _batch(family: str, case: str) -> dict[str, Any]:
         real = torch.arange(found["input_ids"].shape[1]) >= torch.tensor(padding)[:, None]
         found |= {"attention_mask": real.long(), "labels": found["labels"].masked_fill(~real, IGNORED_LABEL)}
         found["labels"][:, max(padding)] = IGNORED_LABEL
+        if "positions" in case:
+            found["position_ids"] = (real.cumsum(1) - 1).clamp(0)
     if case == "packed":
         positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
         found |= {"position_ids": positions, "labels": found["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
@@ -63,10 +66,10 @@ def _loss_and_grads(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, to
 def _on_one_rank(family: str, case: str, frozen: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     model, whole = _model(family, frozen), _batch(family, case)
     count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
-    parts = [whole]
+    parts = [{name: x for name, x in whole.items() if name != "position_ids"}]
     if case == "packed":
         bounds = [*torch.tensor((0, *DOCUMENTS)).cumsum(0).tolist()]
-        del whole["position_ids"]
+        whole.pop("position_ids")
         parts = [of_document(whole, begin, end) for begin, end in pairwise(bounds) if end - begin > 1]
     losses = torch.stack([model(**part, num_items_in_batch=count, use_cache=False).loss for part in parts])
     return _loss_and_grads(model, losses.sum())

@@ -317,6 +317,32 @@ def test_states_travel_while_other_heads_are_computed(hidden: bool) -> None:
     assert run_ranks(_passes_in_progress, 2) == [[False, True, True, True] if hidden else [False]] * 2
 
 
+def _fails_once(rank: int) -> float:
+    """The error of outputs after a call in which computing a later part of the heads has failed on every rank."""
+    cp, tokens, whole = ContextParallel(dist.group.WORLD), Tokens(64), _drawn("state_space", 0, 1, 64)
+    local = {name: x if name == "A" else cp.shard(x, 1, tokens) for name, x in whole.items()}
+    place, calls = recurrent.Placement(cp, tokens=tokens), 0
+
+    def kernel(*tensors: Any) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError("out of memory")
+        return state_space(*tensors)
+
+    with pytest.raises(MemoryError) as kept:  # which holds the frames
+        recurrent.state_space(**local, place=place, kernel=kernel)
+    out = recurrent.state_space(**local, place=place, kernel=kernel)
+    expected = cp.shard(DEFINITIONS["state_space"](**whole)[0], 1, tokens)
+    assert kept.value
+    return _error(out, expected, expected)
+
+
+def test_a_call_may_follow_one_that_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
+    assert max(run_ranks(_fails_once, 2)) < 1e-11
+
+
 def _kept(rank: int, keep: str) -> tuple[float, int, int]:
     """A checkpoint computes a layer again: what its forward passes send, and the error of its gradients."""
     cp, tokens, whole = (

@@ -35,7 +35,9 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     """Return the arguments of a forward with an image of another ring for each tower that runs there; collective."""
     towers = {f"get_{modality}_features": module for module in model.modules() for modality in modalities_of(module)}
     asked = _REPLICAS.get(model)
-    group = (partition_group(model) if asked is None else asked()) if towers else None
+    group = partition_group(model) if towers else None
+    if torch.is_grad_enabled() and towers and asked is not None:  # without gradients others may be elsewhere
+        group = asked()
     if group is None or dist.get_world_size(group) <= shard.cp.ranks:
         return kwargs
     names = sorted(towers)
@@ -73,11 +75,14 @@ def _given(module: torch.nn.Module, name: str, kwargs: Mapping[str, Any]) -> dic
 
 
 def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks between which the parameters of a model are cut; None if each rank has them all."""
+    """Return the ranks between which the parameters of a model are cut; None if each rank has them all.
+
+    Where parts have replicas (HSDP), whose gradients are reduced, it is all ranks.
+    """
     for module in model.modules():
         group = getattr(module, "process_group", None)
         if type(module).__name__ == "FullyShardedDataParallel" and isinstance(group, dist.ProcessGroup):
-            return group
+            return group if getattr(module, "_inter_node_pg", None) is None else dist.group.WORLD
     for parameter in model.parameters():
         group = getattr(parameter, "ds_process_group", None)  # of DeepSpeed's ZeRO-3
         if group is not None:
@@ -86,6 +91,8 @@ def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None:
             cut = [dim for dim, each in enumerate(parameter.placements) if each.is_shard()]  # type: ignore[attr-defined]
+            if cut and mesh.size() == dist.get_world_size():
+                return dist.group.WORLD
             return mesh.get_group(cut[-1]) if cut else None
     return None
 

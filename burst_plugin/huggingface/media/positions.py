@@ -47,10 +47,11 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
     of_tokens = {name: whole[name] for name in _OF_TOKENS if name in whole}
     rows: list[Tensor] = []
     if documents is not None:
-        starts = torch.nonzero((documents == 0).flatten()).flatten().tolist()
+        real = of_tokens.setdefault("attention_mask", torch.ones_like(ids)) != 0
+        after_real = real.cumsum(1) > real.long()  # padding before a row's first token is no document
+        starts = torch.nonzero((real & after_real & (documents == 0)).flatten()).flatten().tolist()
         bounds = sorted({*starts, *range(0, ids.numel() + 1, ids.shape[1])})
         rows = [torch.arange(a, b, device=ids.device) for a, b in pairwise(bounds)]
-        of_tokens.setdefault("attention_mask", torch.ones_like(ids))
         of_tokens = {
             name: pad_sequence([x.flatten()[row] for row in rows], batch_first=True) for name, x in of_tokens.items()
         }

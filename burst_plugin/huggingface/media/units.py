@@ -137,6 +137,7 @@ def _picked(value: Any, count: int, numbers: Sequence[int]) -> Any:
     """Return those of the entries that are one for each unit; other arguments as they are."""
     if isinstance(value, Tensor) and value.dim() and len(value) == count:
         return value[torch.tensor(numbers, device=value.device)]
-    if isinstance(value, list | tuple) and len(value) == count:
+    is_option = isinstance(value, list | tuple) and all(isinstance(each, int | float | str) for each in value)
+    if isinstance(value, list | tuple) and len(value) == count and not is_option:
         return type(value)(value[n] for n in numbers)
     return value
