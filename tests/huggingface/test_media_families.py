@@ -27,6 +27,7 @@ pytestmark = [
 ALL = [(family, modality) for family, modalities in EXAMINED.items() for modality in modalities]
 # One of each way to give images, to count their tokens, and to place them.
 SOME = [
+    ("gemma4", "image"),  # whose tokens attend to each other, in some layers
     ("idefics3", "image"),  # rows of images, filled up
     ("llava_next", "image"),  # tiles of images of unlike sizes
     ("minicpmv4_7", "image"),  # patches in a strip, whose sizes make positions

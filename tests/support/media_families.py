@@ -34,7 +34,7 @@ def tiny_media_model(family: str) -> Any:
         for name, value in _CHANGES.get(family, {}).items():
             _put(fields, name, value)
 
-    model = tiny_wrapper(family, adjust)
+    model = tiny_wrapper(_VARIANTS.get(family, family), adjust)
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():  # of which no tower would have a gradient
             torch.nn.init.normal_(parameter, std=0.15)
@@ -60,11 +60,13 @@ def _small_images(fields: dict[str, Any]) -> None:
         fields["image_size"] = [4 * each for each in patch]
 
 
+_VARIANTS = {"gemma4": "gemma4 with images"}  # whose tokens of an image attend to each other
 # Fields of configurations, by family.
 _CHANGES: dict[str, dict[str, Any]] = {
     "idefics2": {"perceiver_config.resampler_n_latents": 8},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config.num_key_value_heads": 4, "vision_config.head_dim": 8},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
@@ -142,6 +144,8 @@ def media_batch(model: Any, modality: str = "image") -> dict[str, torch.Tensor]:
     elif methods and "mm_token_type_ids" in inspect.signature(methods[0]).parameters:
         kinds = {"image": 1, "video": 2, "audio": 3}
         batch["mm_token_type_ids"] = (ids == token).int() * kinds[modality]
+    if model.config.model_type == "gemma4":
+        batch["mm_token_type_ids"] = (ids == token).int()
     if model.config.model_type in ("gemma3", "paligemma"):  # whose masks follow images, or the whole prompt
         marks = (ids == token).int()
         batch["token_type_ids"] = (
@@ -277,7 +281,18 @@ def _apertus(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
     return {"pixel_values": drawn(3, 3, 4, 4), "image_sizes": torch.tensor([[4, 4], [2, 4], [4, 2]])}
 
 
+def _gemma4(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
+    """Patches of images of unlike sizes, filled up to one number, and their places; nine become a token."""
+    sizes, wide = [(6, 6), (3, 6), (6, 3)], 3 * model.config.vision_config.patch_size**2
+    places = torch.full((3, 36, 2), -1)
+    for number, (h, w) in enumerate(sizes):
+        places[number, : h * w] = torch.stack([torch.arange(h * w) % w, torch.arange(h * w) // w], 1)
+    pixels = drawn(3, 36, wide) * (places[..., :1] >= 0)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
 _PIXELS: dict[str, Any] = {
+    "gemma4": _gemma4,
     "lfm2_vl": _lfm2_vl,
     "deepseek_vl_hybrid": _high_res,
     "granite_docling": _tiles,

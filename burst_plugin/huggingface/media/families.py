@@ -39,7 +39,7 @@ _BY_FRAME = (
     "glm46v",
 )
 _WITH_IMAGES = (
-    "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3",
+    "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "gemma4",
     "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus",
     "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "paligemma",
     "pp_chart2table", "qianfan_ocr", "shieldgemma2", "smolvlm", "step3p7", "vipllava",
