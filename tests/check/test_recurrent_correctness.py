@@ -33,8 +33,8 @@ def test_one_rank_sends_no_states() -> None:
 
 @contextmanager
 def _lost_states() -> Iterator[None]:
-    right = Scan.entries
-    with mock.patch.object(Scan, "entries", lambda self: torch.zeros_like(right(self))):
+    right = Scan._entries
+    with mock.patch.object(Scan, "_entries", lambda self: torch.zeros_like(right(self))):
         yield
 
 

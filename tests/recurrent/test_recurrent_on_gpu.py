@@ -12,26 +12,23 @@ from burst_plugin import Strategy, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent import held_pieces
 from tests.support.recurrences import DEFINITIONS, draw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 TOKENS, SIZES = 512, {"groups": 4, "heads": 8, "keys": 64, "values": 64}
 
 
-def _worst(layer: Any, kind: str, **options: Any) -> float:
+def _worst(layer: Any, kind: str, device: str = "cuda", **options: Any) -> float:
     """The largest error of out and gradients, relative to the definition in float64."""
     drawn = draw(kind, torch.Generator().manual_seed(0), 1, TOKENS, **SIZES)
-    xs = {name: x.float().cuda().requires_grad_() for name, x in drawn.items()}
+    xs = {name: x.float().to(device).requires_grad_() for name, x in drawn.items()}
     truths = {name: x.detach().double().requires_grad_() for name, x in xs.items()}
     ring = VirtualRing(Topology(2, 4), Strategy(layout="zigzag", recurrent="state"))
     out = layer(**xs, place=recurrent.Placement(ring), **options)
     expected, _ = DEFINITIONS[kind](**truths)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
     found = torch.autograd.grad(out, list(xs.values()), dout)
     true = torch.autograd.grad(expected, list(truths.values()), dout.double())
     pairs = [(out, expected), *zip(found, true, strict=True)]
-    return max(float((x.double() - y).norm() / y.norm()) for x, y in pairs)
+    return max(float(((x.double() - y).norm() / y.norm()).detach()) for x, y in pairs)
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +39,24 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layer"),
+    ("kind", "layer", "device"),
     [
-        ("delta_rule", recurrent.gated_delta_rule),
-        ("delta_rule_by_channel", recurrent.gated_delta_rule),
-        ("state_space", recurrent.state_space),
-        ("selective_scan", recurrent.selective_scan),
-        ("decay_attention", recurrent.decay_attention),
+        pytest.param("delta_rule", recurrent.gated_delta_rule, "cpu", id="toy"),
+        pytest.param("delta_rule", recurrent.gated_delta_rule, "cuda", marks=GPU, id="delta_rule"),
+        pytest.param(
+            "delta_rule_by_channel", recurrent.gated_delta_rule, "cuda", marks=GPU, id="delta_rule_by_channel"
+        ),
+        pytest.param("state_space", recurrent.state_space, "cuda", marks=GPU, id="state_space"),
+        pytest.param("selective_scan", recurrent.selective_scan, "cuda", marks=GPU, id="selective_scan"),
+        pytest.param("decay_attention", recurrent.decay_attention, "cuda", marks=GPU, id="decay_attention"),
     ],
 )
-def test_layers_equal_their_definitions(kind: str, layer: Any) -> None:
-    assert _worst(layer, kind) < 1e-4
+def test_layers_equal_their_definitions(kind: str, layer: Any, device: str) -> None:
+    assert _worst(layer, kind, device) < 1e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_the_kernel_of_flash_linear_attention_equals_the_definition() -> None:
     rules = pytest.importorskip("fla.ops.gated_delta_rule")
 
