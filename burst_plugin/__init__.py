@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from burst_plugin.attention import burst_attention
     from burst_plugin.batch import shard_batch
     from burst_plugin.context import ContextParallel
+    from burst_plugin.latents import latent_attention
     from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
     from burst_plugin.sequence.prefix_tree import PrefixTree
     from burst_plugin.virtual import VirtualRing
@@ -77,6 +78,7 @@ __all__ = [
     "direct",
     "flat_ring",
     "key_padding",
+    "latent_attention",
     "selected_blocks",
     "shard_batch",
     "tasp",
@@ -90,6 +92,7 @@ _LOADED_LATER = {  # with their first use: what runs a ring, and what most train
     "PrefixTree": "sequence.prefix_tree",
     "VirtualRing": "virtual",
     "burst_attention": "attention",
+    "latent_attention": "latents",
     "selected_blocks": "sequence.block_masks",
     "shard_batch": "batch",
 }

@@ -47,6 +47,7 @@ class _Terms(TypedDict, total=False):
     scores: Scores
     sink: Tensor | None
     bias: Tensor | None
+    selection: Tensor | None
     tokens: Tokens | tuple[Tokens, Tokens] | None
     tag: object
 
@@ -88,6 +89,7 @@ def burst_attention(
     scores: Scores = Scores(),
     sink: Tensor | None = None,
     bias: Tensor | None = None,
+    selection: Tensor | None = None,
     tokens: Tokens | tuple[Tokens, Tokens] | None = None,
     tag: object = None,
     return_lse: bool = False,
@@ -108,6 +110,10 @@ def burst_attention(
             queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
             order of the sequence. Its gradient is complete, but for a bias that ranks share.
+        selection: int32 or int64 [B, S_local, n], the keys that each of this rank's queries attends to, or, for G
+            groups of key/value heads, [B, G, S_local, n]: positions in the whole sequence, in any order, twice counts
+            once; -1 for none. What the mask leaves out is left out all the same. Keys and values move. See
+            `burst_plugin.sparse` for selections by score.
         tokens: the sequence that the rows are taken from, if it is not cut evenly, or every document is cut on
             its own; for cross attention that of the queries and that of the keys. By default every rank
             holds equally many.
@@ -130,24 +136,29 @@ def burst_attention(
         RingError: a rank was lost; names it and the step at which it was missed, or why it gave up. With NCCL
             wherever this rank is by then (see `Strategy.abort`), with where each rank has come to if none gave up.
     """
+    inputs = Inputs(q, k, v, sink, bias, selection)
+    pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    request = Request(mask, scores, pair, return_max_logits, return_lse, softmax_scale)
+    outputs = attend(inputs, request, cp, tag)
+    if not return_lse and not return_max_logits:
+        return outputs.out
+    wanted = (True, return_lse, return_max_logits)
+    return tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
+
+
+def attend(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -> Outputs:
+    """Return the outputs of this rank, also in code that torch.compile compiles."""
     if not isinstance(cp, ContextParallel):
         raise ValueError(
             f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, ContextParallel(group), "
             "and pass it here"
         )
-    inputs = Inputs(q, k, v, sink, bias)
-    pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
-    request = Request(mask, scores, pair, return_max_logits, return_lse, softmax_scale)
     if torch.compiler.is_compiling():
         from burst_plugin.ring.compiled import opaque  # which imports the compiler
 
         outputs: Outputs = opaque(ring_attention, inputs, request, cp, tag)
-    else:
-        outputs = ring_attention(inputs, request, cp, tag)
-    if not return_lse and not return_max_logits:
-        return outputs.out
-    wanted = (True, return_lse, return_max_logits)
-    return tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
+        return outputs
+    return ring_attention(inputs, request, cp, tag)
 
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:

@@ -33,10 +33,11 @@ from burst_plugin.ring.request import (
     Inputs,
     Outputs,
     Request,
+    Wanted,
     both_sides,
     check_extras,
     check_kinds,
-    check_tensors,
+    shapes_of,
 )
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.scores import Scores
@@ -107,7 +108,7 @@ class VirtualRing:
         """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
         As `burst_attention`: lse has no gradient. Extras are its `sink`, whose gradient is the sum over ranks, and
-        its `bias`, here [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
+        its `bias` and `selection`, here of all queries. `tokens` are needed only to cut every document by itself.
         """
         if torch.compiler.is_compiling():
             from burst_plugin.ring.compiled import opaque  # which imports the compiler
@@ -116,13 +117,35 @@ class VirtualRing:
                 self.attention, q, k, v, mask=mask, scores=scores, tokens=tokens, **extras
             )
             return both
-        pair = both_sides(tokens)
-        whole = Inputs(q, k, v, **extras)
-        check_kinds(whole, Request(mask, scores, pair))
-        check_tensors(q, k, v)
-        tokens = pair[0] or Tokens(q.shape[1]), pair[1] or Tokens(k.shape[1])
+        return self._attend(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens), lse=True))
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        shared_keys: Tensor,
+        *,
+        weight: Tensor | None = None,
+        mask: Mask = Causal(),
+        scores: Scores = Scores(),
+        tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+        **extras: Unpack[ExtraTensors],
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of whole sequences, as `burst_plugin.latent_attention`.
+
+        The gradient of `weight` [Hq * (D - R + Dv), C] is the sum over ranks.
+        """
+        whole = Inputs(q, latents, shared_keys, **extras, weight=weight)
+        return self._attend(whole, Request(mask, scores, both_sides(tokens), lse=True, latents=True))
+
+    def _attend(self, whole: Inputs, request: Request) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of whole sequences."""
+        check_kinds(whole, request)
+        shapes = shapes_of(whole, request.latents)
+        q_tokens, kv_tokens = request.tokens
+        tokens = q_tokens or Tokens(shapes.q_len), kv_tokens or Tokens(shapes.kv_len)
         check_extras(whole, tokens[1].length)
-        request = Request(mask, scores, tokens, lse=True)
+        request = request._replace(tokens=tokens)
         if whole.sink is not None:  # ranks' gradients add up
             whole = whole._replace(sink=whole.sink.to(torch.promote_types(whole.sink.dtype, torch.float32)))
         calls = by_head_group(whole, request) or [(whole, request)]
@@ -166,10 +189,14 @@ class VirtualRing:
             layout, ranks = self.rank_states[0].route_table.layout(tokens), len(self.rank_states)
             return [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
 
-        q, k, v = (shards(x, t) for x, t in zip(inputs[:3], (q_tokens, kv_tokens, kv_tokens), strict=True))
         nothing: list[Tensor | None] = [None] * len(self.rank_states)
+        whose = (q_tokens, kv_tokens, kv_tokens)
+        q, k, v = (shards(x, tokens) for x, tokens in zip(inputs[:3], whose, strict=True))
         bias = nothing if inputs.bias is None else shards(inputs.bias, q_tokens, 2)
-        return [Inputs(*qkv, inputs.sink, rows) for qkv, rows in zip(zip(q, k, v, strict=True), bias, strict=True)]
+        selection = inputs.selection
+        keys = nothing if selection is None else shards(selection, q_tokens, selection.dim() - 2)
+        sharded = zip(q, k, v, bias, keys, strict=True)
+        return [inputs._replace(q=q, k=k, v=v, bias=rows, selection=chosen) for q, k, v, rows, chosen in sharded]
 
     @contextmanager
     def profile(self) -> Iterator[list[Profile]]:
@@ -217,7 +244,7 @@ class VirtualRingAttention(torch.autograd.Function):
         saved = [Saved(Inputs(*of_rank[:-2]), *of_rank[-2:]) for of_rank in by_rank(ctx.saved_tensors, len(plans))]
         wanted = ctx.needs_input_grad[2:]
         for plan, dout, kept, wants in zip(plans, douts, saved, by_rank(wanted, len(plans)), strict=True):
-            programs.append(backward_program(plan, call, dout, kept, wants[4]))
+            programs.append(backward_program(plan, call, dout, kept, Wanted.of(wants)))
         with ExitStack() as passes:
             for plan in plans:
                 passes.enter_context(plan.rank_state.one_pass("backward", call, plan.device))

@@ -15,7 +15,7 @@ from torch import Tensor
 from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, Storage, Tensors
 from burst_plugin.compute.online_softmax import project
 from burst_plugin.compute.varlen import SpanTable, put_back, taken
-from burst_plugin.kernels import How, Kernel, Queries, largest_scores
+from burst_plugin.kernels import How, Kernel, Queries, Selection, largest_scores
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight, Side
 
@@ -80,23 +80,52 @@ class Part(Protocol):
         ...
 
 
+class OfQueries(NamedTuple):
+    """What queries bring along, in rows of their own: a bias, and lists of the keys that they attend to.
+
+    bias: [1 or B, 1 or Hq, S_local, S_global], or None.
+    selection: [B, G, S_local, n], or None.
+    """
+
+    bias: Tensor | None = None
+    selection: Tensor | None = None
+
+    @classmethod
+    def of(cls, bias: Tensor | None, selection: Tensor | None) -> OfQueries:
+        """Return what there is, a selection without groups of heads as that of one group."""
+        if selection is not None and selection.dim() == 3:
+            selection = selection.unsqueeze(1)
+        return cls(bias, selection)
+
+    def of_part(self, number: int, count: int) -> OfQueries:
+        """Return what one of `count` parts of the heads has."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            if x is None or x.shape[1] == 1:
+                return x
+            if x.shape[1] % count == 0:
+                return x.chunk(count, 1)[number]
+            first = number * x.shape[1] // count  # several parts share a list
+            return x[:, first : first + 1]
+
+        return OfQueries(cut(self.bias), cut(self.selection))
+
+
 class TileAttention:
     """A kernel at work on the tiles of one part of the heads; see `passes` for its two kinds.
 
     Args:
         how: what the call wants of its scores.
-        spans: the rows of tiles with spans, of which there are none with a bias.
-        bias: [1 or B, 1 or Hq, S_local, S_global], or None. Its gradient accumulates in `dbias`.
+        spans: the rows of tiles with spans, of which there are none with a bias or a selection.
+        rows: the bias and the selection, if there are any. The bias' gradient accumulates in `dbias`.
         q, kv: this rank's operands.
 
     `in_flight` are messages during the visit at work.
     """
 
-    def __init__(
-        self, kernel: Kernel, how: How, spans: SpanTable, bias: Tensor | None, q: Tensors, kv: Tensors
-    ) -> None:
+    def __init__(self, kernel: Kernel, how: How, spans: SpanTable, rows: OfQueries, q: Tensors, kv: Tensors) -> None:
         self.kernel, self.spans, self.q, self.kv = kernel, spans, q, kv
-        self._base, self._bias = how, bias
+        self._base, (self._bias, self._selection) = how, rows
         self.in_flight = NOTHING_IN_FLIGHT
         self._without_positions: dict[tuple[Band, int, InFlight], How] = {}
         self.dbias: Tensor | None = None
@@ -115,7 +144,14 @@ class TileAttention:
         if bias is not None:
             assert positions.columns is not None
             bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, positions.columns[tile.k])
-        return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_batch_row=first)
+        selection = None
+        if self._selection is not None:
+            assert positions.columns is not None
+            keys = self._selection[_bias_batch(self._selection, tile), :, tile.q]
+            selection = Selection(keys, positions.columns[tile.k])
+        return self._base._replace(
+            band=tile.band, bias=bias, selection=selection, q_positions=q, k_positions=k, first_batch_row=first
+        )
 
     def add_to_dbias(self, dbias: Tensor, tile: Tile, positions: VisitPositions) -> None:
         """Add a tile's gradient of the bias."""

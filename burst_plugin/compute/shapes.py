@@ -18,7 +18,10 @@ from burst_plugin.types import Direction, Side, Spec
 
 
 class Shapes(NamedTuple):
-    """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .]."""
+    """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .].
+
+    `latent` are the numbers per token that travel in place of keys and values, if they do: see `up_projection`.
+    """
 
     batch: int
     q_len: int
@@ -28,6 +31,7 @@ class Shapes(NamedTuple):
     qk_dim: int
     v_dim: int
     dtype: torch.dtype
+    latent: tuple[int, int] | None = None
 
     def of_part(self, parts: int) -> Shapes:
         """Return the shapes of one part of the heads."""
@@ -60,6 +64,8 @@ class Shapes(NamedTuple):
         row = (self.batch, self.q_heads, self.q_len)
         k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
         v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
+        if self.latent is not None:
+            k, v = ((self.batch, self.kv_len, 1, width) for width in self.latent)
         for_delta = (out, narrow) if self.sends_out else (row, wide)
         table: dict[tuple[str, str], tuple[list[Spec], list[Spec]]] = {
             ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),

@@ -14,8 +14,15 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.latents import attend_to_latents, held_latents, up_weight
 from burst_plugin.huggingface.llama4 import chunk_mask, with_temperature
-from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, mask_recipe, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import (
+    MaskRecipe,
+    cache_of_forward,
+    mask_recipe,
+    shard_among,
+    shard_of_forward,
+)
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
@@ -36,6 +43,7 @@ _KNOWN_TENSORS = frozenset(
         "max_length_q",
         "max_length_k",
         "seq_idx",
+        "indices",
         "labels",
         "shift_labels",
         "num_items_in_batch",
@@ -104,18 +112,8 @@ def forward(
             f"{type(module).__name__} got a sharded batch, but it has not been checked that tokens of its model meet "
             "in attention only: call burst_plugin.huggingface.prepare(model) first"
         )
-    problem = _problem(module, attention_mask, options)
-    share = shard.tokens.length // shard.cp.ranks
-    if query.shape[2] != share:
-        problem = (
-            f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is {share}: "
-            "something in the model adds or drops tokens, as prompt tuning does"
-        )
-    if key.shape[2] != query.shape[2]:
-        problem = (
-            f"{type(module).__name__} got {query.shape[2]} queries on {key.shape[2]} keys: past_key_values, of what "
-            "came before, are not spread over ranks; give whole sequences, without past_key_values"
-        )
+    problem = _problem_of_lengths(module, shard, (query.shape[2], key.shape[2]))
+    problem = problem or _problem(module, attention_mask, options)
     if problem:
         raise ValueError(problem)
     dropout = _dropout(module, shard, options)
@@ -127,12 +125,36 @@ def forward(
         seed=_seed(shard, module) if dropout else 0,
     )
     query = with_temperature(module, query, shard)
-    q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
-    mask = _mask(module, shard, attention_mask, options)
-    tag = (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard)
-    sink = _sink(options, q)
-    out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=sink, tag=tag)
-    return out, None
+    latents = held_latents(module, key)
+    q, k, v = (_cast(x).transpose(1, 2) for x in (query, *(latents or (key, value))))
+    terms: dict[str, Any] = {
+        "mask": _mask(module, shard, attention_mask, options),
+        "tokens": shard.tokens,
+        "scores": scores,
+        "sink": _sink(options, q),
+        "selection": options.get("indices"),
+        "tag": (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard),
+    }
+    if latents is None:
+        return burst_attention(q, k, v, shard.cp, **terms), None
+    weight = _cast(up_weight(module, latents.c))
+    return attend_to_latents((q, k, v), weight, shard.cp, terms), None
+
+
+def _problem_of_lengths(module: torch.nn.Module, shard: SequenceShard, lengths: tuple[int, int]) -> str:
+    """Return what is wrong with the numbers of queries and keys of a layer on a shard; empty if nothing."""
+    (queries, keys), share = lengths, shard.tokens.length // shard.cp.ranks
+    if keys != queries:
+        return (
+            f"{type(module).__name__} got {queries} queries on {keys} keys: past_key_values, of what came before, "
+            "are not spread over ranks; give whole sequences, without past_key_values"
+        )
+    if queries != share:
+        return (
+            f"{type(module).__name__} got {queries} tokens, but a rank's share of the batch is {share}: something in "
+            "the model adds or drops tokens, as prompt tuning does"
+        )
+    return ""
 
 
 def _cached(
@@ -153,14 +175,12 @@ def _cached(
 
 def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | None:
     """Return the shard that a layer or its mask hands on; None for a whole batch."""
-    shard: SequenceShard | None = options.get(SHARD_KEY)
-    return attention_mask.shard if shard is None and isinstance(attention_mask, MaskRecipe) else shard
+    return shard_among((attention_mask,), options)
 
 
 def is_on_ring(values: Iterable[Any], options: Mapping[str, Any]) -> bool:
     """Return whether a layer attends on the ring, given its positional and keyword arguments."""
-    masks = (each for each in (*values, *options.values()) if isinstance(each, MaskRecipe))
-    return options.get(SHARD_KEY) is not None or any(each.shard is not None for each in masks)
+    return shard_among(values, options) is not None
 
 
 def check_not_training(module: torch.nn.Module) -> None:

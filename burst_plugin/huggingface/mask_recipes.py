@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.batch import SequenceShard
+from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.huggingface.image_groups import GroupRule, group_mask, group_rule, groups_agree
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
@@ -372,3 +372,12 @@ def _names_by_code() -> dict[CodeType | None, str]:
         for code in maker.__code__.co_consts
         if isinstance(code, CodeType)
     }
+
+
+def shard_among(values: Iterable[Any], options: Mapping[str, Any]) -> SequenceShard | None:
+    """Return the shard that a layer is given by keyword, or in its mask; None for a whole batch."""
+    shard: SequenceShard | None = options.get(SHARD_KEY)
+    if shard is not None:
+        return shard
+    recipes = (each for each in (*values, *options.values()) if isinstance(each, MaskRecipe))
+    return next((recipe.shard for recipe in recipes if recipe.shard is not None), None)

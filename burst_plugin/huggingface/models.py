@@ -21,6 +21,7 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
+from burst_plugin.huggingface.latents import use_latents
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
 from burst_plugin.huggingface.media.features import use_media
@@ -90,6 +91,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         use_longest_positions(pretrained)
         watch_positions(pretrained)
         use_recurrent(pretrained)
+        use_latents(pretrained)
         use_media(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_plugin.compute.accumulators import BlockAccumulators
 from burst_plugin.compute.online_softmax import merge_
-from burst_plugin.compute.passes import NO_POSITIONS, ForwardPart
+from burst_plugin.compute.passes import NO_POSITIONS, ForwardPart, OfQueries
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.inference.storage import RowStore
@@ -109,7 +109,7 @@ class OwnAttention(NamedTuple):
             tiles = [Tile(0, q.shape[1], 0, kv[0].shape[1])]
         specs = self.shapes._replace(batch=len(q), q_len=q.shape[1]).side("forward", "q")[1]
         how = How(FULL, self.scores, deterministic=self.deterministic)
-        part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), None, (q,), kv)
+        part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), OfQueries(), (q,), kv)
         own = BlockAccumulators(specs, q.device, [part], "q")
         for tile in tiles:
             own.parts[0].make_room()

@@ -24,13 +24,14 @@ from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.limits import LimitedKernel
-from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Lengths, Queries
+from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Lengths, Queries, Selection
 from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.kernels.torch_cudnn import TorchCudnnKernel
 from burst_plugin.kernels.torch_efficient import TorchEfficientKernel
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
+from burst_plugin.kernels.torch_gather import TorchGatherKernel
 
 __all__ = [
     "FEATURES",
@@ -41,6 +42,7 @@ __all__ = [
     "Kernel",
     "Lengths",
     "Queries",
+    "Selection",
     "choose_kernel",
     "largest_scores",
 ]
@@ -55,6 +57,7 @@ KERNELS: Mapping[str, LimitedKernel] = MappingProxyType(
             FlashAttn2Kernel(),
             TorchFlashKernel(),
             TorchEfficientKernel(),
+            TorchGatherKernel(),
             TorchCpuBf16Kernel(),
             TorchCpuKernel(),
             ReferenceKernel(),
@@ -104,8 +107,8 @@ def _refusal(kernel: Kernel, case: Case) -> str | None:
 
 def _warn_of_fallback(chosen: str, case: Case) -> None:
     """Warn if a kernel was chosen that is slower than the one for plain attention on this device."""
-    plain = case._replace(features=frozenset(), new_tiles=False)
-    usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
+    plain = case._replace(features=case.features & {"selection"}, new_tiles=False)
+    usual = next(name for name, kernel in KERNELS.items() if _refusal(kernel, plain) is None)
     if usual == chosen:
         _warn_of_earlier_gpus(KERNELS[usual], plain)
         return

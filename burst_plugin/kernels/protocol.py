@@ -20,6 +20,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "softcap": "scores are capped by a tanh",
         "alibi": "a slope per head times the distance is added to scores",
         "bias": "a tensor is added to scores, and gets a gradient",
+        "selection": "every query has a list of the keys that it attends to",
         "dropout": "probabilities are dropped by position",
         "deterministic": "two runs give the same bits",
     }
@@ -51,6 +52,29 @@ class Lengths(NamedTuple):
     k_ends: Tensor
 
 
+class Selection(NamedTuple):
+    """The keys that the queries of a tile attend to, besides what its band leaves out.
+
+    keys: [B, G, Sq, n], their positions in the sequence, in any order; twice counts once, and others than the tile's
+        keys for nothing. G divides Hkv: key heads share a list in groups.
+    columns: [Sk], the positions of the tile's keys.
+    """
+
+    keys: Tensor
+    columns: Tensor
+
+    def of_rows(self, rows: slice) -> Selection:
+        """Return the selection of some query rows."""
+        return self._replace(keys=self.keys[:, :, rows])
+
+    def local(self) -> Tensor:
+        """Return for every selected key its row in the tile, int64 [B, G, Sq, n]; Sk for keys that are elsewhere."""
+        ordered, order = self.columns.sort()
+        keys = self.keys.to(ordered.dtype)
+        found = torch.searchsorted(ordered, keys.contiguous()).clamp_(max=len(ordered) - 1)
+        return torch.where(ordered[found] == keys, order[found], len(ordered))
+
+
 class How(NamedTuple):
     """How the scores of a tile become probabilities.
 
@@ -61,6 +85,7 @@ class How(NamedTuple):
     lengths: for "varlen" kernels: every sequence attends to itself, full, or causal or anticausal in squares; without
         a bias.
     in_flight: messages meanwhile, for kernels that would wait for them; told without positions only.
+    selection: the keys of every query, if they are listed.
     """
 
     band: Band
@@ -74,6 +99,7 @@ class How(NamedTuple):
     bias_has_grad: bool = True
     lengths: Lengths | None = None
     in_flight: InFlight = NOTHING_IN_FLIGHT
+    selection: Selection | None = None
 
     @property
     def wants_dbias(self) -> bool:

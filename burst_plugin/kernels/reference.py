@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels.limits import Limits
-from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
+from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries, Selection
 from burst_plugin.kernels.varlen import backward_looped, forward_looped
 from burst_plugin.scores import Scores
 from burst_plugin.types import FULL
@@ -111,6 +111,7 @@ def _rows_of(how: How, rows: slice) -> How:
     """Return `how` for some query rows; the band is still counted from the tile's first row."""
     return how._replace(
         bias=None if how.bias is None else how.bias[:, :, rows],
+        selection=None if how.selection is None else how.selection.of_rows(rows),
         q_positions=None if how.q_positions is None else how.q_positions[rows],
     )
 
@@ -119,6 +120,7 @@ def _first_keys_of(how: How, keys: int) -> How:
     """Return `how` for the first key rows."""
     return how._replace(
         bias=None if how.bias is None else how.bias[..., :keys],
+        selection=None if how.selection is None else how.selection._replace(columns=how.selection.columns[:keys]),
         k_positions=None if how.k_positions is None else how.k_positions[:keys],
     )
 
@@ -150,6 +152,8 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor
         scores = scores - slopes.view(-1, 1, 1) * apart
     if how.bias is not None:
         scores = scores + how.bias.to(scores.dtype)
+    if how.selection is not None:
+        scores = scores.masked_fill_(_left_out(how.selection, q.shape[2]), -torch.inf)
     if how.band == FULL:
         return scores, slope
     rows = torch.arange(first_query, first_query + q.shape[1], device=q.device).unsqueeze(1)
@@ -160,6 +164,14 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor
     if how.band.upper is not None:
         outside |= ahead > how.band.upper
     return scores.masked_fill_(outside, -torch.inf), slope
+
+
+def _left_out(selection: Selection, query_heads: int) -> Tensor:
+    """Return which keys of a tile its queries did not select, bool [B, Hq, Sq, Sk]."""
+    local = selection.local()
+    listed = torch.zeros((*local.shape[:3], len(selection.columns) + 1), dtype=torch.bool, device=local.device)
+    listed.scatter_(3, local, True)
+    return ~listed[..., :-1].repeat_interleave(query_heads // local.shape[1], 1)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

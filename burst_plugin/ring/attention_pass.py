@@ -21,7 +21,7 @@ from burst_plugin.kernels import Queries
 from burst_plugin.ring.executor import Visit
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import PassPlan, Plan
-from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
+from burst_plugin.ring.request import ALL_WANTED, BackwardOperands, Inputs, Outputs, Wanted
 from burst_plugin.types import OTHER_SIDE, SIDES, Side
 
 
@@ -145,7 +145,7 @@ def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
 
 
 def backward_program(
-    plan: Plan, call: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
+    plan: Plan, call: CallId, dout: Tensor, saved: Saved, wanted: Wanted = ALL_WANTED
 ) -> Generator[None, None, Inputs]:
     """Run a rank's backward pass: around the ring, between the exchanges of its group if there are any.
 
@@ -153,18 +153,19 @@ def backward_program(
     """
     given, out, lse = saved
     exchange = None if plan.exchange_kind is None else plan.exchange("backward", call)
-    wants_dbias = wants_dbias or exchange is not None  # others of the group may want theirs
+    if exchange is not None:
+        wanted = wanted._replace(bias=True)  # others of the group may want theirs
     dout = dout.contiguous() if exchange is None else (yield from exchange.dout(dout))
     factor = row_factor(out, dout) if plan.sends_row_factor else None
     operands = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
     if exchange is not None:
         operands = yield from exchange.gathered_backward(operands)
-    parts, bias = plan.backward_parts(*operands, wants_dbias), operands.inputs.bias
+    parts, bias = plan.backward_parts(*operands, wanted), operands.inputs.bias
     del operands
     (dq,), (dk, dv) = yield from plan.run_pass(plan, plan.backward, parts, call)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
-    dbias = bias_grad(bias, parts) if bias is not None and wants_dbias else None
-    grads = Inputs(dq, dk, dv, dsink, dbias)
+    dbias = bias_grad(bias, parts) if bias is not None and wanted.bias else None
+    grads = Inputs(dq, dk, dv, dsink, dbias, weight=getattr(parts[0], "dweight", None))
     del dout, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
     if exchange is not None:
         grads = yield from exchange.summed(grads)

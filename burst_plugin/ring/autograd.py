@@ -14,10 +14,9 @@ from burst_plugin.ring.agreement import Agreement
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs
+from burst_plugin.ring.request import Inputs, Wanted
 
 T = TypeVar("T")
-_BIAS = Inputs._fields.index("bias")
 
 
 class RingAttention(torch.autograd.Function):
@@ -57,7 +56,7 @@ class RingAttention(torch.autograd.Function):
                 warm_up_backward(plan, saved, dout)
         ctx.agreement.before_backward(call)
         with plan.rank_state.one_pass("backward", call, plan.device):
-            grads = completed(backward_program(plan, call, dout, saved, wanted[_BIAS]))
+            grads = completed(backward_program(plan, call, dout, saved, Wanted.of(wanted)))
         returned: list[Tensor | None] = [None, None, None, None]
         for grad, is_wanted in zip(grads, wanted, strict=True):
             returned.append(grad if is_wanted else None)

@@ -16,7 +16,7 @@ from burst_plugin.ring.attention_pass import run_pass
 from burst_plugin.ring.head_groups import why_uncut
 from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan, RunPass
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
+from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, scaled, shapes_of
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.systems.group_exchange import GroupExchange
 from burst_plugin.ring.systems.rank_groups import RankGroup
@@ -82,9 +82,10 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
     features = features_of(shapes, scores, deterministic, extras)
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
-    kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
+    needs_positions = bool(extras.of_queries) or scores.needs_positions
+    kernel_tiles = KernelTiles(kernel.features, shapes, needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = moving_sides(strategy, shapes, rank_state.route_table.ring_ranks, bias=extras.bias)
+    moving = moving_sides(strategy, shapes, rank_state.route_table.ring_ranks, of_queries=extras.of_queries)
     rounded = _rounded_sides(extras, ranks_per_kv_head)
     if rank_state.group.gathers:  # where its blocks are added up
         for direction in DIRECTIONS:
@@ -175,11 +176,10 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 
     Raises ValueError for tensors and options that do not fit together.
     """
-    q, k, v = inputs[:3]
-    check_tensors(q, k, v)
-    strategy = rank_state.strategy
-    local = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    strategy, local = rank_state.strategy, shapes_of(inputs, request.latents)
     tokens, longest = _tokens(rank_state, local, request)
+    if request.latents:
+        _check_latents(strategy)
     _check_heads(strategy, local)
     _check_mask(request, local.batch)
     degree = strategy.degree
@@ -208,6 +208,25 @@ def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dic
                 "ContextParallel.shard, and pass the same tokens= to it and here"
             )
     return tokens, longest
+
+
+def _check_latents(strategy: Strategy) -> None:
+    """Raise ValueError where heads are exchanged, or cut into parts."""
+    if problem := why_expanded(strategy):
+        raise ValueError(
+            f"{problem}; expand keys and values first, or use a preset without these: "
+            f"{presets_with(ulysses_degree=1, mesh_degree=1, parts=1)}"
+        )
+
+
+def why_expanded(strategy: Strategy) -> str:
+    """Return why a strategy does not go with latents, which are those of all heads; "" if it does."""
+    if strategy.group_size == 1 and all(strategy.parts_of(direction) == 1 for direction in DIRECTIONS):
+        return ""
+    return (
+        f"latents belong to all heads, but here ulysses_degree={strategy.ulysses_degree}, "
+        f"mesh_degree={strategy.mesh_degree}, parts={strategy.parts}"
+    )
 
 
 def _check_heads(strategy: Strategy, local: Shapes) -> None:
@@ -252,11 +271,16 @@ def _check_mask(request: Request, batch: int) -> None:
 
 
 def _extras(inputs: Inputs, degree: int) -> Extras:
-    bias = inputs.bias
+    bias, selected = inputs.bias, inputs.selection is not None
+    if selected and degree > 1:
+        raise ValueError(
+            "a selection has rows for the queries of one rank, but here a group of ranks shares heads or queries; "
+            f"use a preset without such groups: {presets_with(ulysses_degree=1, mesh_degree=1)}"
+        )
     if bias is None:
-        return Extras(sink=inputs.sink is not None)
+        return Extras(sink=inputs.sink is not None, selection=selected)
     exchanged = f"bias of {bias.shape[0]} batch rows in {bias.dtype}" if degree > 1 else ""
-    return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged)
+    return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged, selected)
 
 
 def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
@@ -281,6 +305,7 @@ def features_of(shapes: Shapes, scores: Scores, deterministic: bool, extras: Ext
         "softcap": scores.softcap is not None,
         "alibi": scores.alibi_slopes is not None,
         "bias": extras.bias,
+        "selection": extras.selection,
         "dropout": scores.dropout > 0,
         "deterministic": deterministic,
     }
@@ -296,19 +321,19 @@ def is_deterministic(strategy: Strategy) -> bool:
 
 
 def moving_sides(
-    strategy: Strategy, shapes: Shapes, ring_ranks: int, *, bias: bool = False
+    strategy: Strategy, shapes: Shapes, ring_ranks: int, *, of_queries: str = ""
 ) -> Mapping[Direction, tuple[Side, ...]]:
-    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
+    """Return by direction which side moves, or which two. Queries stay where their bias is, or their selection."""
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)
-        if bias and asked in ("q", BOTH):
+        if of_queries and asked in ("q", BOTH):
             raise ValueError(
-                f"{direction}={asked!r} cannot be combined with a bias: its rows belong to the queries, which would "
-                f"have to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and "
-                f"values move: {presets_with(forward='kv', backward='kv')}"
+                f"{direction}={asked!r} cannot be combined with a {of_queries}: its rows belong to the queries, "
+                f"which would have to take all of them along; use {direction}='kv' or 'auto', or a preset in which "
+                f"keys and values move: {presets_with(forward='kv', backward='kv')}"
             )
-        if bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
+        if of_queries or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
             moving[direction] = ("kv",)
         elif asked == BOTH:
             moving[direction] = ("kv", "q")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from burst_plugin.ring.request import Inputs, Outputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.sequence.masks import Mask
@@ -28,6 +29,8 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
     """Return why a call cannot be cut into those of the mask's groups of heads; "" if it can."""
     try:
         check_kinds(inputs, request)
+        if request.latents:
+            return "latents belong to all heads, but the mask has groups of heads; expand keys and values first"
         check_tensors(*inputs[:3])
         check_extras(inputs, inputs.k.shape[1] if inputs.bias is None else inputs.bias.shape[-1])
         request.scores.resolved(1, inputs.q.shape[2])
@@ -75,7 +78,21 @@ def _inputs_of(inputs: Inputs, group: int, groups: int) -> Inputs:
         inputs.v[:, :, kv_heads],
         None if inputs.sink is None else inputs.sink[q_heads],
         bias if bias is None or bias.shape[1] == 1 else bias[:, q_heads],
+        _selection_of(inputs, kv_heads),
     )
+
+
+def _selection_of(inputs: Inputs, kv_heads: slice) -> Tensor | None:
+    """Return the selected keys of some key/value heads, [B, G, S, n]."""
+    selection = inputs.selection
+    if selection is None or selection.dim() == 3:
+        return selection
+    heads_per_list = inputs.k.shape[2] // selection.shape[1]
+    heads = range(kv_heads.start, kv_heads.stop)
+    lists = sorted({head // heads_per_list for head in heads})
+    if len(heads) % len(lists):  # lists for unlike numbers of these heads: one for each
+        return selection[:, [head // heads_per_list for head in heads]]
+    return selection[:, lists[0] : lists[-1] + 1]
 
 
 def _request_of(request: Request, group: int, q_heads: int) -> Request:

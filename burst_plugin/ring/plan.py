@@ -18,14 +18,15 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.accumulators import BlockAccumulators, Tensors, in_parts
-from burst_plugin.compute.passes import BackwardPart, ForwardPart, Part, VisitPositions
+from burst_plugin.compute.passes import BackwardPart, ForwardPart, OfQueries, Part, VisitPositions
 from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.up_projection import LatentBackwardPart, LatentForwardPart, UpProjection
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
 from burst_plugin.kernels.varlen import DQ_ROWS, sent
 from burst_plugin.ring.executor import RingPass, SendRecvPlan
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs
+from burst_plugin.ring.request import Inputs, Wanted
 from burst_plugin.ring.routes import Attending, PassKey, Route, Visits
 from burst_plugin.ring.systems.group_exchange import GroupExchange
 from burst_plugin.ring.systems.rank_groups import GroupBlock, member_rows
@@ -194,11 +195,22 @@ class Extras(NamedTuple):
     bias: bool = False
     shared_bias: bool = False
     exchanged_bias: str = ""
+    selection: bool = False
+
+    @property
+    def of_queries(self) -> str:
+        """Return the name of what has rows for queries, which stay where these are; "" if there is none."""
+        return "bias" if self.bias else "selection" if self.selection else ""
 
     @property
     def listed(self) -> tuple[str, ...]:
         """Return what there is, for people to read."""
-        named = (("sink", self.sink), ("bias", self.bias), ("shared bias", self.shared_bias))
+        named = (
+            ("sink", self.sink),
+            ("bias", self.bias),
+            ("shared bias", self.shared_bias),
+            ("selection", self.selection),
+        )
         return (*(name for name, there in named if there), *([self.exchanged_bias] if self.exchanged_bias else []))
 
 
@@ -280,6 +292,7 @@ class Plan:
             "key tokens": self.attending.kv,
             "with": self.extras.listed,
             **({"return_lse": self.lse} if degree > 1 else {}),  # then it is exchanged
+            **({} if self.shapes.latent is None else {"latents": self.shapes.latent}),
             **{f"{each.direction} moving": each.moving_sides for each in (self.forward, self.backward)},
             "kernel in use": self.kernel.name,
             "mask": self.attending.mask,
@@ -291,45 +304,49 @@ class Plan:
     def forward_parts(self, inputs: Inputs) -> list[ForwardPart]:
         """Return the parts of the heads, ready for a forward pass."""
         parts = []
-        for how, bias, q, kv in self._by_part(self.forward.parts, inputs[:1], inputs[1:3], inputs.bias):
-            parts.append(ForwardPart(self.kernel, how, self.spans, bias, q, kv))
+        make = ForwardPart if self.shapes.latent is None else partial(LatentForwardPart, self._up_projection(inputs))
+        for how, rows, q, kv in self._by_part(self.forward.parts, inputs[:1], inputs):
+            parts.append(make(self.kernel, how, self.spans, rows, q, kv))
         if self.max_logits:
             shape, wide = (self.shapes.q_heads // len(parts),), self.shapes.sum_dtype
             for part in parts:
                 part.max_logits = torch.full(shape, -torch.inf, dtype=wide, device=self.device)
         return parts
 
+    def _up_projection(self, inputs: Inputs) -> UpProjection:
+        assert self.shapes.latent is not None
+        return UpProjection(inputs.weight, self.shapes.kv_heads, self.shapes.qk_dim - self.shapes.latent[1])
+
     def backward_parts(
-        self, queries: Queries, inputs: Inputs, factor: Tensor | None, wants_dbias: bool
+        self, queries: Queries, inputs: Inputs, factor: Tensor | None, wanted: Wanted
     ) -> list[BackwardPart]:
         """Return the parts of the heads, ready for a backward pass.
 
         `factor` [B, H, S] is what travelling queries send in place of out, if they do.
         """
         count = self.backward.parts
-        parts = []
-        for how, bias, *operands in self._by_part(count, queries, inputs[1:3], inputs.bias):
-            told = how if bias is None else how._replace(bias_has_grad=wants_dbias)
-            parts.append(BackwardPart(self.kernel, told, self.spans, bias, *operands))
+        parts: list[BackwardPart] = []
+        make: Callable[..., BackwardPart] = BackwardPart
+        if self.shapes.latent is not None:
+            make = partial(LatentBackwardPart, self._up_projection(inputs), wanted.weight)
+        for how, rows, *operands in self._by_part(count, queries, inputs):
+            told = how if rows.bias is None else how._replace(bias_has_grad=wanted.bias)
+            parts.append(make(self.kernel, told, self.spans, rows, *operands))
         if factor is not None:
             for part, (mine,) in zip(parts, in_parts((factor,), count), strict=True):
                 part.factor = mine
         return parts
 
-    def _by_part(
-        self, count: int, q: Tensors, kv: Tensors, bias: Tensor | None
-    ) -> list[tuple[How, Tensor | None, Tensors, Tensors]]:
-        """Return what each part of the heads has: what the kernel is told, its bias, and its operands."""
+    def _by_part(self, count: int, q: Tensors, inputs: Inputs) -> list[tuple[How, OfQueries, Tensors, Tensors]]:
+        """Return what each part of the heads has: what the kernel is told, its bias and selection, its operands."""
+        kv, rows = inputs[1:3], OfQueries.of(inputs.bias, inputs.selection)
         if count == 1:
-            return [(self._hows[1][0], bias, tuple(q), tuple(kv))]
-        heads, found = self.shapes.q_heads // count, []
+            return [(self._hows[1][0], rows, tuple(q), tuple(kv))]
         both = zip(in_parts(q, count), in_parts(kv, count), strict=True)
-        for number, (how, (q_part, kv_part)) in enumerate(zip(self._hows[count], both, strict=True)):
-            own_bias = bias
-            if bias is not None and bias.shape[1] > 1:
-                own_bias = bias[:, number * heads : (number + 1) * heads]
-            found.append((how, own_bias, q_part, kv_part))
-        return found
+        return [
+            (how, rows.of_part(number, count), *operands)
+            for number, (how, operands) in enumerate(zip(self._hows[count], both, strict=True))
+        ]
 
     @cached_property
     def _hows(self) -> Mapping[int, Sequence[How]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypedDict
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_whole, shown, unreadable
+from burst_plugin.compute.shapes import Shapes
 from burst_plugin.kernels import Queries
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
@@ -18,13 +20,34 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Inputs(NamedTuple):
-    """A rank's tensors, see `burst_attention`."""
+    """A rank's tensors, see `burst_attention`.
+
+    Of `latent_attention` k and v are what travels: latents, and the part of keys that heads share.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     sink: Tensor | None = None
     bias: Tensor | None = None
+    selection: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted, of those that take a computation of their own."""
+
+    bias: bool = True
+    weight: bool = True
+
+    @classmethod
+    def of(cls, needed: Sequence[bool]) -> Wanted:
+        """Return what is wanted, from whether the gradient of each of `Inputs` is needed."""
+        by_name = dict(zip(Inputs._fields, needed, strict=True))
+        return cls(by_name["bias"], by_name["weight"])
+
+
+ALL_WANTED = Wanted()
 
 
 class ExtraTensors(TypedDict, total=False):
@@ -32,6 +55,7 @@ class ExtraTensors(TypedDict, total=False):
 
     sink: Tensor | None
     bias: Tensor | None
+    selection: Tensor | None
 
 
 class Outputs(NamedTuple):
@@ -57,6 +81,7 @@ class Request(NamedTuple):
     """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys.
 
     `scale` is one given beside `scores`; see `scaled`. `forward` takes the place of the strategy's, if it is given.
+    `latents` says that keys and values are made where they arrive.
     """
 
     mask: Mask = Causal()
@@ -66,6 +91,7 @@ class Request(NamedTuple):
     lse: bool = False
     scale: float | None = None
     forward: str | None = None
+    latents: bool = False
 
 
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
@@ -156,9 +182,14 @@ def scaled(request: Request) -> Request:
 
 
 def check_extras(inputs: Inputs, kv_length: int) -> None:
-    """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
+    """Raise ValueError unless sink, bias and selection fit; `kv_length` is that of the whole sequence of keys."""
     q, heads = inputs.q, inputs.q.shape[2]
-    for name, extra in (("sink", inputs.sink), ("bias", inputs.bias)):
+    for name, extra in (
+        ("sink", inputs.sink),
+        ("bias", inputs.bias),
+        ("selection", inputs.selection),
+        ("weight", inputs.weight),
+    ):
         if extra is None:
             continue
         check_local(name, extra)
@@ -170,6 +201,8 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
             f"sink must be floating point [{heads}], one logit per query head, got {inputs.sink.dtype} "
             f"{list(inputs.sink.shape)}"
         )
+    if inputs.selection is not None:
+        _check_selection(inputs.selection, inputs)
     bias = inputs.bias
     if bias is None:
         return
@@ -180,6 +213,26 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
         raise ValueError(
             f"bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here "
             f"{list(expected)}, got {bias.dtype} {list(bias.shape)}"
+        )
+
+
+def _check_selection(selection: Tensor, inputs: Inputs) -> None:
+    """Raise ValueError unless there are positions of keys for every query."""
+    (batch, length), kv_heads = inputs.q.shape[:2], inputs.k.shape[2] if inputs.weight is None else 1
+    by_group = selection if selection.dim() == 4 else selection.unsqueeze(1)
+    fits = selection.dim() in (3, 4) and by_group.shape[0] == batch and by_group.shape[2] == length
+    if (
+        selection.dtype not in (torch.int32, torch.int64)
+        or not fits
+        or not by_group.shape[3]
+        or not by_group.shape[1]
+        or kv_heads % by_group.shape[1]
+    ):
+        raise ValueError(
+            "selection must be int32 or int64 [batch, local queries, keys per query], positions in the whole "
+            f"sequence and -1 for none, here [{batch}, {length}, keys per query], or one list for each group of "
+            f"the {kv_heads} key/value heads, [{batch}, groups, {length}, keys per query]; got {selection.dtype} "
+            f"{list(selection.shape)}"
         )
 
 
@@ -196,6 +249,51 @@ def check_type(name: str, dtype: torch.dtype) -> None:
             f"{name} has type {dtype}, but attention is computed in float64, float32, bfloat16 or float16; cast it "
             "with x.to(torch.bfloat16), and multiply by the scale that it was quantized with"
         )
+
+
+def shapes_of(inputs: Inputs, latents: bool) -> Shapes:
+    """Return the local shapes of a call. Raise ValueError for tensors that do not fit together."""
+    if latents:
+        return _latent_shapes(inputs)
+    q, k, v = inputs[:3]
+    check_tensors(q, k, v)
+    return Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+
+
+def _latent_shapes(inputs: Inputs) -> Shapes:
+    """Return the shapes of a call whose keys and values are made of latents."""
+    (q, c, shared), weight = inputs[:3], inputs.weight
+    for name, x in (("q", q), ("latents", c), ("shared_keys", shared)):
+        check_local(name, x)
+    shapes = f"q {list(q.shape)}, latents {list(c.shape)}, shared_keys {list(shared.shape)}"
+    if weight is not None:
+        shapes += f", weight {list(weight.shape)}"
+    if not q.dim() == c.dim() == shared.dim() == 4 or c.shape[:3] != shared.shape[:3] or c.shape[2] != 1:
+        raise ValueError(
+            "expected q [batch, local tokens, heads, head dim], latents and shared_keys [batch, local tokens, 1, "
+            f"width], got {shapes}"
+        )
+    own_dim, heads, width = q.shape[3] - shared.shape[3], q.shape[2], c.shape[3]
+    if weight is None:
+        fits, v_dim = own_dim == width, width
+        expected = f"queries of {width} + {shared.shape[3]} numbers, since there is no weight"
+    else:
+        fits = weight.dim() == 2 and weight.shape[1] == width and own_dim > 0 and weight.shape[0] % heads == 0
+        v_dim = weight.shape[0] // heads - own_dim if fits else 0
+        fits = fits and v_dim > 0
+        expected = f"a weight [{heads} heads * ({own_dim} + value dim), {width}]"
+    if not fits or q.shape[0] != c.shape[0] or 0 in (q.shape[0], heads, width):
+        raise ValueError(f"q, latents, shared_keys and weight do not fit together: {shapes}; expected {expected}")
+    kinds = {(str(x.dtype), str(x.device)) for x in (q, c, shared, weight) if x is not None}
+    if len(kinds) > 1 or not q.is_floating_point():
+        raise ValueError(
+            f"q, latents, shared_keys and weight must share one floating-point type and one device, got "
+            f"{sorted(kinds)}; cast or move them with x.to(...)"
+        )
+    check_type("q", q.dtype)
+    kv_heads = 1 if weight is None else heads
+    latent = (width, shared.shape[3])
+    return Shapes(q.shape[0], q.shape[1], c.shape[1], heads, kv_heads, q.shape[3], v_dim, q.dtype, latent)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -133,6 +133,15 @@ class Strategy:
             ("state", "heads", AUTO),
         ),
     )
+    latents: str = field(
+        default=AUTO,
+        metadata=_about(
+            "what ranks exchange in multi-head latent attention (MLA): `send`, [latents](sparse.md#latents), of "
+            "which every rank makes keys and values; `expand`, keys and values; `auto`: latents where all heads are "
+            "on one rank",
+            ("send", "expand", AUTO),
+        ),
+    )
     check: str = field(
         default=AUTO,
         metadata=_about(

@@ -791,7 +791,7 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
         ({"attention_mask": MaskRecipe(mask_function=PARTIAL)}, "know: partial"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
         ({"attention_mask": MaskRecipe(mask_function=WINDOWS)}, "sliding_window_overlay.<locals>.inner_mask"),
-        ({"indices": torch.zeros(1)}, "_Layer passes indices, which attn_implementation"),
+        ({"indices": torch.zeros(1)}, "selection must be int32 or int64 [batch, local queries, keys per query]"),
         (
             {"attention_mask": MaskRecipe(mask_function=causal_mask_function), "sliding_window": 3},
             "_Layer passes sliding_window=3, but the window of its mask is None",

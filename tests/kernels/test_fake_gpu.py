@@ -32,6 +32,7 @@ from burst_plugin import (
 )
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.request import Inputs
 from burst_plugin.virtual import VirtualRingAttention
 from tests.support.fake_gpu import GPU, Launches, fake_gpu
 
@@ -126,23 +127,26 @@ def _run(
         out, lse = ring.attention(q, k, v, mask=mask, scores=scores, tokens=tokens, **extras)
         assert (out.device, out.dtype, out.shape) == (GPU, dtype, (*q.shape[:3], v_dim))
         assert (lse.device, lse.dtype, lse.shape) == (GPU, torch.float32, (2, heads_q, seq))
-        of_ranks = [done.saved_tensors[n : n + 7] for n in range(0, len(done.saved_tensors), 7)]
+        count = len(Inputs._fields)
+        of_ranks = [done.saved_tensors[n : n + count + 2] for n in range(0, len(done.saved_tensors), count + 2)]
         assert len(of_ranks) == topology.ranks
         douts: list[Tensor | None] = []
         for saved in of_ranks:
-            assert saved[5] is not None
-            rows = saved[5].shape[1] // ring.rank_states[0].group.head_shares  # those of the group are together here
+            assert saved[count] is not None
+            rows = (
+                saved[count].shape[1] // ring.rank_states[0].group.head_shares
+            )  # those of the group are together here
             douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
         grads = VirtualRingAttention.backward(done, *douts)[2:]
-    assert len(grads) == 5 * topology.ranks
+    assert len(grads) == count * topology.ranks
     for n, grad in enumerate(grads):
-        assert (grad is None) == ([True, True, True, sink, bias][n % 5] is False)
+        assert (grad is None) == ([True, True, True, sink, bias, False, False][n % count] is False)
         if grad is not None:
             assert grad.device == GPU
-            assert n % 5 > 2 or (grad.dtype == dtype and (grad.shape[0], *grad.shape[2:]) == (2, *shapes[n % 5][2:]))
+            assert n % count > 2 or (grad.dtype, grad.shape[0], *grad.shape[2:]) == (dtype, 2, *shapes[n % count][2:])
     for n, shape in enumerate(shapes):  # of dq, dk, dv all ranks together have every row
-        assert sum(grad.shape[1] for grad in grads[n::5] if grad is not None) == shape[1]
-    assert all(grad.shape == (heads_q,) for grad in grads[3::5] if grad is not None)
+        assert sum(grad.shape[1] for grad in grads[n::count] if grad is not None) == shape[1]
+    assert all(grad.shape == (heads_q,) for grad in grads[3::count] if grad is not None)
     return launches
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow, Strategy, Topology, VirtualRing
-from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
+from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, Selection, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.flash import Ask
 from burst_plugin.kernels.reference import keep
@@ -69,6 +69,8 @@ def runs(*, feature: str = "", dtypes: bool = False) -> list[object]:
             where = Run(name, device)
             features = frozenset({feature} if feature else ())
             case = CASE._replace(device=device, dtype=where.dtypes[-1], features=features)
+            if device == "cpu" and kernel.refuse(case):  # it is for another feature
+                continue
             why = kernel.refuse(case) or (None if torch.cuda.is_available() else "there is no CUDA device")
             gpu = () if device == "cpu" else (pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=f"{name}: {why}"))
             values = [(where, dtype) for dtype in where.dtypes] if dtypes else [(where,)]
@@ -84,6 +86,8 @@ def run(where: Run | str, problem: Problem, how: How) -> Result:
     kernel = KERNELS[name]
     problem = Problem(*(None if x is None else x.to(device) for x in problem))
     how = how._replace(**{n: x.to(device) for n, x in how._asdict().items() if isinstance(x, torch.Tensor)})
+    if how.selection is not None:
+        how = how._replace(selection=Selection(*(x.to(device) for x in how.selection)))
     if how.lengths is not None:
         how = how._replace(lengths=lengths_of(*how.lengths[:2], torch.device(device)))
     out, lse = kernel.forward(*problem[:3], how)
@@ -220,6 +224,7 @@ FEATURE_CASES = {
     "alibi": (How(CAUSAL, Scores(scale=8**-0.5, alibi_slopes=(0.5, 0.25, 0.1, 0.0))), Causal()),
     "bias": (How(CAUSAL, SCALED), Causal()),
     "dropout": (How(CAUSAL, Scores(scale=8**-0.5, dropout=0.3, seed=5)), Causal()),
+    "selection": (How(CAUSAL, SCALED), Causal()),
 }
 
 
@@ -234,6 +239,9 @@ def test_kernels_can_do_what_they_say(where: Run, feature: str) -> None:
     if feature == "bias":
         problem = problem.with_bias((1, 4))
         how = how._replace(bias=problem.bias)
+    if feature == "selection":
+        problem = problem.with_selection(2, 9)
+        how = how._replace(selection=Selection(problem.selection, torch.arange(24)))
     if how.scores.needs_positions:
         how = how._replace(q_positions=torch.arange(24), k_positions=torch.arange(24))
     found = errors(run(where, problem, how), reference(problem, mask, how.scores))
@@ -443,3 +451,24 @@ def test_slices_of_the_queries_of_one_key_head_are_of_even_sizes(heads: int, cal
         assert dk.dtype == dv.dtype == torch.float32
     for grad, sign in ((dk, 1), (dv, -1)):
         assert torch.allclose(grad.float(), sign * q.float().sum(2, keepdim=True), atol=0.2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("where", "dtype"), runs(feature="selection", dtypes=True))
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-3, 1)])
+def test_selections_are_exact(where: Run, dtype: torch.dtype, band: Band, heads: tuple[int, int]) -> None:
+    q_len, kv_len = 40, 40 if band == CAUSAL else 60
+    problem = Problem.draw((q_len, kv_len), heads, (8, 5), dtype)
+    mask = {FULL: Full(), CAUSAL: Causal()}.get(band) or SlidingWindow(3, 1)
+    for lists in {1, heads[1]}:
+        problem = problem.with_selection(lists, 30)
+        assert problem.selection is not None
+        columns = 100 + torch.randperm(kv_len)  # of a tile that lies anywhere in the sequence
+        named = torch.cat([columns, torch.tensor([-1])]).int()
+        keys = named[problem.selection.long()]
+        twice = torch.cat([keys, keys[..., :2], torch.full_like(keys[..., :1], 99)], -1)  # and one of another tile
+        how = How(band, Scores(scale=8**-0.5), selection=Selection(twice, columns))
+        found = run(where, problem, how)
+        truth = reference(problem, mask)
+        for name, error in errors(found, truth).items():
+            assert error <= where.bound(dtype), (name, error)

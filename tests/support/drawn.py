@@ -62,7 +62,8 @@ CAUSAL, PLAIN = Causal(), Scores()
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 REFUSALS = (  # what may be refused, of what is drawn
     r"runs with different strides do not make tiles",
-    r"(forward|backward)='q' cannot be combined with a bias",
+    r"(forward|backward)='q' cannot be combined with a (bias|selection)",
+    r"a selection has rows for the queries of one rank",
     r"alibi_slopes need positions that count alike",
     r"alibi_slopes and dropout go by the positions of tokens, which batch rows",
     r"parts=.* does not divide the \d+ key/value heads",
@@ -75,8 +76,9 @@ class Drawn:
     """One call of attention by all ranks of a ring in one process.
 
     `lengths`, `heads` and `dims` are those of (queries, keys), (queries, keys) and (keys, values); the batch is 2.
-    `bias` is its shape, (1 or 2, 1 or query heads). `seed` is that of tensors and of the network. `at_once` results
-    wait for each other, as on GPUs; blocks of which a rank needs more than `most_rows` go to all ranks.
+    `bias` is its shape, (1 or 2, 1 or query heads); `selection` are groups of heads, and keys per query. `seed` is
+    that of tensors and of the network. `at_once` results wait for each other, as on GPUs; blocks of which a rank
+    needs more than `most_rows` go to all ranks.
     """
 
     topology: Topology
@@ -90,6 +92,7 @@ class Drawn:
     tokens: Tokens | tuple[Tokens, Tokens] | None = None
     has_sink: bool = False
     bias: tuple[int, int] | None = None
+    selection: tuple[int, int] | None = None
     seed: int = 0
     at_once: int = 1
     most_rows: float = required_rows._MOST_ROWS
@@ -108,7 +111,8 @@ class Drawn:
         """The tensors."""
         problem = Problem.draw(self.lengths, self.heads, self.dims, self.dtype, self.seed)
         problem = problem.with_sink() if self.has_sink else problem
-        return problem if self.bias is None else problem.with_bias(self.bias)
+        problem = problem if self.bias is None else problem.with_bias(self.bias)
+        return problem if self.selection is None else problem.with_selection(*self.selection)
 
     def check(self) -> str:
         """Compare with float64 on one process; return why the call is refused, or nothing.
@@ -117,7 +121,7 @@ class Drawn:
         refused after bytes were sent, or for a reason that is none of those that may be.
         """
         ring, problem = VirtualRing(self.topology, self.strategy, seed=self.seed), self.problem
-        inputs = [x if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:])]
+        inputs = [x if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:6])]
         try:
             result, lse = self._attend(ring, inputs, problem.dout)
         except ValueError as error:
@@ -145,6 +149,7 @@ class Drawn:
         assert k is not None
         assert v is not None
         options: dict[str, Any] = {"mask": self.mask, "scores": self.scores, "tokens": self.tokens}
+        options["selection"] = self.problem.selection
         with (
             mock.patch.object(sums, "fan_in", return_value=self.at_once),
             mock.patch.object(required_rows, "_MOST_ROWS", self.most_rows),
@@ -157,7 +162,7 @@ class Drawn:
     def _alone(self) -> Result:
         """What one rank gives, with the same kernel."""
         alone = replace(self, topology=Topology(1, 1), strategy=Strategy(kernel=self.strategy.kernel), tokens=None)
-        inputs = [x if x is None else x.clone().requires_grad_() for x in (*self.problem[:3], *self.problem[4:])]
+        inputs = [x if x is None else x.clone().requires_grad_() for x in (*self.problem[:3], *self.problem[4:6])]
         return alone._attend(VirtualRing(alone.topology, alone.strategy), inputs, self.problem.dout)[0]
 
     def _compare(self, name: str, found: Tensor | None, truth: Tensor | None) -> None:

@@ -38,10 +38,12 @@ DTYPES = [torch.float64] * 7 + [torch.float32] * 3 + [torch.bfloat16] * 2 + [tor
 PLAIN = Scores()
 
 
-def runnable(dtype: torch.dtype) -> list[str]:
-    """Return the names of the kernels that run on this machine's CPU."""
-    case = Case("cpu", dtype, 1, 1, 8, 8)
-    return [name for name, kernel in KERNELS.items() if kernel.refuse(case) is None]
+def runnable(dtype: torch.dtype, selects: bool = False) -> list[str]:
+    """Return the names of the kernels that run on this machine's CPU, or of those that take a selection."""
+    case = Case("cpu", dtype, 1, 1, 8, 8, frozenset({"selection"} if selects else ()))
+    return [
+        name for name, kernel in KERNELS.items() if kernel.refuse(case) is None and case.features <= kernel.features
+    ]
 
 
 def cu_seqlens(length: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -255,6 +257,10 @@ def calls(draw: st.DrawFn) -> Drawn:
     heads = (kv_heads * draw(st.sampled_from([1, 1, 2, 4])), kv_heads)
     dtype = draw(st.sampled_from(DTYPES))
     bias = draw(st.sampled_from([None, None, None, None, (1, 1), (2, heads[0])]))
+    selection = None
+    if not in_pieces and not draw(st.integers(0, 3)):
+        lists = draw(st.sampled_from([1, 1, kv_heads, max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0)]))
+        selection = lists, draw(st.sampled_from([1, 2, 5, lengths[1]]))
     mask = draw(masks(*lengths, least=in_pieces))
     groups = draw(st.sampled_from([1, 1, 1, 1, 2])) if kv_heads % 2 == 0 else 1
     if groups > 1:
@@ -270,10 +276,18 @@ def calls(draw: st.DrawFn) -> Drawn:
             dropout=draw(st.sampled_from([0.0, 0.3])) if groups == 1 else 0.0,
             seed=draw(st.sampled_from([0, 5, 1 << 40])),
         )
-    kernels = runnable(dtype) if scores == PLAIN and bias is None else []
+    kernels = runnable(dtype, selection is not None) if scores == PLAIN and bias is None else []
     return Drawn(
         topology,
-        draw(options(topology, (heads[0] // groups, heads[1] // groups), kernels, bias is not None, in_pieces)),
+        draw(
+            options(
+                topology,
+                (heads[0] // groups, heads[1] // groups),
+                kernels,
+                bias is not None or selection is not None,
+                in_pieces,
+            )
+        ),
         lengths,
         heads,
         draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5), (1, 1)])),
@@ -283,6 +297,7 @@ def calls(draw: st.DrawFn) -> Drawn:
         draw(tokens(lengths, topology.ranks)),
         draw(st.sampled_from([False, False, True])),
         bias,
+        selection,
         draw(st.integers(0, 9)),
         draw(st.sampled_from([1, 1, 2, 3, 4])),
         draw(st.sampled_from([0.4, 2.0])),

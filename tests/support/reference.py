@@ -42,6 +42,7 @@ class Problem(NamedTuple):
     dout: Tensor
     sink: Tensor | None = None
     bias: Tensor | None = None
+    selection: Tensor | None = None
 
     @classmethod
     def draw(
@@ -73,6 +74,16 @@ class Problem(NamedTuple):
         generator = torch.Generator().manual_seed(11)
         bias = torch.randn(*shape, self.q.shape[1], self.k.shape[1], generator=generator)
         return self._replace(bias=bias.to(self.q.dtype))
+
+    def with_selection(self, groups: int, count: int) -> Problem:
+        """Return the same problem with lists of keys: as many as `count` for each query, some of them fewer."""
+        generator = torch.Generator().manual_seed(12)
+        (batch, q_len), kv_len = self.q.shape[:2], self.k.shape[1]
+        order = torch.rand(batch, groups, q_len, kv_len, generator=generator).argsort(-1)[..., :count]
+        missing = torch.rand(order.shape, generator=generator) < torch.rand(
+            batch, groups, q_len, 1, generator=generator
+        )
+        return self._replace(selection=order.masked_fill(missing, -1).int())
 
 
 class Result(NamedTuple):
@@ -210,12 +221,12 @@ def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tenso
 def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Result:
     """Compute attention in float64 from its definition, with PyTorch's autograd: 0 where nothing is attended to."""
     scores = scores or Scores()
-    inputs = [None if x is None else x.detach().double().requires_grad_() for x in (*problem[:3], *problem[4:])]
+    inputs = [None if x is None else x.detach().double().requires_grad_() for x in (*problem[:3], *problem[4:6])]
     q, k, v, sink, bias = inputs
     assert q is not None
     assert k is not None
     assert v is not None
-    out = attention(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
+    out = attention(Problem(q, k, v, problem.dout, sink, bias, problem.selection), mask, scores)
     wanted = [x for x in inputs if x is not None]
     grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
     return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
@@ -233,13 +244,13 @@ def attention(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
 
 def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) -> Tensor:
     """Return logarithms of softmax denominators, [B, Hq, Sq], float64; -inf for queries that attend to nothing."""
-    exact = Problem(*(None if x is None else x.detach().double() for x in problem))
+    exact = Problem(*(None if x is None else x.detach().double() for x in problem[:6]), problem.selection)
     return _logits(exact, mask, scores or Scores()).logsumexp(-1)
 
 
 def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
     """Return the logits, [B, Hq, Sq, Sk], -inf where nothing attends; the last column is the sink's, if any."""
-    q, k, _, _, sink, bias = problem
+    q, k, _, _, sink, bias, selection = problem
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
     logits = logits * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
@@ -254,6 +265,12 @@ def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
     if bias is not None:
         logits = logits + bias
     logits = logits.masked_fill(~painted_by_head(mask, batch, logits.shape[1], q_len, kv_len), -torch.inf)
+    if selection is not None:
+        by_group = selection.view(batch, -1, *selection.shape[-2:]).long()
+        listed = torch.zeros(*by_group.shape[:3], kv_len + 1, dtype=torch.bool)
+        listed.scatter_(3, by_group.masked_fill(by_group < 0, kv_len), True)
+        by_head = listed[..., :kv_len].repeat_interleave(logits.shape[1] // by_group.shape[1], 1)
+        logits = logits.masked_fill(~by_head, -torch.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
     return logits

@@ -76,7 +76,7 @@ class HeadExchange(GroupExchange):
     def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
         """Return the gradients of the inputs; `shared_bias` says that heads share theirs."""
         group = self.group
-        dq, dk, dv, dsink, dbias = grads
+        dq, dk, dv, dsink, dbias = grads[:5]
         tensors = [dq, dk, dv]
         sides: list[Side] = ["q", "kv", "kv"]
         if dbias is not None:

@@ -1,0 +1,139 @@
+"""Multi-head latent attention of transformers on a ring: latents travel, not the keys and values made of them.
+
+All its families make keys and values of latents in a method `expand_kv`, by a linear layer `kv_b_proj`. On a shard
+the method hands on empty tensors in their place, and the attention function finds the latents on the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.replaced_forward import ReplacedForward
+from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.mask_recipes import cache_of_forward, shard_among
+from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.latents import latent_attention, sends_latents
+
+_SHARD, _HELD = "_burst_plugin_shard", "_burst_plugin_latents"  # attributes of layers, in the middle of a forward
+_WRAPPED = "_burst_plugin_wrapped"
+
+
+class Latents(NamedTuple):
+    """What a layer's keys and values are made of: c [B, 1, S, C], and the part that heads share, [B, 1, S, R]."""
+
+    c: Tensor
+    shared: Tensor
+
+
+def use_latents(model: torch.nn.Module) -> None:
+    """Have layers of multi-head latent attention send latents on shards, as `Strategy.latents` says."""
+    for layer in text_modules(model):
+        kind: Any = type(layer)
+        if not hasattr(kind, "expand_kv"):
+            continue
+        if not hasattr(kind.expand_kv, _WRAPPED):
+            setattr(wrap(kind, "expand_kv", _expanded_later), _WRAPPED, True)
+        if _note_shard not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_note_shard, with_kwargs=True)
+            layer.register_forward_hook(_forget_shard, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_shard(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the shard that a layer is given, also where a checkpoint computes it again."""
+    setattr(layer, _SHARD, shard_among(args, kwargs))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_shard(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Note the end of a layer, also of one that failed."""
+    vars(layer).pop(_SHARD, None)
+    vars(layer).pop(_HELD, None)
+
+
+def _expanded_later(original: Callable[..., Any], layer: Any, c: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    """Take the place of a layer's `expand_kv`: return empty keys and values on shards, and hold the latents."""
+    shard = vars(layer).get(_SHARD)
+    if shard is None or cache_of_forward() is not None or not sends_latents(shard.cp, _problem(layer)):
+        expanded: tuple[Tensor, Tensor] = original(layer, c, shared)
+        return expanded
+    batch, _, length, _ = c.shape
+    heads = layer.kv_b_proj.out_features // (layer.qk_nope_head_dim + layer.v_head_dim)
+    empty = c.new_empty(1)
+    key = empty.expand(batch, heads, length, layer.qk_nope_head_dim + shared.shape[-1])
+    setattr(layer, _HELD, (key, Latents(c, shared)))
+    return key, empty.expand(batch, heads, length, layer.v_head_dim)
+
+
+def held_latents(layer: torch.nn.Module, key: Tensor) -> Latents | None:
+    """Return the latents that a layer's keys are to be made of, and let go of them; None if it has made keys.
+
+    Raises ValueError if something has replaced the empty keys.
+    """
+    empty, latents = vars(layer).pop(_HELD, (None, None))
+    if empty is not None and empty is not key:
+        raise ValueError(
+            f"{type(layer).__name__} does something to keys between making them of latents and attention; use "
+            "latents='expand'"
+        )
+    held: Latents | None = latents
+    return held
+
+
+def up_weight(layer: Any, c: Tensor) -> Tensor:
+    """Return the weight that makes keys and values of latents, [heads * (own key dim + value dim), C].
+
+    It comes out of the layer itself, in which hooks gather parameters, and adapters add theirs. These hooks go by
+    inputs that need gradients.
+    """
+    identity = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
+    identity.requires_grad_(
+        torch.is_grad_enabled() and any(each.requires_grad for each in layer.kv_b_proj.parameters())
+    )
+    weight: Tensor = layer.kv_b_proj(identity).t()
+    return weight
+
+
+def attend_to_latents(
+    tensors: tuple[Tensor, Tensor, Tensor], weight: Tensor, cp: ContextParallel, terms: Mapping[str, Any]
+) -> Tensor:
+    """Return attention [B, S, H, Dv] of queries [B, S, H, D] to latents and shared keys [B, S, 1, .].
+
+    `terms` are those of the call.
+
+    Keys that were selected one by one are not expanded, as each would be for many queries: queries and outputs are
+    projected instead, to the space of latents and back.
+    """
+    q, c, shared = tensors
+    if terms.get("selection") is None:
+        return latent_attention(q, c, shared, cp, weight=weight, **terms)
+    own, by_head = q.shape[-1] - shared.shape[-1], weight.view(q.shape[2], -1, weight.shape[1])
+    scores = terms["scores"]
+    if scores.scale is None:
+        scores = replace(scores, scale=q.shape[-1] ** -0.5)
+    absorbed = torch.cat((torch.einsum("bshd,hdc->bshc", q[..., :own], by_head[:, :own]), q[..., own:]), -1)
+    out = latent_attention(absorbed, c, shared, cp, **{**terms, "scores": scores})
+    return torch.einsum("bshc,hdc->bshd", out, by_head[:, own:])
+
+
+def _problem(layer: Any) -> str:
+    """Return what keeps a layer from sending latents; "" if nothing."""
+    name, projection = type(layer).__name__, layer.kv_b_proj
+    if isinstance(vars(layer).get("forward"), ReplacedForward):
+        return f"{name} attends to a few heads at a time (head_chunk)"
+    parts = [each for each in projection.modules() if not any(each.children())]
+    other = [type(each).__name__ for each in parts if type(each) not in (torch.nn.Linear, torch.nn.Identity)]
+    drops = [each for each in parts if isinstance(each, torch.nn.Dropout)]
+    if drops and not (layer.training and any(each.p for each in drops)):
+        other = [each for each in other if each != torch.nn.Dropout.__name__]
+    if other:
+        return f"kv_b_proj of {name} has a {other[0]}, which need not be linear"
+    if any(isinstance(each, torch.nn.Linear) and each.bias is not None for each in parts):
+        return f"kv_b_proj of {name} has a bias"
+    return ""

@@ -1,0 +1,73 @@
+"""Multi-head latent attention (MLA, arXiv 2405.04434) on a ring on which latents travel, not keys and values.
+
+What is made of latents, and where: `compute.up_projection`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from burst_plugin.attention import attend
+from burst_plugin.context import ContextParallel
+from burst_plugin.ring.choices import why_expanded
+from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Mask
+
+
+def latent_attention(
+    q: Tensor,
+    latents: Tensor,
+    shared_keys: Tensor,
+    cp: ContextParallel,
+    *,
+    weight: Tensor | None = None,
+    mask: Mask = Causal(),
+    softmax_scale: float | None = None,
+    scores: Scores = Scores(),
+    sink: Tensor | None = None,
+    selection: Tensor | None = None,
+    tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+    tag: object = None,
+) -> Tensor:
+    """Compute `burst_attention` with keys and values that travel as latents, and are made where they arrive (MLA).
+
+    With DeepSeek V3's 128 heads 576 numbers per token are sent, and kept for the backward pass, in place of 40,960.
+    In exchange every rank projects the latents of all ranks, and does so again in the backward pass.
+
+    Args:
+        q: [B, S_local, Hq, D].
+        latents: [B, S_local, 1, C], normalised, as the up-projection takes them.
+        shared_keys: [B, S_local, 1, R], the last R of the D dims of every head's keys, with rotary embedding.
+        cp, mask, scores, sink, selection, tokens, tag: as for `burst_attention`.
+        weight: of the up-projection, [Hq * (D - R + Dv), C], of each head its keys' D - R rows, then its values' Dv.
+            The same on all ranks. Its gradient is that of this rank's queries: sum it over ranks. None: queries are
+            in the space of latents, D = C + R, and so is what is returned, Dv = C.
+        softmax_scale: what scores are multiplied by, `D ** -0.5` if None.
+
+    Returns:
+        out [B, S_local, Hq, Dv] in the type of q.
+
+    Raises:
+        ValueError, RingError: as `burst_attention`; also where heads are exchanged, or cut into parts.
+    """
+    inputs = Inputs(q, latents, shared_keys, sink, None, selection, weight)
+    pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    return attend(inputs, Request(mask, scores, pair, scale=softmax_scale, latents=True), cp, tag).out
+
+
+def sends_latents(cp: ContextParallel, problem: str = "") -> bool:
+    """Return whether the ring of `cp` sends latents, as `Strategy.latents` says, or keys and values made of them.
+
+    `problem` is what in a layer keeps it from sending latents, if anything. Raises ValueError if there is one and
+    latents are asked for by name.
+    """
+    strategy = cp.strategy
+    if strategy.latents == "expand":
+        return False
+    if not problem:
+        problem = why_expanded(strategy)
+    if problem and strategy.latents == "send":
+        raise ValueError(f"latents='send' is not possible: {problem}; use latents='auto'")
+    return not problem and (cp.ranks > 1 or strategy.latents == "send")
