@@ -21,6 +21,10 @@ from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.latents import latent_attention, sends_latents
 
 _SHARD, _HELD = "_burst_plugin_shard", "_burst_plugin_latents"  # attributes of layers, in the middle of a forward
+_LINEAR = (
+    torch.nn.Linear,
+    *(torch.nn.Identity, torch.nn.Dropout, torch.nn.ModuleDict, torch.nn.ParameterDict),  # as PEFT's LoRA has
+)
 _WRAPPED = "_burst_plugin_wrapped"
 
 
@@ -128,12 +132,10 @@ def _problem(layer: Any) -> str:
     if isinstance(vars(layer).get("forward"), ReplacedForward):
         return f"{name} attends to a few heads at a time (head_chunk)"
     parts = [each for each in projection.modules() if not any(each.children())]
-    other = [type(each).__name__ for each in parts if type(each) not in (torch.nn.Linear, torch.nn.Identity)]
-    drops = [each for each in parts if isinstance(each, torch.nn.Dropout)]
-    if drops and not (layer.training and any(each.p for each in drops)):
-        other = [each for each in other if each != torch.nn.Dropout.__name__]
-    if other:
-        return f"kv_b_proj of {name} has a {other[0]}, which need not be linear"
+    for part in parts:
+        drops = isinstance(part, torch.nn.Dropout) and layer.training and part.p > 0
+        if drops or type(part) not in _LINEAR:
+            return f"kv_b_proj of {name} has a {type(part).__name__}, which need not be linear"
     if any(isinstance(each, torch.nn.Linear) and each.bias is not None for each in parts):
         return f"kv_b_proj of {name} has a bias"
     return ""

@@ -107,6 +107,41 @@ def families() -> dict[str, Any]:
     }
 
 
+def mla_families() -> dict[str, Any]:
+    """Return configurations of tiny models with multi-head latent attention by their families."""
+    import transformers as t
+
+    mla = {
+        **_SHAPE,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    }
+    experts = {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    longcat = {"ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 2}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    return {
+        "deepseek_v2": t.DeepseekV2Config(**mla, **experts),
+        "deepseek_v3": families()["deepseek_v3"],
+        "glm4_moe_lite": t.Glm4MoeLiteConfig(**mla, **experts),
+        "longcat_flash": t.LongcatFlashConfig(**mla, **longcat, moe_topk=2, head_dim=8),
+        "minicpm3": t.MiniCPM3Config(**mla),
+        "youtu": t.YoutuConfig(**mla, **tokens),
+        "axk1": t.AXK1Config(**mla, **experts, **tokens),
+    }
+
+
 def hybrids(kinds: list[str] | None = None) -> dict[str, Any]:
     """Families that may have recurrent layers; without any, unless `kinds` says so of the two layers."""
     t, kinds = transformers, kinds or ["full_attention"] * 2
