@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 
-class _Terms(TypedDict, total=False):
+class Terms(TypedDict, total=False):
     """The keywords of `burst_attention` that do not decide what it returns."""
 
     mask: Mask
@@ -61,7 +61,7 @@ def burst_attention(
     *,
     return_lse: Literal[False] = ...,
     return_max_logits: Literal[False] = ...,
-    **terms: Unpack[_Terms],
+    **terms: Unpack[Terms],
 ) -> Tensor: ...
 
 
@@ -74,7 +74,7 @@ def burst_attention(
     *,
     return_lse: bool = ...,
     return_max_logits: bool = ...,
-    **terms: Unpack[_Terms],
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 
@@ -139,15 +139,12 @@ def burst_attention(
     inputs = Inputs(q, k, v, sink, bias, selection)
     pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     request = Request(mask, scores, pair, return_max_logits, return_lse, softmax_scale)
-    outputs = attend(inputs, request, cp, tag)
-    if not return_lse and not return_max_logits:
-        return outputs.out
-    wanted = (True, return_lse, return_max_logits)
-    return tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
+    outputs = ring_attention(inputs, request, cp, tag)
+    return outputs.out if not (return_lse or return_max_logits) else outputs.asked_for(request)
 
 
-def attend(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -> Outputs:
-    """Return the outputs of this rank, also in code that torch.compile compiles."""
+def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
+    """Return the outputs of this rank, also in code that torch.compile compiles; see `burst_attention`."""
     if not isinstance(cp, ContextParallel):
         raise ValueError(
             f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, ContextParallel(group), "
@@ -158,17 +155,12 @@ def attend(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -
 
         outputs: Outputs = opaque(ring_attention, inputs, request, cp, tag)
         return outputs
-    return ring_attention(inputs, request, cp, tag)
-
-
-def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
-    """Return the outputs of this rank; see `burst_attention`."""
     is_whole = not isinstance(request.mask, Mask) or request.mask.head_groups is None
     calls = [] if is_whole else by_head_group(inputs, request)
     if not calls:
         return _first_of([(inputs, request)], cp, tag)
-    outputs = [_first_of(calls, cp, tag)]  # checks all of them
-    return joined(outputs + [_first_of([call], cp, tag) for call in calls[1:]])
+    first = [_first_of(calls, cp, tag)]  # checks all of them
+    return joined(first + [_first_of([call], cp, tag) for call in calls[1:]])
 
 
 def _first_of(calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object) -> Outputs:

@@ -115,15 +115,18 @@ def attend_to_latents(
     projected instead, to the space of latents and back.
     """
     q, c, shared = tensors
+    out: Tensor
     if terms.get("selection") is None:
-        return latent_attention(q, c, shared, cp, weight=weight, **terms)
+        out = latent_attention(q, c, shared, cp, weight=weight, **terms)
+        return out
     own, by_head = q.shape[-1] - shared.shape[-1], weight.view(q.shape[2], -1, weight.shape[1])
     scores = terms["scores"]
     if scores.scale is None:
         scores = replace(scores, scale=q.shape[-1] ** -0.5)
     absorbed = torch.cat((torch.einsum("bshd,hdc->bshc", q[..., :own], by_head[:, :own]), q[..., own:]), -1)
     out = latent_attention(absorbed, c, shared, cp, **{**terms, "scores": scores})
-    return torch.einsum("bshc,hdc->bshd", out, by_head[:, own:])
+    projected: Tensor = torch.einsum("bshc,hdc->bshd", out, by_head[:, own:])
+    return projected
 
 
 def _problem(layer: Any) -> str:

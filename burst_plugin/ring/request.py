@@ -68,6 +68,11 @@ class Outputs(NamedTuple):
     lse: Tensor | None
     max_logits: Tensor | None = None
 
+    def asked_for(self, request: Request) -> tuple[Tensor, ...]:
+        """Return out, and what was asked for besides."""
+        wanted = (True, request.lse, request.max_logits)
+        return tuple(x for x, wants in zip(self, wanted, strict=True) if wants and x is not None)
+
 
 class BackwardOperands(NamedTuple):
     """What a backward pass is given: of the queries, all inputs, and `factor` [B, H, S] of queries that move."""

@@ -86,7 +86,7 @@ def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
         (Problem.draw(12, (4, 2)), Scores(dropout=0.4, seed=2)),
     ]
     for problem, scores in [*cases, *cases[::-1]]:
-        inputs = [None if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:])]
+        inputs = [None if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:6])]
         q, k, v, sink, bias = inputs
         assert q is not None
         assert k is not None

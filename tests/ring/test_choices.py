@@ -49,10 +49,9 @@ def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyP
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
-    assert features_of(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
-        "windows",
-        "varlen",
-    }
+    extras = Extras(bias=True, selection=True)
+    found = features_of(SHAPES._replace(v_dim=4), everything, True, extras)
+    assert found == set(FEATURES) - {"windows", "varlen"}
     assert features_of(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
 
 

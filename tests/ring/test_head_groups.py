@@ -32,7 +32,7 @@ BLOCK, LENGTH = 8, 96
 
 def attend(ring: VirtualRing, problem: Problem, mask: Mask, **options: Any) -> tuple[Result, Tensor]:
     """What the ring gives, and lse; every rank sent what its schedule counts."""
-    inputs = [None if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:])]
+    inputs = [None if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:6])]
     q, k, v, sink, bias = inputs
     assert q is not None
     assert k is not None

@@ -73,7 +73,8 @@ class _Node:
 
     def __init__(self, ranks: int) -> None:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self.needs_input_grad = (*[False] * 2, *[True, True, True, False, False] * ranks)
+        wanted = [name in ("q", "k", "v") for name in Inputs._fields]
+        self.needs_input_grad = (False, False, *wanted * ranks)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors

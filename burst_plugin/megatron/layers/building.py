@@ -29,6 +29,7 @@ from burst_plugin.megatron.flags.arguments import (
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, kinds_of, misspelt_kind, spreads_sequences
 from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
+from burst_plugin.megatron.layers.latents import hook_latents
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
 from burst_plugin.megatron.recurrent.mixers import can_take_over
@@ -45,6 +46,7 @@ def hook_building(registry: Registry) -> str:
     wrap(TransformerLayer, "__init__", partial(_choose_core_attention, registry))
     wrap(MambaLayer, "__init__", partial(_refuse_mamba, registry))
     wrap(DotProductAttention, "__init__", _refuse_whole_sequences)
+    hook_latents()
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)

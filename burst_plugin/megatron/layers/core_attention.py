@@ -20,6 +20,7 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
+from burst_plugin.latents import latent_attention
 from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.config import is_hybrid, problems, unknown_fields
 from burst_plugin.megatron.flags.flag_checks import flag_problems, warn_of_quantizers
@@ -70,6 +71,7 @@ class BurstCoreAttention(MegatronModule):
         self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
         self.attend: Callable[..., Tensor] | None = None  # KVCache.attend for this layer, in a turn of inference
+        self.up_projection: tuple[Any, ...] = ()  # the module whose weight makes keys and values of latents
         if self._pg_collection is not None:  # of the script's own; others' rings are there since groups are
             registry.context(config, self._pg_collection)  # now, since messages of a pipeline are in flight later
 
@@ -161,31 +163,36 @@ class BurstCoreAttention(MegatronModule):
         kind = (attn_mask_type or self.attn_mask_type).name
         if self.attend is not None:
             return self._attend_cached(query, key, value, kind, attention_bias)
-        cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
+        cp = self.context(packed_seq_params)
         packed = is_packed(packed_seq_params)
         if packed:
             self._check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         arguments = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
         allowed = self._masks.read(arguments, cp, q, k)
-        out = burst_attention(
-            q,
-            k,
-            v,
-            cp,
-            mask=allowed.mask,
-            scores=self._scores_now(),
-            sink=self._sink(q),
-            bias=allowed.bias,
-            tokens=allowed.tokens,
-            tag=self._tag(cp, packed_seq_params),
-            return_max_logits=self._clips,
-        )
+        terms: dict[str, Any] = {
+            "mask": allowed.mask,
+            "scores": self._scores_now(),
+            "sink": self._sink(q),
+            "bias": allowed.bias,
+            "tokens": allowed.tokens,
+            "tag": self._tag(cp, packed_seq_params),
+            "return_max_logits": self._clips,
+        }
+        if self.up_projection and k.shape[2] == 1:
+            out = latent_attention(q, k, v, cp, weight=self.up_projection[0].weight, **terms)
+        else:
+            out = burst_attention(q, k, v, cp, **terms)
         if isinstance(out, tuple):
             out, largest = out
             known = self.current_max_attn_logits
             self.current_max_attn_logits = largest if known is None else largest.maximum(known)
-        return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
+        joined: Tensor = out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
+        return joined
+
+    def context(self, packed_seq_params: Any = None) -> ContextParallel:
+        """Return the ring of a call."""
+        return self._registry.context(self.config, self._pg_collection, packed_seq_params)
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None) -> Tensor:
         """Return attention of new tokens [n, B, heads, dim] to these and to what is cached, [n, B, heads * Dv]."""
