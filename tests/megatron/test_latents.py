@@ -13,7 +13,7 @@ import torch
 
 from burst_plugin import Strategy
 from burst_plugin.megatron import install
-from burst_plugin.megatron.layers import latents
+from burst_plugin.megatron.layers import mla
 from tests.megatron.test_model_parity import DEEPSEEK, check_equal
 from tests.support.core_attentions import WrittenOut
 from tests.support.megatron_gpt import (
@@ -119,14 +119,14 @@ def _layer(kind: str = "ColumnParallelLinear", **changes: Any) -> Any:
     ],
 )
 def test_projections_that_are_known(layer: Any, problem: str) -> None:
-    found = latents._problem(layer)
+    found = mla._problem(layer)
     assert problem in found
     assert bool(found) == bool(problem)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_a_norm_in_the_projection_is_computed(monkeypatch: pytest.MonkeyPatch, zero_centered: bool) -> None:
-    monkeypatch.setattr(latents, "copy_to_tensor_model_parallel_region", lambda x, group: x)
+    monkeypatch.setattr(mla, "copy_to_tensor_model_parallel_region", lambda x, group: x)
     layer = _layer("TELayerNormColumnParallelLinear", tp_group=None)
     layer.config.sequence_parallel = False
     scale = torch.linspace(0.5, 2.0, 6)
@@ -134,4 +134,4 @@ def test_a_norm_in_the_projection_is_computed(monkeypatch: pytest.MonkeyPatch, z
     layer.linear_kv_up_proj.zero_centered_gamma, layer.linear_kv_up_proj.eps = zero_centered, 1e-5
     x = torch.randn(3, 2, 6)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
-    torch.testing.assert_close(latents._of_all_ranks(layer, x), expected)
+    torch.testing.assert_close(mla._of_all_ranks(layer, x), expected)

@@ -29,7 +29,7 @@ from burst_plugin.megatron.flags.arguments import (
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, kinds_of, misspelt_kind, spreads_sequences
 from burst_plugin.megatron.inference.checks import refuse_in_layer
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
-from burst_plugin.megatron.layers.latents import hook_latents
+from burst_plugin.megatron.layers.mla import hook_latents
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
 from burst_plugin.megatron.recurrent.mixers import can_take_over
