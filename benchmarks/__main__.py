@@ -13,6 +13,7 @@ from benchmarks import RefusedError
 # Each is a module of this package with `add_arguments(parser)` and `run(options) -> int`, imported when it is called.
 COMMANDS = {
     "cluster": ("cluster", "an emulated cluster of network namespaces: rings and other libraries against a bound"),
+    "latents": ("latents", "multi-head latent attention, on emulated clusters: latents, expanded keys and values"),
     "recurrent": ("recurrent", "layers that carry a state, on emulated clusters: states, heads, contiguous tokens"),
     "auto": ("auto", "clusters drawn at random: what a profile has the planner choose, against all configurations"),
     "attention": ("attention", "forward and backward of the distributed attention: rate, share of a kernel, memory"),
