@@ -16,6 +16,7 @@ from burst_plugin.profiling.cluster_profile import ClusterProfile
 from burst_plugin.training.measured_rates import measured_rates
 from burst_plugin.training.memory import GIB
 from burst_plugin.training.model_shape import MODELS, ModelShape, model_shape
+from burst_plugin.training.tower_families import Media, tower_of
 from burst_plugin.training.training_plan import (
     Candidate,
     Goal,
@@ -37,6 +38,7 @@ examples:
   burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
   burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
   burst plan --model qwen3_8b --max-tokens --gpus 8
+  burst plan --model qwen3-vl.json --seq 128k --images 32 --image-tokens 1024 --framework deepspeed
 """
 _MOST = 2**17  # GPUs, or sequences
 _MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
@@ -81,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="N", type=whole("sequences", _MOST), help="sequences per step (default: 1)"
     )
+    _add_media_arguments(parser)
     parser.add_argument(
         "--fused-norms",
         action="store_true",
@@ -105,6 +108,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
+    media = parser.add_argument_group("images and video", "of a model with a tower; without them, its text alone")
+    count = whole("images", _MOST)
+    media.add_argument("--images", metavar="N", type=count, help="images in each sequence")
+    media.add_argument("--frames", metavar="N", type=whole("frames", _MOST), help="frames of video in each sequence")
+    media.add_argument(
+        "--image-tokens",
+        metavar="N",
+        type=whole("tokens", _MOST),
+        help="tokens of an image, or of frames encoded at once; models that fix these take larger images as tiles",
+    )
+    media.add_argument("--frozen-tower", action="store_true", help="the tower and its projector are not trained")
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "tflops").replace("_", "-")
 
@@ -118,10 +135,13 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield from _given(options, goal)
         return
     status = StatusLine()
-    if options.max_tokens:
+    if not options.max_tokens:
+        _check_places(goal)
+    else:
         goal = replace(goal, tokens=_longest(goal, status))
         if not goal.tokens:
             raise ValueError(_nothing_fits(replace(goal, tokens=2**16)))
+        _check_places(goal)
         yield f"The longest sequence that fits, to 65,536: {goal.tokens:,} tokens ({goal.tokens / 2**20:.2f}m)."
         yield ""
     best_first = plans_that_fit(goal, status.progress)
@@ -179,7 +199,7 @@ def _goal(options: argparse.Namespace) -> Goal:
         raise ValueError(
             f"--gpus {options.gpus} is not a number of whole nodes of --gpus-per-node {per_node}; use a multiple"
         )
-    model = model_shape(options.model)
+    model = _with_media(options, model_shape(options.model))
     cluster = Cluster(nodes=options.gpus // per_node, gpus_per_node=per_node, **_rates(options, model))
     space = framework(options.framework).planning().space(options.fused_norms)
     return Goal(
@@ -189,6 +209,44 @@ def _goal(options: argparse.Namespace) -> Goal:
         space=space,
         batch=options.batch or 1,
     )
+
+
+def _with_media(options: argparse.Namespace, model: ModelShape) -> ModelShape:
+    """Return a model with the images that each sequence has, if any. Raise ValueError for what does not fit it."""
+    if not options.images and not options.frames:
+        for name in ("image_tokens", "frozen_tower"):
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} says nothing without --images or --frames; add one")
+        return model
+    what = "--images" if options.images else "--frames"
+    if not framework(options.framework).planning().space(options.fused_norms).media:
+        raise ValueError(
+            f"{what}: {options.framework}'s ranks do not share towers of images; plan with --framework deepspeed, or "
+            "text alone"
+        )
+    try:
+        tower = tower_of(model.config, model.hidden)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if options.frames and not tower.frames:
+        raise ValueError(f"--frames: {model.config['model_type']} takes no video here; give frames as --images")
+    rows = tower.tokens or options.image_tokens
+    if rows is None:
+        raise ValueError(f"{what}: images of {model.config['model_type']} have any size; add --image-tokens")
+    tiles = -(-(options.image_tokens or rows) // rows)
+    units = (options.images or 0) * tiles + -(-(options.frames or 0) // max(1, tower.frames))
+    media = Media(tower=tower, units=units, rows=rows, frozen=options.frozen_tower)
+    return replace(model, name=str(model.config["model_type"]), media=media)
+
+
+def _check_places(goal: Goal) -> None:
+    """Raise ValueError if sequences have fewer tokens than their images take."""
+    media = goal.model.media
+    if media is not None and media.tokens > goal.tokens:
+        raise ValueError(
+            f"{media.units} images of {media.rows:,} tokens each take {media.tokens:,} tokens, and a sequence has "
+            f"{goal.tokens:,}; use a longer one, or fewer images"
+        )
 
 
 def _rates(options: argparse.Namespace, model: ModelShape) -> dict[str, float]:

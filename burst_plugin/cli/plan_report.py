@@ -11,6 +11,7 @@ from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import can_exchange_heads
 from burst_plugin.training.setting import Setting, layout_in_words, strategy_options
 from burst_plugin.training.step_time import bound_by, step_seconds
+from burst_plugin.training.tower_costs import busiest_units, flops, imbalance, sent_rows_bytes
 from burst_plugin.training.training_plan import Candidate, Goal, fits, reasons
 
 _RECOMPUTED = {
@@ -37,6 +38,7 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         f"{best.memory.gpu_bytes / GIB:.1f} GiB{'' if fits(best.memory, cluster) else ' (does not fit)'}"
     )
     yield from _layers(goal.model)
+    yield from _images(goal.model, best.setting)
     yield ""
     ways = f"{len(best_first)} ways that fit" if len(best_first) > 1 else "1 way that fits"
     yield "Given" if is_given else f"Chosen, of {ways}"
@@ -70,6 +72,30 @@ def _layers(model: ModelShape) -> Iterator[str]:
             counts[mixer.kind] = counts.get(mixer.kind, 0) + layers
         parts = [f"{kind} in {count}" for kind, count in (*counts.items(), ("attention", model.attention_layers))]
         yield f"Layers: {', '.join(parts)} of {model.layers}"
+
+
+def _images(model: ModelShape, setting: Setting) -> Iterator[str]:
+    """Yield what a sequence has of images, and who encodes them."""
+    media = model.media
+    if media is None:
+        if isinstance(model.config.get("vision_config"), Mapping):
+            yield "Text alone, without the model's tower; --images says how many a sequence has"
+        return
+    linear, attention = flops(media)
+    tower, units = media.tower, media.units * setting.micro_batch
+    yield (
+        f"Images: {media.units:,} of {media.rows:,} tokens and {media.patches:,} patches, together {media.tokens:,} "
+        f"tokens; {'frozen ' if media.frozen else ''}tower of {tower.parameters / 1e9:.2f} G parameters"
+    )
+    yield (
+        f"  an image takes {(linear + attention) / 1e12:.2f} TFLOP forward, "
+        f"{100 * attention / (linear + attention):.0f} % of it in the tower's attention"
+    )
+    yield (
+        f"  the busiest rank of a ring encodes {busiest_units(media, setting):,} of {units:,}, "
+        f"{imbalance(media, setting):.2f} times the mean"
+    )
+    yield f"  a rank sends {sent_rows_bytes(media, setting) / 2**20:.1f} MiB of features in each pass"
 
 
 def seconds_in_words(seconds: float) -> str:

@@ -33,6 +33,7 @@ def space(fused_norms: bool) -> Space:
         recompute=("none", "full"),
         divides=False,
         head_chunks=True,
+        media=True,
     )
 
 

@@ -188,6 +188,20 @@ def _mamba2(
     )
 
 
+def _mamba2_of_its_own(config: Config, size: Size) -> TokenMixer:
+    """Return the mixer of Mamba-2 and Nemotron-H, whose files say the size of heads."""
+    bias = bool(config.get("use_bias"))
+    return state_space(
+        hidden=size("hidden_size"),
+        heads=size("mamba_num_heads", "num_heads"),
+        head_dim=size("mamba_head_dim", "head_dim"),
+        groups=size("mamba_n_groups", "n_groups"),
+        size=size("ssm_state_size", "state_size"),
+        width=size("mamba_d_conv", "conv_kernel"),
+        biases=(bool(config.get("mamba_conv_bias", config.get("use_conv_bias", True))), bias, bias),
+    )
+
+
 def _gated_mlp(config: Config, size: Size) -> Layer:
     width = size("intermediate_size")
     return dense(width, (2 * width + size("hidden_size")) * bool(config.get("mlp_bias")))
@@ -224,16 +238,7 @@ _NEMOTRON_LETTERS = MappingProxyType({"M": "linear_attention", "*": "full_attent
 
 def _nemotron(config: Config, size: Size) -> list[Layer]:
     kinds = nemotron_kinds(config)
-    hidden, bias = size("hidden_size"), bool(config.get("use_bias"))
-    mixer = state_space(
-        hidden=hidden,
-        heads=size("mamba_num_heads"),
-        head_dim=size("mamba_head_dim"),
-        groups=size("mamba_n_groups", "n_groups"),
-        size=size("ssm_state_size"),
-        width=size("mamba_d_conv", "conv_kernel"),
-        biases=(bool(config.get("mamba_conv_bias", config.get("use_conv_bias", True))), bias, bias),
-    )
+    hidden, mixer = size("hidden_size"), _mamba2_of_its_own(config, size)
     width = size("intermediate_size")
     mlp = dense(width, (width + hidden) * bool(config.get("mlp_bias")))
     experts: Layer = {}
@@ -265,17 +270,7 @@ def nemotron_kinds(config: Config) -> list[str]:
 
 
 def _mamba2_alone(config: Config, size: Size) -> list[Layer]:
-    bias = bool(config.get("use_bias"))
-    mixer = state_space(
-        hidden=size("hidden_size"),
-        heads=size("num_heads"),
-        head_dim=size("head_dim"),
-        groups=size("n_groups"),
-        size=size("state_size"),
-        width=size("conv_kernel"),
-        biases=(bool(config.get("use_conv_bias", True)), bias, bias),
-    )
-    return [_joined(_mixing(mixer), _NO_MLP)] * size("num_hidden_layers")
+    return [_joined(_mixing(_mamba2_of_its_own(config, size)), _NO_MLP)] * size("num_hidden_layers")
 
 
 # ------------------------------------------------------------------------------------------- Mamba, and all others
@@ -381,6 +376,7 @@ _MAMBA2 = MappingProxyType(
 _MAMBA = MappingProxyType(
     {"state_size": 16, "expand": 2, "conv_kernel": 4, "tie_word_embeddings": True, "residual_in_fp32": True}
 )
+_CONVOLVING = MappingProxyType({"num_key_value_heads": 8, "conv_L_cache": 3, "tie_word_embeddings": True})
 STREAM_IN_FLOAT32 = ("mamba", "mamba2", "falcon_mamba")
 """Those in which residual_in_fp32 changes something."""
 _QWEN_EXPERTS = MappingProxyType(
@@ -473,25 +469,17 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         "lfm2": HybridFamily(
             layers=_lfm2,
             in_chunks=("mlp",),
-            defaults={
-                "num_key_value_heads": 8,
-                "conv_L_cache": 3,
-                "block_multiple_of": 256,
-                "block_ffn_dim_multiplier": 1.0,
-                "tie_word_embeddings": True,
-            },
+            defaults={**_CONVOLVING, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
         ),
         "lfm2_moe": HybridFamily(
             layers=_lfm2_moe,
             in_chunks=(),
             defaults={
-                "num_key_value_heads": 8,
-                "conv_L_cache": 3,
+                **_CONVOLVING,
                 "num_dense_layers": 2,
                 "num_experts": 32,
                 "num_experts_per_tok": 4,
                 "moe_intermediate_size": 1792,
-                "tie_word_embeddings": True,
             },
         ),
     }

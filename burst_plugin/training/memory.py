@@ -37,6 +37,7 @@ from burst_plugin.training.layer_memory import (
 )
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
+from burst_plugin.training.tower_costs import TOWER, at_work, kept_by_layers, kept_bytes, pixel_bytes
 from burst_plugin.types import DIRECTIONS
 
 GIB = 2**30
@@ -49,7 +50,7 @@ def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> b
     """Return whether what is there all the time, and what waits, is more than a GPU or a host has: found out fast."""
     if sum(_host(model, setting, cluster).values()) > cluster.host_gib * GIB:
         return True
-    waits = 0.0 if setting.offload else sum(_kept(model, setting))
+    waits = (0.0 if setting.offload else sum(_kept(model, setting))) + sum(_of_tower(model, setting).values())
     states = sum(_states(model, setting).values())
     return states + waits + cluster.margin_gib * GIB > cluster.gpu_gib * GIB
 
@@ -88,26 +89,43 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMem
         gpu["weights at work, gradients in buckets"] = gathered[fullest]
     gpu["inputs of layers"] = 0.0 if setting.offload else hidden
     gpu["attention, kept"] = 0.0 if setting.offload else attention
+    gpu |= _of_tower(model, setting)
     gpu |= _ring_buffers(model, setting)
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu["NCCL's buffers"] = _nccl_bytes(setting)
     gpu["at work"] = sum(at[fullest].values())
+    if model.media is not None:  # whose tower is last, when nothing of the language model waits any more
+        tower = at_work(model.media, setting)
+        waiting = gpu["inputs of layers"] + gpu["attention, kept"]
+        if sum(tower.values()) > waiting + gpu["at work"]:
+            fullest, at = TOWER, {TOWER: tower}
+            gpu |= {"inputs of layers": 0.0, "attention, kept": 0.0, "at work": sum(tower.values())}
+            gpu["tower, kept"] = kept_by_layers(model.media, setting)
     gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
     host = _host(model, setting, cluster)
     return TrainingMemory(gpu, host, fullest, at[fullest])
 
 
+def _of_tower(model: ModelShape, setting: Setting) -> Moment:
+    """Return the bytes of pixels, and of what the tower of images keeps on the rank that encodes most."""
+    if model.media is None:
+        return {}
+    return {
+        "pixels of all images": pixel_bytes(model.media, setting),
+        "tower, kept": kept_bytes(model.media, setting),
+    }
+
+
 def _states(model: ModelShape, setting: Setting) -> Moment:
     """Return bytes of weights in bf16, of gradients and the optimizer's weights and two moments in float32."""
-    own = model.parameters / (setting.tensor * setting.pipeline)
-    shard = own / (setting.context * setting.data)
-    is_sharded = setting.zero == 3
-    states = {"weights": BF16 * (shard if is_sharded else own)}
-    gradients = FP32 * (shard if is_sharded else own)
+    own, trained = (x / (setting.tensor * setting.pipeline) for x in (model.parameters, model.trained_parameters))
+    ranks, is_sharded = setting.context * setting.data, setting.zero == 3
+    states = {"weights": BF16 * (own / ranks if is_sharded else own)}
+    gradients = FP32 * (trained / ranks if is_sharded else trained)
     on_host = setting.offload_optimizer
     states["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
-    states["optimizer"] = 0.0 if on_host else 3 * FP32 * shard
+    states["optimizer"] = 0.0 if on_host else 3 * FP32 * trained / ranks
     return states
 
 
@@ -146,7 +164,7 @@ def _layers_that_wait(model: ModelShape, setting: Setting) -> float:
 
 
 def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
-    own = model.parameters / (setting.tensor * setting.pipeline) / (setting.context * setting.data)
+    own = model.trained_parameters / setting.gpus
     gpus = min(cluster.gpus_per_node, setting.gpus)
     host = {"processes": cluster.process_gib * GIB * gpus}
     if setting.offload:

@@ -18,6 +18,7 @@ from burst_plugin.checks import as_whole, shown
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, is_sparse, nemotron_kinds
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import defaults_of
+from burst_plugin.training.tower_families import Media, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class ModelShape:
     in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; those of experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
     kinds: layers of each kind where they are not alike, in sizes of their own; heads and hidden size are the same.
+    media: the images of each sequence and their tower; None for a language model alone.
     config: the config.json that it was read from, or what one would say beside the sizes; see `model_features`.
     """
 
@@ -62,6 +64,7 @@ class ModelShape:
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     extra: int = 0
     kinds: tuple[ModelShape, ...] = ()
+    media: Media | None = None
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -129,10 +132,16 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return how many parameters there are, of which tied ones count once."""
+        """Return how many parameters there are, a tower's included, of which tied ones count once."""
         tables = 1 if self.tied else 2
         layers = sum(kind.layers * kind.layer_parameters for kind in self.by_kind)
-        return layers + tables * self.embedding_parameters + self.hidden
+        tower = 0 if self.media is None else self.media.tower.parameters
+        return layers + tables * self.embedding_parameters + self.hidden + tower
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return how many of the parameters are trained: all but those of a frozen tower."""
+        return self.parameters - (0 if self.media is None else self.media.tower.parameters - self.media.trained)
 
     @property
     def mlp_width(self) -> int:
@@ -200,7 +209,7 @@ def model_shape(name: str) -> ModelShape:
         raise ValueError(f"{path} cannot be read as JSON: {error}; give the config.json of a model") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {shown(config)}, expected an object; give the config.json of a model")
-    text = config.get("text_config", config)
+    text = text_of(config)
     known = defaults_of(str(text.get("model_type")))
     return replace(_from_config({**known, **text}, str(path)), config=config)
 
@@ -269,12 +278,20 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),
     )
     if family is None:
-        return _of_layers(base, _mlps(config, size, layers), layer_windows(config, layers, path))
+        more = _unmultiplied(base)
+        mlps = [{**mlp, "extra": mlp.get("extra", 0) + more} for mlp in _mlps(config, size, layers)]
+        return _of_layers(base, mlps, layer_windows(config, layers, path))
     try:
         every = family.layers(config, size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return _of_layers(base, every, (0,) * layers)
+
+
+def _unmultiplied(base: ModelShape) -> int:
+    """Return the parameters of a layer that its family has in no product: biases of Qwen2, norms of Gemma."""
+    biases = (base.heads + 2 * base.kv_heads) * base.head_dim * base.name.startswith("qwen2")
+    return biases + 2 * base.hidden * base.name.startswith(("gemma2", "gemma3"))
 
 
 def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:

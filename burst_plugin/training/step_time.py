@@ -18,13 +18,17 @@ from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import MESSAGES, recurrent_seconds
 from burst_plugin.training.setting import Setting
+from burst_plugin.training.tower_costs import tower_seconds
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
 
 
 def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of an optimizer step by what they are spent on."""
+    """Return the seconds of an optimizer step by what they are spent on.
+
+    A tower of images is at work before and after the language model, and hides nothing.
+    """
     layers = model.layers / setting.pipeline
     linear_s = sum(_linear_layers(kind, setting, cluster) * kind.layers for kind in model.by_kind)
     scattered_s = sum(_tensor_parallel(kind, setting, cluster) * kind.layers for kind in model.by_kind)
@@ -39,6 +43,8 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
     micro["offload, not hidden"] = max(0.0, _offload(model, setting, cluster) * layers - layer_s)
     hiding_s = layer_s - micro.get(MESSAGES, 0.0)  # which take the same links
     micro["weights gathered, not hidden"] = max(0.0, _gathered_weights(model, setting, cluster) - hiding_s)
+    if model.media is not None:
+        micro |= tower_seconds(model.media, setting, cluster)
     spent = {name: seconds * setting.microbatches for name, seconds in micro.items()}
     spent["pipeline bubble"] = (setting.pipeline - 1) * sum(micro.values())
     # Gradients are reduced behind the backward pass of the last micro-batch, about two thirds of its time.
@@ -55,7 +61,12 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
 
 def bound_by(seconds: dict[str, float]) -> str:
     """Return what most of the time is spent on, for people."""
-    groups = {"attention": ("attention",), "linear layers": ("linear", "head"), "recurrent layers": ("recurrent",)}
+    groups = {
+        "attention": ("attention",),
+        "linear layers": ("linear", "head"),
+        "recurrent layers": ("recurrent",),
+        "the tower of images": ("tower", "rows"),
+    }
     by_group = {
         group: sum(part_s for name, part_s in seconds.items() if name.startswith(prefixes))
         for group, prefixes in groups.items()
@@ -165,7 +176,13 @@ def _gathered_weights(model: ModelShape, setting: Setting, cluster: Cluster) -> 
     if setting.zero != 3:
         return 0.0
     ranks = setting.context * setting.data
-    return 3 * BF16 * model.parameters * (ranks - 1) / ranks / _bytes_per_s(setting, cluster)
+    return (
+        BF16
+        * (2 * model.parameters + model.trained_parameters)
+        * (ranks - 1)
+        / ranks
+        / _bytes_per_s(setting, cluster)
+    )
 
 
 def _data_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
@@ -176,7 +193,7 @@ def _data_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
     if setting.zero == 3:
         return 0.0
     ranks = setting.context * setting.data
-    own = model.parameters / (setting.tensor * setting.pipeline)
+    own = model.trained_parameters / (setting.tensor * setting.pipeline)
     return own * (FP32 + BF16) * (ranks - 1) / ranks / _bytes_per_s(setting, cluster)
 
 
@@ -187,6 +204,6 @@ def _optimizer(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """
     if not setting.offload_optimizer:
         return 0.0
-    own = model.parameters / setting.gpus  # all are cut over all GPUs, one way or another
+    own = model.trained_parameters / setting.gpus  # all are cut over all GPUs, one way or another
     on_host = own * _ADAM_BYTES * min(cluster.gpus_per_node, setting.gpus) / cluster.host_bytes_per_s
     return on_host + own * (FP32 + BF16) / cluster.pcie_bytes_per_s

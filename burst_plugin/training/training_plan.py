@@ -42,7 +42,7 @@ class Space:
     """What a framework can do: the code of its layers, and which degrees and kinds of sharding it has.
 
     divides: whether a sequence has to be a multiple of twice its context-parallel ranks, times tensor-parallel ones.
-    head_chunks: whether a layer's heads come in chunks.
+    head_chunks: whether a layer's heads come in chunks. media: whether ranks share the tower of images.
     """
 
     code: Code
@@ -52,6 +52,7 @@ class Space:
     recompute: tuple[str, ...]
     divides: bool
     head_chunks: bool = False
+    media: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
