@@ -38,7 +38,7 @@ examples:
   burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
   burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
   burst plan --model qwen3_8b --max-tokens --gpus 8
-  burst plan --model qwen3-vl.json --seq 128k --images 32 --image-tokens 1024 --framework deepspeed
+  burst plan --model qwen3-vl.json --seq 128k --images 32 --image-tokens 1024
 """
 _MOST = 2**17  # GPUs, or sequences
 _MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
@@ -79,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", metavar="N", type=whole("GPUs", _MOST), default=8, help="GPUs of all nodes (default: 8)"
     )
     parser.add_argument("--gpus-per-node", metavar="N", type=whole("GPUs", _MOST), default=8, help="(default: 8)")
-    parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="(default: %(default)s)")
+    parser.add_argument(
+        "--framework",
+        choices=FRAMEWORKS,
+        help=f"(default: {FRAMEWORKS[0]}; with images, the first whose ranks share their tower)",
+    )
     parser.add_argument(
         "--batch", metavar="N", type=whole("sequences", _MOST), help="sequences per step (default: 1)"
     )
@@ -128,6 +132,8 @@ def _flag(name: str) -> str:
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield what the command prints. Raise ValueError if nothing fits, and for what cannot be planned."""
+    if options.framework is None:
+        options.framework = _sharing_towers()[0] if options.images or options.frames else FRAMEWORKS[0]
     goal = _goal(options)
     if options.emit is not None:
         _check_expressible(options, goal)
@@ -219,10 +225,10 @@ def _with_media(options: argparse.Namespace, model: ModelShape) -> ModelShape:
                 raise ValueError(f"--{name.replace('_', '-')} says nothing without --images or --frames; add one")
         return model
     what = "--images" if options.images else "--frames"
-    if not framework(options.framework).planning().space(options.fused_norms).media:
+    if options.framework not in _sharing_towers():
         raise ValueError(
-            f"{what}: {options.framework}'s ranks do not share towers of images; plan with --framework deepspeed, or "
-            "text alone"
+            f"{what}: the plan for {options.framework} knows no towers of images; plan with --framework "
+            f"{' or '.join(_sharing_towers())}, or text alone"
         )
     try:
         tower = tower_of(model.config, model.hidden)
@@ -237,6 +243,11 @@ def _with_media(options: argparse.Namespace, model: ModelShape) -> ModelShape:
     units = (options.images or 0) * tiles + -(-(options.frames or 0) // max(1, tower.frames))
     media = Media(tower=tower, units=units, rows=rows, frozen=options.frozen_tower)
     return replace(model, name=str(model.config["model_type"]), media=media)
+
+
+def _sharing_towers() -> list[str]:
+    """Return the frameworks whose ranks share towers, as far as plans know."""
+    return [name for name in FRAMEWORKS if framework(name).planning().space(False).media]
 
 
 def _check_places(goal: Goal) -> None:
