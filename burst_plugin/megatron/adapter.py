@@ -20,6 +20,7 @@ from burst_plugin.megatron.batches.distillation import stamp_logits
 from burst_plugin.megatron.batches.documents import hook_documents
 from burst_plugin.megatron.batches.even_microbatches import add_even_microbatches_flag, hook_even_microbatches
 from burst_plugin.megatron.batches.layouts import hook_layouts
+from burst_plugin.megatron.batches.llava import hook_llava
 from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible
@@ -83,6 +84,7 @@ def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
         "rings are made with Megatron's groups, and forgotten with them",
         hook_schedules(registry),
         hook_documents(registry),
+        hook_llava(registry),
         hook_loss_weights(registry),
         hook_router_losses(registry),
         hook_losses(registry),

@@ -357,7 +357,7 @@ def set_weights(model: Any, run: GptRun) -> None:
 
 
 def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
-    """Every parameter's ``main_grad``, joined over tensor- and pipeline-parallel ranks, on every rank."""
+    """The ``main_grad`` of every parameter that is trained, joined over tensor- and pipeline-parallel ranks."""
     from megatron.core import parallel_state
 
     if run.distributed_optimizer:
@@ -365,6 +365,8 @@ def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
     tp_group = parallel_state.get_tensor_model_parallel_group()
     stage: dict[str, torch.Tensor] = {}
     for name, param in named_parameters(model):
+        if not param.requires_grad:
+            continue
         grad = param.main_grad.detach().float()
         _, dim, sections = _place(model, name, param, run.tp)
         if dim is not None:

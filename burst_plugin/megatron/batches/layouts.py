@@ -83,11 +83,17 @@ class _LayoutHooks:
     def batch(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Cut entries [B, S, ...] of a batch of whole sequences, and its attention_mask [B, 1, S, S] by the queries.
 
+        Positions of mRoPE, [3, B, S], stay whole: its rotary embedding is made of them, and then cut.
+
         Raises ValueError for a length of which ranks cannot hold equally many tokens, as pipelines and rotary
         embedding have it.
         """
         arguments = bind(original, *args, **kwargs).arguments
         batch, group = arguments["batch"], _group(arguments)
+        axes = batch.get("position_ids")
+        if isinstance(axes, Tensor) and axes.dim() == 3:
+            batch["position_ids"] = None
+            return {**self.batch(original, *args, **kwargs), "position_ids": axes}
         if not self._apply_to(group):
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         packed = batch.get("cu_seqlens")

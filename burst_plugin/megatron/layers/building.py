@@ -33,7 +33,7 @@ from burst_plugin.megatron.layers.mla import hook_latents
 from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
 from burst_plugin.megatron.recurrent.mixers import can_take_over
-from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.registry import Registry, group_of
 
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute what TransformerConfig says
 
@@ -50,6 +50,7 @@ def hook_building(registry: Registry) -> str:
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
+    wrap(GPTModel, "_preprocess", _refuse_cut_mrope)
     return 'layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says'
 
 
@@ -279,4 +280,20 @@ def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, *
             "position_embedding_type='mrope' is not supported with packed sequences: Megatron cuts its positions as "
             "those of one sequence; use batches of whole sequences"
         )
+    return original(model, *args, **kwargs)
+
+
+def _refuse_cut_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `GPTModel._preprocess`, or raise ValueError for positions of mRoPE that Megatron would cut once more."""
+    arguments = bind(original, model, *args, **kwargs).arguments
+    held, ids = arguments.get("position_ids"), arguments.get("input_ids")
+    is_multimodal = type(getattr(model, "rotary_pos_emb", None)) is MultimodalRotaryEmbedding
+    if is_multimodal and held is not None and ids is not None and asks_for_burst(model.config):
+        ranks = group_of(getattr(model, "pg_collection", None)).size()
+        if held.dim() != 3 or held.shape[-1] != ids.shape[1] * ranks:
+            raise ValueError(
+                f"position_ids of mRoPE are {list(held.shape)}, expected those of whole sequences, "
+                f"{[3, ids.shape[0], ids.shape[1] * ranks]}: Megatron makes rotary embedding of them, and cuts that; "
+                "get_batch_on_this_cp_rank leaves them whole"
+            )
     return original(model, *args, **kwargs)
