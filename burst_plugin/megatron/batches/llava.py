@@ -210,18 +210,28 @@ class _LlavaHooks:
 def _can_share(model: Any, arguments: dict[str, Any]) -> bool:
     """Return whether ranks can encode some tiles each: with images, all alike, without tags between tiles.
 
-    Experts of a tower balance their load over all tiles.
+    Experts of a tower balance their load over all tiles, and what a tower draws at random depends on their order.
     """
     images, counts = arguments.get("images"), arguments.get("num_image_tiles")
     if not (model.add_encoder and model.add_decoder and model.pre_process) or model._tile_tags is not None:
         return False
     if any(arguments.get(name) is not None for name in (*_OF_UNLIKE_TILES, "inference_context", "inference_params")):
         return False
-    if getattr(getattr(model.vision_model, "config", None), "num_moe_experts", None):
+    if _draws(model.vision_model) or getattr(getattr(model.vision_model, "config", None), "num_moe_experts", None):
         return False
     return (
         isinstance(images, Tensor) and images.dim() == 4 and len(images) > 0 and (counts is None or len(counts) > 0)
     )
+
+
+def _draws(tower: torch.nn.Module) -> bool:
+    """Return whether a tower draws random numbers: dropout, and the places from which RADIO takes its positions."""
+    if not tower.training:
+        return False
+    config = getattr(tower, "config", None)
+    dropout = any(getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout"))
+    places = getattr(tower, "has_cpe", False) and not getattr(tower, "force_cpe_eval_mode", False)
+    return bool(dropout or places or getattr(tower, "pos_dropout", 0))
 
 
 def _of_images(at: Tensor) -> Tensor:
