@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media.families import EXAMINED, why_not
-from tests.support.deepspeed_run import worst
+from tests.support.media import Step, check_step, step, step_on_ring
 from tests.support.media_families import FIRST_OF_MEDIA, media_batch, tiny_media_model
 from tests.support.ranks import run_ranks
 
@@ -42,45 +41,27 @@ SOME = [
 ]
 
 
-def _loss_and_grads(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    loss.backward()  # type: ignore[no-untyped-call]
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return float(loss.detach()), grads
-
-
-def _on_one_rank(family: str, modality: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _on_one_rank(family: str, modality: str) -> Step:
     model = tiny_media_model(family)
     whole = media_batch(model, modality)
     count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
-    return _loss_and_grads(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
+    return step(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
 
 
-def _on_ring(rank: int, cases: Sequence[tuple[str, str]]) -> list[Any]:
-    cp, found = ContextParallel(dist.group.WORLD, ranks_per_node=2), []
-    for family, modality in cases:
-        model = tiny_media_model(family)
-        local = shard_batch(media_batch(model, modality), cp)
-        prepare(model)
-        count = local["burst"].valid_tokens
-        loss, grads = _loss_and_grads(
-            model, model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False).loss
-        )
-        flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
-        dist.all_reduce(flat)
-        parts = flat[1:].split([grad.numel() for grad in grads.values()]) if rank == 0 else ()
-        found.append((float(flat[0]), {n: x.view_as(grads[n]) for n, x in zip(grads, parts, strict=False)}))
-        assert cp.traffic() == cp.expected_traffic()
-    return found
+def _on_ring(rank: int, cases: Sequence[tuple[str, str]]) -> list[Step]:
+    cp, models = (
+        ContextParallel(dist.group.WORLD, ranks_per_node=2),
+        map(tiny_media_model, [each[0] for each in cases]),
+    )
+    return [
+        step_on_ring(model, media_batch(model, modality), cp)
+        for model, (_, modality) in zip(models, cases, strict=True)
+    ]
 
 
 def _check(ranks: int, cases: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> None:
-    for (loss, grads), case in zip(run_ranks(_on_ring, ranks, cases, timeout_s=timeout_s)[0], cases, strict=True):
-        expected, truths = _on_one_rank(*case)
-        assert loss == pytest.approx(expected, rel=1e-5), case
-        least = 1e-5 * max(float(x.norm()) for x in truths.values())  # less is rounding, as of biases of keys
-        some = {name: x for name, x in truths.items() if float(x.norm()) > least}
-        assert worst({name: grads[name] for name in some}, some)[0] < 1e-5, case
-        assert all(float(grads[name].norm()) < 2 * least for name in truths.keys() - some.keys()), case
+    for found, case in zip(run_ranks(_on_ring, ranks, cases, timeout_s=timeout_s)[0], cases, strict=True):
+        check_step(found, _on_one_rank(*case), case)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

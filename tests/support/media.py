@@ -7,12 +7,22 @@ llava      images of one size                  4 tokens each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import prepare
+from tests.support.deepspeed_run import worst
+
+Step = tuple[float, dict[str, torch.Tensor]]
+"""A loss, and the gradients of a model's parameters by name."""
 VOCAB, IMAGE, VIDEO = 128, 100, 101
 _TEXT = {
     "vocab_size": VOCAB,
@@ -96,6 +106,22 @@ def _alike(images: Sequence[Image], ids: torch.Tensor) -> dict[str, torch.Tensor
     return {"pixel_values": _drawn(len(images), 3, 16, 16)}
 
 
+def _types(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"token_type_ids": (ids == IMAGE).int()}
+
+
+def _gemma3(tokens: int) -> Any:
+    """A configuration of images of so many tokens."""
+    return transformers.Gemma3Config(
+        text_config={**_TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**_SIGLIP, "patch_size": 4},
+        mm_tokens_per_image=tokens,
+        image_token_index=IMAGE,
+        boi_token_index=102,
+        eoi_token_index=103,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(
         lambda: transformers.Qwen2_5_VLConfig(
@@ -126,18 +152,10 @@ FAMILIES: dict[str, Family] = {
         lambda image: 4,
         _alike,
     ),
-    "gemma3": Family(
-        lambda: transformers.Gemma3Config(
-            text_config={**_TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-            vision_config={**_SIGLIP, "patch_size": 4},
-            mm_tokens_per_image=4,
-            image_token_index=IMAGE,
-            boi_token_index=102,
-            eoi_token_index=103,
-        ),
-        lambda image: 4,
-        lambda images, ids: {**_alike(images, ids), "token_type_ids": (ids == IMAGE).int()},
-    ),
+    "gemma3": Family(lambda: _gemma3(4), lambda image: 4, lambda images, ids: {**_alike(images, ids), **_types(ids)}),
+    "gemma3_large": Family(
+        lambda: _gemma3(16), lambda image: 16, lambda images, ids: {**_alike(images, ids), **_types(ids)}
+    ),  # images have more tokens than windows
     "mistral3": Family(
         lambda: transformers.Mistral3Config(
             text_config=transformers.MistralConfig(**_TEXT, sliding_window=None),
@@ -170,6 +188,7 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_large": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
@@ -197,19 +216,96 @@ def batch(family: str, images: Sequence[Image], rows: int = 1, length: int = 64)
     return {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100), **of.media(images, ids)}
 
 
-def of_document(whole: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
-    """A document of a batch of one row as a batch of its own, with the images of its tokens."""
-    ids = whole["input_ids"]
-    starts = (ids[0] == IMAGE) & (torch.nn.functional.pad(ids[0, :-1], (1, 0)) != IMAGE)
-    before, here = int(starts[:begin].sum()), int(starts[begin:end].sum())
-    found = {}
+def of_document(
+    whole: Mapping[str, torch.Tensor], images: Sequence[Image], begin: int, end: int
+) -> dict[str, torch.Tensor]:
+    """A document of a batch of one row as a batch of its own, with those of the images that begin in it."""
+    shape, found = whole["input_ids"].shape, {}
     for name, x in whole.items():
-        grid = whole.get("image_grid_thw")
-        if x.shape[:2] == ids.shape:
+        if x.shape[:2] == shape:
             found[name] = x[:, begin:end]
-        elif name == "pixel_values" and grid is not None:
-            ends = [0, *grid.prod(-1).cumsum(0).tolist()]
-            found[name] = x[ends[before] : ends[before + here]]
-        else:
-            found[name] = x[before : before + here]
-    return {name: x for name, x in found.items() if len(x)}
+            continue
+        of_kind = [each for each in images if (each.frames > 1) == ("video" in name)]
+        grid = whole.get(
+            name.replace("pixel_values_videos", "video_grid_thw").replace("pixel_values", "image_grid_thw")
+        )
+        sizes = [1] * len(of_kind) if grid is None or grid is x else grid.prod(-1).tolist()
+        parts = zip(of_kind, x.split(sizes), strict=True)
+        kept = [part for image, part in parts if begin <= image.at < end]
+        if kept:
+            found[name] = torch.cat(kept)
+    return found
+
+
+class Case(NamedTuple):
+    """A batch of texts with images.
+
+    padding: of each row, how many tokens before and after its text; documents: their lengths, in a single row;
+    has_positions: whether the batch has position_ids, as it has with documents.
+    """
+
+    images: Sequence[Image] = ()
+    rows: int = 1
+    length: int = 64
+    padding: Sequence[tuple[int, int]] = ()
+    documents: Sequence[int] = ()
+    has_positions: bool = False
+
+    def batch(self, family: str) -> dict[str, torch.Tensor]:
+        """The batch for a family of models."""
+        found, tokens = batch(family, self.images, self.rows, self.length), torch.arange(self.length)
+        labels = found["labels"]
+        if self.padding:
+            bounds = torch.tensor([(before, self.length - after) for before, after in self.padding])[:, :, None]
+            real = (tokens >= bounds[:, 0]) & (tokens < bounds[:, 1])
+            found["attention_mask"] = real.long()
+            labels.masked_fill_(~real | (tokens == bounds[:, 0]), IGNORED_LABEL)  # padding predicts no token
+            if self.has_positions:
+                found["position_ids"] = (real.cumsum(1) - 1).clamp(0)
+        if self.documents:
+            positions = torch.cat([torch.arange(length) for length in self.documents])[None]
+            found["position_ids"] = positions
+            labels.masked_fill_(positions == 0, IGNORED_LABEL)
+        return found
+
+    def on_one_rank(self, model: Any, family: str) -> Step:
+        """The loss and gradients of a model without a ring, to which each document is a batch of its own."""
+        whole = self.batch(family)
+        count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
+        parts = [{name: x for name, x in whole.items() if name != "position_ids"}]
+        if self.documents:
+            bounds = [0, *accumulate(self.documents)]
+            parts = [of_document(parts[0], self.images, a, b) for a, b in pairwise(bounds) if b - a > 1]
+        losses = [model(**part, num_items_in_batch=count, use_cache=False).loss for part in parts]
+        return step(model, torch.stack(losses).sum())
+
+
+def step(model: Any, loss: torch.Tensor) -> Step:
+    """The loss and the gradients of a model; zeros for parameters that have none."""
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return float(loss.detach()), grads
+
+
+def step_on_ring(model: Any, whole: Mapping[str, torch.Tensor], cp: ContextParallel) -> Step:
+    """The loss and the gradients of a model on a ring, added up over ranks; without gradients on all but rank 0."""
+    local, group = shard_batch(whole, cp), cp.group
+    count = local["burst"].valid_tokens
+    out = prepare(model)(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False)
+    loss, grads = step(model, out.loss)
+    flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
+    dist.all_reduce(flat, group=group)
+    assert cp.traffic() == cp.expected_traffic()
+    parts = flat[1:].split([grad.numel() for grad in grads.values()]) if cp.rank == 0 else ()
+    return float(flat[0]), {n: x.view_as(grads[n]) for n, x in zip(grads, parts, strict=False)}
+
+
+def check_step(found: Step, expected: Step, case: object) -> None:
+    """Compare a step on a ring with one of one rank: the loss, and each gradient."""
+    (loss, grads), (true_loss, truths) = found, expected
+    assert loss == pytest.approx(true_loss, rel=1e-5), case
+    least = 1e-5 * max(float(x.norm()) for x in truths.values())  # less is rounding, as of biases of keys
+    some = {name: x for name, x in truths.items() if float(x.norm()) > least}
+    assert worst({name: grads[name] for name in some}, some)[0] < 1e-5, case
+    assert all(float(grads[name].norm()) < 2 * least for name in truths.keys() - some.keys()), case
