@@ -8,9 +8,9 @@ Every row is held by one rank, so gradients go back the same way, and nothing is
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction
 from burst_plugin.virtual import VirtualRing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +112,29 @@ def to_holders(
 
 
 def counts_of_all(
-    cp: ContextParallel, counts: Sequence[int], sizes: Sequence[int], device: torch.device
-) -> list[list[int]]:
-    """Return the numbers of every rank, of which rank r has `sizes[r]`; collective."""
+    cp: ContextParallel, prepare: Callable[[], tuple[T, Tensor]], sizes: Sequence[int]
+) -> tuple[T, list[list[int]]]:
+    """Return what `prepare` returns first, and the numbers of every rank; collective.
+
+    Args:
+        cp: the ring.
+        prepare: returns anything, and the numbers of this rank, int64 [sizes[rank]], on the device on which they are
+            sent; may raise.
+        sizes: how many numbers each rank has, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if `prepare` raises on any.
+    """
     passes = OfOneRank(cp)
-    _, call = passes.agree(lambda: None, lambda _: {"call": "numbers of features", "sizes": list(sizes)}, None)
+    (prepared, mine), call = passes.agree(
+        prepare, lambda _: {"call": "numbers of features", "sizes": list(sizes)}, None
+    )
+    device = mine.device
     (state,) = passes.states
     messages = Messages(state, device, "numbers of features", "forward", call)
 
     def program() -> Generator[None, None, list[list[int]]]:
-        mine, others = torch.tensor([*counts], dtype=torch.int64, device=device), range(len(sizes))
+        others = range(len(sizes))
         sends = {p: [mine] for p in others if p != state.rank and len(mine)}
         specs = {p: [((sizes[p],), mine.dtype)] for p in others if p != state.rank and sizes[p]}
         received = yield from messages.exchange(sends, specs)
@@ -128,7 +143,7 @@ def counts_of_all(
         return [each.tolist() for each in found]
 
     (found,) = passes.run("forward", call, [program()], device)
-    return found  # type: ignore[no-any-return]
+    return prepared, found
 
 
 class _ToHolders(torch.autograd.Function):

@@ -14,7 +14,7 @@ import transformers
 from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare
-from tests.support.media import FAMILIES, IMAGE, Case, Image, Step, check_step, step_on_ring, tiny_model
+from tests.support.media import FAMILIES, IMAGE, Case, Image, Step, batch, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
@@ -118,6 +118,19 @@ def test_features_that_do_not_match_their_tokens_are_refused_on_every_rank() -> 
         "the batch has 5 tokens of images, but LlavaModel makes 4 features of the images; give what its processor "
         "returns for these texts"
     }
+
+
+def _tower_fails(rank: int) -> str:
+    """Rank 1 encodes the image of one token alone, which transformers' Mistral 3 cannot."""
+    cp, model = ContextParallel(dist.group.WORLD), prepare(tiny_model("mistral3"))
+    local = shard_batch(batch("mistral3", (Image(0, 3, (8, 8)), Image(0, 30, (2, 2)))), cp)
+    with pytest.raises(ValueError, match="split_sizes") as caught:
+        model(**local, use_cache=False)
+    return str(caught.value)
+
+
+def test_failures_of_one_tower_are_errors_on_every_rank() -> None:
+    assert all("rank 1" in each for each in run_ranks(_tower_fails, 2))
 
 
 def test_positions_of_packed_documents_begin_anew() -> None:

@@ -213,7 +213,8 @@ def batch(family: str, images: Sequence[Image], rows: int = 1, length: int = 64)
             first = image.at + frame * (per_frame + gap)
             assert first + per_frame <= length
             ids[image.row, first : first + per_frame] = VIDEO if image.frames > 1 else IMAGE
-    return {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100), **of.media(images, ids)}
+    media = {name: x for name, x in of.media(images, ids).items() if len(x)}
+    return {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100), **media}
 
 
 def of_document(

@@ -73,19 +73,29 @@ def _shared(
 ) -> Any:
     """Return what `encode` returns, with the rows of this rank's tokens.
 
-    What can be wrong with a batch is wrong on every rank, since all have it whole: errors need no agreement.
+    What can be wrong with a batch is wrong on every rank, since all have it whole. A tower may fail on some ranks.
     """
     cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module), by_row(module, modality))
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
     mine = shares[cp.rank] if shard.whole else []  # without images what is given stands in for those of other rings
-    with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
-        rows = OutputRows.of(encode(**units.take(mine or [units.smallest])))
-    x = torch.cat(rows.tensors, 1)[: None if mine else 0]
+
+    def encoded_rows() -> tuple[OutputRows, Tensor]:
+        with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
+            rows = OutputRows.of(encode(**units.take(mine or [units.smallest])))
+        return rows, torch.cat(rows.tensors, 1)[: None if mine else 0]
+
     if not shard.whole:
+        rows, x = encoded_rows()
         return rows.put(x)
     placeholders = _placeholders(module, modality, shard)
-    counts = rows.counts(units, mine, _runs(placeholders)) if mine else []
-    encoded, held = _numbers(cp, shares, counts, placeholders, shard, x.device)
+
+    def counted_rows() -> tuple[tuple[OutputRows, Tensor], Tensor]:
+        rows, x = encoded_rows()
+        counts = rows.counts(units, mine, _runs(placeholders)) if mine else []
+        return (rows, x), torch.tensor([*counts], dtype=torch.int64, device=x.device)
+
+    (rows, x), counts = counts_of_all(cp, counted_rows, [len(share) for share in shares])
+    encoded, held = _numbers(cp, shares, counts, placeholders, shard)
     count, tokens = sum(map(len, encoded)), int(placeholders.sum())
     if count != tokens:
         raise ValueError(
@@ -121,14 +131,16 @@ def _runs(placeholders: Tensor) -> list[int]:
 def _numbers(
     cp: ContextParallel,
     shares: Sequence[Sequence[int]],
-    counts: Sequence[int],
+    counts: Sequence[Sequence[int]],
     placeholders: Tensor,
     shard: SequenceShard,
-    device: torch.device,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows that each rank has encoded, and those whose tokens it holds; collective."""
+    """Return the rows that each rank has encoded, and those whose tokens it holds.
+
+    shares: for each rank the numbers of its images; counts: how many rows these have, -1 if that cannot be told.
+    """
     of_units = dict[int, int]()
-    for share, found in zip(shares, counts_of_all(cp, counts, [len(each) for each in shares], device), strict=True):
+    for share, found in zip(shares, counts, strict=True):
         of_units |= zip(share, found, strict=True)
     if min(of_units.values(), default=0) < 0:
         raise ValueError(
