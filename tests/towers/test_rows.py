@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -61,13 +62,34 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         to_holders(ring, torch.zeros(4, 2), [rows[0], rows[0]], rows)
 
 
-def test_work_is_shared_out_evenly() -> None:
+def _least(work: Sequence[float], ranks: int) -> float:
+    """Work that the busiest rank has at least: the mean, or that of images which have to share a rank.
+
+    Of k * ranks + 1 images, k + 1 are on one rank; those have at least the work of the smallest.
+    """
+    falling = sorted(work, reverse=True)
+    together = [sum(falling[k * ranks - k : k * ranks + 1]) for k in range(len(work) // ranks + 1)]
+    return max(sum(work) / ranks, *together[: -(-len(work) // ranks)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32])
+@pytest.mark.parametrize(
+    "patches",
+    [
+        lambda draws: draws.choice([64, 128, 256, 400, 1024]),
+        lambda draws: draws.choice([256, 1024]),
+        lambda draws: int(64 * 2 ** draws.uniform(0, 6)),  # photos of 112 to 896 pixels
+        lambda draws: int(64 * 2 ** draws.uniform(0, 8)),  # many batches have one that is more than a rank's share
+        lambda draws: 256,  # numbers of which are not divisible by ranks
+    ],
+)
+def test_the_busiest_rank_has_little_more_than_the_mean(ranks: int, patches: Callable[[random.Random], int]) -> None:
+    """With four images per rank or more it has at most 1.1 of the mean, wherever images allow that."""
     draws = random.Random(0)
-    for ranks in (2, 4, 8):
-        for _ in range(100):
-            work = [work_of(draws.choice([64, 128, 256, 400, 1024]), 1024) for _ in range(4 * ranks)]
-            shares = shared_out(work, ranks)
-            assert sorted(n for share in shares for n in share) == list(range(len(work)))
-            busiest = max(sum(work[n] for n in share) for share in shares)
-            best = max(sum(work) / ranks, max(work))
-            assert busiest <= 1.34 * best
+    for _ in range(100):
+        work = [work_of(patches(draws), 1024) for _ in range(draws.randrange(4 * ranks, 8 * ranks + 1))]
+        shares = shared_out(work, ranks)
+        assert sorted(n for share in shares for n in share) == list(range(len(work)))
+        busiest, mean = max(sum(work[n] for n in share) for share in shares), sum(work) / ranks
+        least = _least(work, ranks)
+        assert busiest <= 1.1 * (mean if least <= 1.1 * mean else least)
