@@ -147,8 +147,8 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         if not shard.as_given:
             check_media(model, args, kwargs)
             _check_labels(model, kwargs)
-            kwargs = with_absent_media(model, shard, begin(model, shard, kwargs))
-            kwargs = with_media_positions(model, shard, kwargs)
+            kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
+            kwargs = with_absent_media(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)

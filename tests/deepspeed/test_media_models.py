@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -23,14 +24,14 @@ pytestmark = [
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 8, (2, 4)), Image(0, 20, (4, 8)))
 
 
-def _of_ring(family: str, ring: int) -> dict[str, torch.Tensor]:
-    """The batch of one of two rings: the second has text alone, and as many labels."""
-    with_images = batch(family, IMAGES)
-    if ring == 0:
-        return with_images
-    text = batch(family, ())
-    kept = {name: text[name] for name in ("input_ids", "labels")}
-    return {**kept, "labels": kept["labels"].masked_fill(with_images["labels"] < 0, -100)}
+VIDEO = (Image(0, 3, (2, 4), frames=2),)
+
+
+def _of_ring(family: str, ring: int, others: Sequence[Image] = ()) -> dict[str, torch.Tensor]:
+    """The batch of one of two rings: the second has text alone, or a video, and as many labels."""
+    batches = [batch(family, images) for images in (IMAGES, others)]
+    no_labels = (batches[0]["labels"] < 0) | (batches[1]["labels"] < 0)
+    return {**batches[ring], "labels": batches[ring]["labels"].masked_fill(no_labels, -100)}
 
 
 def _engine(family: str, stage: int, cp: int) -> Any:
@@ -43,11 +44,11 @@ def _engine(family: str, stage: int, cp: int) -> Any:
     return engine
 
 
-def _train(rank: int, family: str, stages: tuple[int, ...]) -> list[Any]:
+def _train(rank: int, family: str, stages: tuple[int, ...], others: Sequence[Image]) -> list[Any]:
     found = []
     for stage in stages:
         engine = _engine(family, stage, 2)
-        loss = engine(**_of_ring(family, rank // 2), use_cache=False).loss
+        loss = engine(**_of_ring(family, rank // 2, others), use_cache=False).loss
         engine.backward(loss)
         found.append((float(loss.detach()), gradients(engine)))
         engine.step()
@@ -55,38 +56,45 @@ def _train(rank: int, family: str, stages: tuple[int, ...]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
-def test_steps_equal_those_of_one_rank(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "stages", "others"),
+    [("qwen3_vl", (0, 2, 3), ()), ("qwen3_vl", (3,), VIDEO), ("mistral3", (0, 2, 3), ())],
+)
+def test_steps_equal_those_of_one_rank(family: str, stages: tuple[int, ...], others: Sequence[Image]) -> None:
     model = tiny_model(family)
     losses = []
     for ring in range(2):
-        loss = model(**_of_ring(family, ring), use_cache=False).loss
+        loss = model(**_of_ring(family, ring, others), use_cache=False).loss
         (loss / 2).backward()
         losses.append(float(loss.detach()))
     truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     least = 1e-5 * max(float(x.norm()) for x in truths.values())
     truths = {name: x for name, x in truths.items() if float(x.norm()) > least}
-    stages = (0, 2, 3)
-    for found in run_ranks(_train, 4, family, stages, timeout_s=120.0):
+    for found in run_ranks(_train, 4, family, stages, others, timeout_s=120.0):
         for stage, (loss, grads) in zip(stages, found, strict=True):
             assert loss == pytest.approx(sum(losses) / 2, rel=1e-5), stage
             assert worst({name: grads[name] for name in truths}, truths)[0] < 1e-5, stage
 
 
+# With fewer images than ranks of a ring, some have none; each ring draws one of these for each step.
+SETS: tuple[tuple[Image, ...], ...] = ((), (), IMAGES[:1], IMAGES, VIDEO, (*VIDEO, Image(0, 20, (4, 8))))
+
+
 def _steps(rank: int, steps: int) -> int:
-    """Steps in which rings have images or none, at random; the number of forwards that came to an end."""
+    """Steps in which any ranks have no images, or no videos, at random; the number that came to an end."""
     engine, done, draws = _engine("qwen3_vl", 3, 2), 0, random.Random(rank // 2)
     for _ in range(steps):
-        ring = draws.randrange(2)
-        engine.backward(engine(**_of_ring("qwen3_vl", ring), use_cache=False).loss)
+        loss = engine(**batch("qwen3_vl", draws.choice(SETS)), use_cache=False).loss
+        engine.backward(loss)
         engine.step()
-        done += 1
+        done += bool(torch.isfinite(loss))
     stop(engine)
     return done
 
 
-def test_rings_without_images_hang_none() -> None:
-    assert run_ranks(_steps, 4, 12, timeout_s=120.0) == [12] * 4
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_ranks_without_images_hang_none(steps: int) -> None:
+    assert run_ranks(_steps, 4, steps, timeout_s=120.0) == [steps] * 4
 
 
 def _evaluates_alone(rank: int) -> float:

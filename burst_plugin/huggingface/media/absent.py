@@ -10,17 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.huggingface.media.families import by_frame, by_row, modalities_of
+from burst_plugin.huggingface.media.families import MODALITIES, by_frame, by_row, modalities_of
 from burst_plugin.huggingface.media.units import units_of
 
 _REPLICAS: WeakKeyDictionary[torch.nn.Module, Callable[[], dist.ProcessGroup | None]] = WeakKeyDictionary()
+_STAND_INS: dict[str, WeakSet[torch.nn.Module]] = {m: WeakSet() for m in MODALITIES}  # see `stands_in`
 _SAMPLES = "_burst_plugin_samples"  # of a model: a small image, video and clip, by the name of the method
 
 
@@ -33,7 +34,10 @@ def note_replicas(model: torch.nn.Module, group: Callable[[], dist.ProcessGroup 
 
 def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward with an image of another ring for each tower that runs there; collective."""
-    towers = {f"get_{modality}_features": module for module in model.modules() for modality in modalities_of(module)}
+    encoders = [(modality, module) for module in model.modules() for modality in modalities_of(module)]
+    towers = {f"get_{modality}_features": module for modality, module in encoders}
+    for modality, module in encoders:
+        _STAND_INS[modality].discard(module)
     asked = _REPLICAS.get(model)
     group = partition_group(model) if towers else None
     if torch.is_grad_enabled() and towers and asked is not None:  # without gradients others may be elsewhere
@@ -65,7 +69,15 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
             known.setdefault(name, box[0])
         if not given[name]:
             kwargs = {**kwargs, **_on_device(known[name], device)}
+            for modality, module in encoders:
+                if name == f"get_{modality}_features":
+                    _STAND_INS[modality].add(module)
     return kwargs
+
+
+def stands_in(module: torch.nn.Module, modality: str) -> bool:
+    """Return whether what a module encodes in this forward stands in for another ring's, and has no tokens here."""
+    return module in _STAND_INS[modality]
 
 
 def _given(module: torch.nn.Module, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

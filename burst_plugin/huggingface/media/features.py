@@ -21,6 +21,7 @@ from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, shard_of_forward
+from burst_plugin.huggingface.media.absent import stands_in
 from burst_plugin.huggingface.media.families import by_frame, by_row, check_examined, modalities_of, token_of
 from burst_plugin.huggingface.media.units import Units, units_of
 from burst_plugin.sequence.layout import positions
@@ -77,14 +78,15 @@ def _shared(
     """
     cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module), by_row(module, modality))
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
-    mine = shares[cp.rank] if shard.whole else []  # without images what is given stands in for those of other rings
+    is_absent = stands_in(module, modality)
+    mine = [] if is_absent else shares[cp.rank]
 
     def encoded_rows() -> tuple[OutputRows, Tensor]:
         with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
             rows = OutputRows.of(encode(**units.take(mine or [units.smallest])))
         return rows, torch.cat(rows.tensors, 1)[: None if mine else 0]
 
-    if not shard.whole:
+    if is_absent:
         rows, x = encoded_rows()
         return rows.put(x)
     placeholders = _placeholders(module, modality, shard)
