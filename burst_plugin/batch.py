@@ -97,7 +97,7 @@ class SequenceShard:
         or "mm_token_type_ids": for each row its runs of one type, (start, stop, type), without padding.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
         batch had positions of its own.
-    whole: ids, masks, types and positions of all tokens, [B, S], of a batch with images, video or audio; else empty.
+    whole: the ids of all tokens, [B, S]; if the batch `has_media`, their masks, types and positions, too.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
     """
@@ -114,6 +114,7 @@ class SequenceShard:
     longest: int = 0
     token_types: Mapping[str, tuple[TypeRuns, ...]] = field(default_factory=dict)
     counted: Tensor | None = None
+    has_media: bool = False
     whole: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
@@ -160,13 +161,13 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, is cut already, or differs between ranks.
     """
-
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
     tensors, tokens = read.tensors, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in tensors.items()}
     real = None if read.real is None else cp.shard(read.real, 1, tokens)
+    names = _WHOLE if read.media else _WHOLE[:1]
     shard = SequenceShard(
         cp,
         length=tensors["position_ids"].shape[-1],
@@ -179,7 +180,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         longest=int(tensors["position_ids"].max()),
         token_types={name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors},
         counted=_counted(batch, read, local["position_ids"], cp, tokens),
-        whole={name: batch[name] for name in _WHOLE if isinstance(batch.get(name), Tensor)} if read.media else {},
+        has_media=read.media,
+        whole={name: batch[name] for name in names if isinstance(batch.get(name), Tensor)},
     )
     if cp.ranks > 1:
         for name in _IDS:

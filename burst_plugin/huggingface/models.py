@@ -24,6 +24,7 @@ from burst_plugin.huggingface.image_groups import MAKES_MASKS
 from burst_plugin.huggingface.latents import use_latents
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
+from burst_plugin.huggingface.media.entries import check_entries
 from burst_plugin.huggingface.media.features import use_media
 from burst_plugin.huggingface.media.positions import with_media_positions
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
@@ -147,6 +148,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         if not shard.as_given:
             check_media(model, args, kwargs)
             _check_labels(model, kwargs)
+            check_entries(model, shard, kwargs)
             kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
             kwargs = with_absent_media(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard

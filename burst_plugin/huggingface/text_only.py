@@ -127,7 +127,7 @@ def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     if not text_part(model.config):
         return
     shard, name = kwargs[SHARD_KEY], type(model).__name__
-    if shard.whole and not takes_media(model):
+    if shard.has_media and not takes_media(model):
         raise ValueError(
             f"{name} got images, video or audio in a batch that is cut, and makes features of them in a way that "
             "ranks cannot share yet; train on text alone"
@@ -135,13 +135,13 @@ def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     rule = group_rule(model)
     marks = [entry for entry, rows in shard.token_types.items() if any(kind for row in rows for _, _, kind in row)]
     unknown = [entry for entry in marks if rule is None or entry != rule.name]
-    if unknown and not shard.whole:
+    if unknown and not shard.has_media:
         raise ValueError(
             f"{name} got {', '.join(unknown)} that mark tokens of an image in a batch that is cut, without the "
             "image; leave them out, or give zeros for text"
         )
     for entry, value in by_name(model.forward, args, kwargs).items():
-        is_known = entry in _OF_TEXT or (shard.whole and entry.startswith(MEDIA))
+        is_known = entry in _OF_TEXT or (shard.has_media and entry.startswith(MEDIA))
         if not is_known and isinstance(value, Tensor | list | tuple | Mapping):
             raise ValueError(
                 f"{name} got {entry} with a batch that was cut without it: give shard_batch all that a processor "

@@ -12,6 +12,7 @@ import transformers
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface.media.families import MODALITIES
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.text_only import text_modules, towers
 from tests.support.deepspeed_run import Batch, draw, worst
@@ -57,7 +58,10 @@ BATCHES = {"plain": _plain, "packed": _packed, "padded": _padded}
 
 
 def _given(family: str, kind: str) -> Batch:
-    batch = BATCHES[kind]()
+    batch, config = BATCHES[kind](), tiny_wrapper(family).config
+    names = [f"{modality}_token_{what}" for modality in MODALITIES for what in ("id", "index")]
+    of_media = torch.tensor([token for name in names if (token := getattr(config, name, None)) is not None])
+    batch["input_ids"] = batch["input_ids"].masked_fill(torch.isin(batch["input_ids"], of_media), 2)
     if family in _KINDS_OF_TOKENS:
         batch[_KINDS_OF_TOKENS[family]] = torch.zeros_like(batch["input_ids"])
     return batch

@@ -7,7 +7,6 @@ features out.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
+from burst_plugin.huggingface.media.entries import entries_of
 from burst_plugin.huggingface.media.families import MODALITIES, by_frame, by_row, modalities_of
 from burst_plugin.huggingface.media.units import units_of
 
@@ -45,7 +45,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     if group is None or dist.get_world_size(group) <= shard.cp.ranks:
         return kwargs
     names = sorted(towers)
-    given = {name: _given(towers[name], name, kwargs) for name in names}
+    given = {name: entries_of(towers[name], name.split("_")[1], kwargs) for name in names}
     known: dict[str, Any] = model.__dict__.setdefault(_SAMPLES, {})
     for name in names:
         if given[name] and name not in known:
@@ -78,12 +78,6 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 def stands_in(module: torch.nn.Module, modality: str) -> bool:
     """Return whether what a module encodes in this forward stands in for another ring's, and has no tokens here."""
     return module in _STAND_INS[modality]
-
-
-def _given(module: torch.nn.Module, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a forward that one of its module's methods gets; nothing without pixels, or sound."""
-    names = list(inspect.signature(getattr(module, name)).parameters)
-    return {n: kwargs[n] for n in names if kwargs.get(n) is not None} if kwargs.get(names[0]) is not None else {}
 
 
 def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:

@@ -8,6 +8,7 @@ tools.families` says of every family whether it is here.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,10 +67,16 @@ _REASONS = {
 
 def modalities_of(module: torch.nn.Module) -> list[str]:
     """Return what a module encodes in its own forward, and puts in the places of tokens."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    kind: Any = type(module)
+    return list(_modalities_of_class(kind))
+
+
+@cache
+def _modalities_of_class(kind: Any) -> tuple[str, ...]:
+    forward: Any = inspect.unwrap(kind.forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
-    puts = any(hasattr(module, each) for each in _PUTS)
-    return [m for m in MODALITIES if f"get_{m}_features" in names and puts]
+    puts = any(hasattr(kind, each) for each in _PUTS)
+    return tuple(m for m in MODALITIES if f"get_{m}_features" in names and puts)
 
 
 def why_not(module: Any, modality: str) -> str:
@@ -113,13 +120,19 @@ def by_row(module: torch.nn.Module, modality: str) -> bool:
 
 def token_of(module: Any, modality: str) -> int:
     """Return the token whose places features take. Raise ValueError if a configuration does not tell."""
+    found = known_token(module, modality)
+    if found is None:
+        raise ValueError(
+            f"{type(module).__name__}'s configuration has no {_TOKENS[0].format(modality)}, which says where "
+            f"features of {modality}s go in a text; train on text alone"
+        )
+    return found
+
+
+def known_token(module: Any, modality: str) -> int | None:
+    """Return the token whose places features take; None if a configuration does not tell."""
     if modality == "video" and module.config.model_type in _VIDEOS_AS_IMAGES:
         modality = "image"
     names = [name.format(modality) for name in _TOKENS]
     found = next((each for name in names if (each := getattr(module.config, name, None)) is not None), None)
-    if found is None:
-        raise ValueError(
-            f"{type(module).__name__}'s configuration has no {names[0]}, which says where features of "
-            f"{modality}s go in a text; train on text alone"
-        )
-    return int(found)
+    return None if found is None else int(found)

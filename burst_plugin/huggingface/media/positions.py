@@ -22,7 +22,7 @@ _GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_leng
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a forward on a shard with this rank's positions, if images give them axes."""
     inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
-    if not shard.whole or inner is None or kwargs["position_ids"].dim() == 3:
+    if not shard.has_media or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)
     method: Any = getattr(inner, _METHOD)
     names, known = inspect.signature(method).parameters, dict(kwargs)
@@ -58,7 +58,16 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
     parameters = inspect.signature(method).parameters
     given = {name: of_tokens.get(name, kwargs.get(name) if name not in _OF_TOKENS else None) for name in parameters}
     given |= dict.fromkeys({"inputs_embeds", "cache", "past_key_values"} & parameters.keys())
-    found: Tensor | None = method(**{n: x for n, x in given.items() if x is not None or _is_required(parameters[n])})
+    try:
+        found: Tensor | None = method(
+            **{n: x for n, x in given.items() if x is not None or _is_required(parameters[n])}
+        )
+    except (IndexError, RuntimeError, StopIteration) as error:
+        grids = [name for name in given if name.endswith(_GRIDS) and given[name] is not None]
+        raise ValueError(
+            f"tokens of images, videos or clips in input_ids do not match {', '.join(grids)}, so that positions "
+            "cannot be counted; give what a processor returns for these texts"
+        ) from error
     if found is None or not rows:
         return found
     flat = torch.cat([found[:, n, : len(row)] for n, row in enumerate(rows)], 1)

@@ -60,7 +60,11 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
     strip = next((each for each in given if each.startswith("target_sizes")), None)
     if strip is not None:
         return _of_strip(name, strip, given)
-    count = len(pixels)
+    count, sizes = len(pixels), given.get("image_sizes")
+    if sizes is not None and len(sizes) != count:
+        raise ValueError(
+            f"image_sizes has {len(sizes)} sizes, but {name} has {count} images: give the sizes of these images"
+        )
     others = [value for key, value in given.items() if key != name]
     return Units(
         [pixels[0].numel() if count else 1] * count
