@@ -14,8 +14,9 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media.families import EXAMINED, why_not
+from burst_plugin.huggingface.media.units import units_of
 from tests.support.media import Step, check_step, step, step_on_ring
-from tests.support.media_families import FIRST_OF_MEDIA, media_batch, tiny_media_model
+from tests.support.media_families import FIRST_OF_MEDIA, joined_batch, media_batch, tiny_media_model
 from tests.support.ranks import run_ranks
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
@@ -38,12 +39,16 @@ SOME = [
     ("video_llava", "video"),
     ("audioflamingo3", "audio"),  # as many features as masks leave
     ("qwen2_5_omni_thinker", "audio"),  # whose lengths make positions
+    ("molmo2", "image"),  # several crops each, which tokens pool
+    ("molmo2", "video"),
+    ("qwen2_5_omni_thinker", "image+audio"),
+    ("qwen3_omni_moe_thinker", "image+video+audio"),
 ]
 
 
 def _on_one_rank(family: str, modality: str) -> Step:
     model = tiny_media_model(family)
-    whole = media_batch(model, modality)
+    whole = joined_batch(model, modality.split("+"))
     count = int((whole["labels"][:, 1:] != IGNORED_LABEL).sum())
     return step(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
 
@@ -54,7 +59,7 @@ def _on_ring(rank: int, cases: Sequence[tuple[str, str]]) -> list[Step]:
         map(tiny_media_model, [each[0] for each in cases]),
     )
     return [
-        step_on_ring(model, media_batch(model, modality), cp)
+        step_on_ring(model, joined_batch(model, modality.split("+")), cp)
         for model, (_, modality) in zip(models, cases, strict=True)
     ]
 
@@ -98,6 +103,18 @@ def _refused(rank: int, family: str, joined: bool, message: str) -> str:
 )
 def test_what_ranks_cannot_share_is_refused_on_every_rank(family: str, joined: bool, message: str) -> None:
     assert len(set(run_ranks(_refused, 2, family, joined, message))) == 1
+
+
+def test_crops_that_do_not_fit_are_refused() -> None:
+    given = media_batch(tiny_media_model("molmo2"))
+    names = ("pixel_values", "image_token_pooling", "image_grids")
+    pixels, pooling, grids = (given[name] for name in names)
+    for misfit, message in (
+        ((pixels[:-1], pooling, grids), "patches of 8 crops of 16, but pixel_values has 7 crops"),
+        ((pixels, pooling, grids[:2]), "image_grids says that there are 18 tokens, but image_token_pooling has 28"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            units_of(names[0], dict(zip(names, misfit, strict=True)), by_frame=False)
 
 
 def test_families_that_nobody_examined_and_batch_norms_are_refused() -> None:

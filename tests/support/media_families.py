@@ -107,6 +107,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "qianfan_ocr": {"vision_config.drop_path_rate": 0.0},
     "shieldgemma2": {"mm_tokens_per_image": 4},
+    "molmo2": {"image_patch_id": 90, "vision_config.num_position_embeddings": 16},
     "qwen3_asr": {"audio_config.output_dim": 32, "audio_config.n_window_infer": 200},
 }
 
@@ -144,7 +145,7 @@ def media_batch(model: Any, modality: str = "image") -> dict[str, torch.Tensor]:
     elif methods and "mm_token_type_ids" in inspect.signature(methods[0]).parameters:
         kinds = {"image": 1, "video": 2, "audio": 3}
         batch["mm_token_type_ids"] = (ids == token).int() * kinds[modality]
-    if model.config.model_type == "gemma4":
+    if model.config.model_type in ("gemma4", "molmo2"):
         batch["mm_token_type_ids"] = (ids == token).int()
     if model.config.model_type in ("gemma3", "paligemma"):  # whose masks follow images, or the whole prompt
         marks = (ids == token).int()
@@ -152,6 +153,15 @@ def media_batch(model: Any, modality: str = "image") -> dict[str, torch.Tensor]:
             marks if model.config.model_type == "gemma3" else marks.flip(1).cumsum(1).flip(1) == 0
         )
     return batch
+
+
+def joined_batch(model: Any, modalities: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The texts of batches of several modalities, one behind the other."""
+    batches = [media_batch(model, modality) for modality in modalities]
+    shape = batches[0]["input_ids"].shape
+    found = {name: x for each in batches for name, x in each.items()}
+    of_tokens = [name for name, x in batches[0].items() if x.shape == shape]
+    return {**found, **{name: torch.cat([each[name] for each in batches], 1) for name in of_tokens}}
 
 
 def _frames(pixels: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -291,7 +301,39 @@ def _gemma4(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def _molmo2(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
+    """Crops of 4 x 4 patches, two by two of which become a token: of images, one of all, and others that overlap."""
+    wide = 3 * model.config.vision_config.patch_size**2
+    crop = torch.arange(16).view(4, 4)
+    if modality == "video":
+        pools = _pooled(crop, 2, 2)
+        found = torch.cat([pools + 16 * frame for frame in range(4)])
+        grids = torch.tensor([[2, 2, 2], [1, 2, 2], [1, 2, 2]])
+        return {"pixel_values_videos": drawn(4, 16, wide), "video_token_pooling": found, "video_grids": grids}
+    beside = torch.cat([crop[:, :3], crop[:, 1:] + 16], 1)  # a token has patches of both
+    details = [crop, beside, beside.T]
+    pooling, first = [], 0
+    for detail in details:
+        pooling += [_pooled(crop, 2, 2) + first, _pooled(detail, 2, 2) + first + 16]
+        first += 16 * (2 + int(detail.numel() > 16))
+    pooling[-1][-1, 3] = -1
+    grids = torch.tensor([[2, 2, *(side // 2 for side in detail.shape)] for detail in details])
+    return {
+        "pixel_values": drawn(first // 16, 16, wide),
+        "image_token_pooling": torch.cat(pooling),
+        "image_grids": grids,
+        "image_num_crops": torch.tensor([2, 3, 3]),
+    }
+
+
+def _pooled(patches: torch.Tensor, high: int, wide: int) -> torch.Tensor:
+    """The numbers of patches of each token, [tokens, high * wide]."""
+    h, w = patches.shape
+    return patches.reshape(h // high, high, w // wide, wide).transpose(1, 2).reshape(-1, high * wide)
+
+
 _PIXELS: dict[str, Any] = {
+    "molmo2": _molmo2,
     "gemma4": _gemma4,
     "lfm2_vl": _lfm2_vl,
     "deepseek_vl_hybrid": _high_res,

@@ -38,6 +38,7 @@ _BY_FRAME = (
     "glm4v",
     "glm4v_moe",
     "glm46v",
+    "molmo2",
 )
 _WITH_IMAGES = (
     "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "gemma4",
@@ -48,8 +49,9 @@ _WITH_IMAGES = (
 _WITH_IMAGES_AND_VIDEO = (
     "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
     "glm_ocr", "glmga", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl", "llava_next_video", "llava_onevision",
-    "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "video_llama_3", "video_llava",
+    "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "molmo2", "muse_glimmer", "muse_spark",
+    "nemotron_h_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "video_llama_3", "video_llava",
 )  # fmt: skip
 EXAMINED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_WITH_IMAGES, ("image",)),

@@ -3,13 +3,14 @@
 pixel_values [patches of all images, ...], image_grid_thw [images, 3]     patches of one image follow each other
 pixel_values [images, ...], others [images, ...]                          one unit each
 pixel_values [1, 3, P, P * patches of all images], target_sizes [images, 2]   likewise
+pixel_values [crops of all images, ...], image_token_pooling [tokens, 4], image_grids [images, 4]      likewise
 pixel_values [rows, images, 3, H, W]                                      one unit each, those of zeros left out
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from burst_plugin.towers.sharing import work_of
 class Units(NamedTuple):
     """What a call encodes.
 
-    patches: of each unit; take: the arguments of a call for some of them, ascending; in_proportion: whether units
-    have rows of features in proportion to their patches, and not to what masks or lengths leave of them.
+    patches: of each unit, or its crops of one size; take: the arguments of a call for some of them, ascending;
+    in_proportion: whether units have rows of features in proportion to their patches, and not to what masks or
+    lengths leave of them.
     """
 
     patches: list[int]
@@ -49,6 +51,9 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
     pixels = given[name]
     if by_row and isinstance(pixels, Tensor):
         return _of_rows(name, given)
+    pooling = next((each for each in given if each.endswith("_token_pooling")), None)
+    if pooling is not None:
+        return _of_crops(name, pooling, given, by_frame)
     grid_name = next((each for each in given if "grid" in each and isinstance(given[each], Tensor)), None)
     if grid_name is not None and int(given[grid_name].prod(-1).sum()) == len(pixels):
         return _of_patches(name, grid_name, given, by_frame)
@@ -97,6 +102,43 @@ def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: b
         return taken
 
     return Units(patches, take)
+
+
+def _of_crops(name: str, pooling_name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+    """Return images of several crops each, or frames of one, whose patches a model pools into tokens.
+
+    Pooling [tokens, patches of each] has numbers of patches of all crops, -1 for none. Grids tell the tokens: of
+    images [images, 4], two grids each, and of videos [videos, 3].
+    """
+    grid_name = pooling_name.replace("_token_pooling", "_grids")
+    crops, pooling, grid = given[name], given[pooling_name], given[grid_name]
+    if by_frame and grid.shape[1] == 3:
+        frames = grid.repeat_interleave(grid[:, 0], 0)
+        grid = torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], 1)
+    tokens = (grid[:, 0] * grid[:, 1] + grid[:, 2] * grid[:, 3] if grid.shape[1] == 4 else grid.prod(-1)).tolist()
+    wide = crops.shape[1]
+    if sum(tokens) != len(pooling):
+        raise ValueError(
+            f"{grid_name} says that there are {sum(tokens)} tokens, but {pooling_name} has {len(pooling)}: give the "
+            "grids of these images"
+        )
+    pools = pooling.split(tokens)
+    starts = [0, *(int(pool.max()) // wide + 1 for pool in pools)]  # an image's last crop has a patch in use
+    if starts[-1] != len(crops):
+        raise ValueError(
+            f"{pooling_name} has patches of {starts[-1]} crops of {wide}, but {name} has {len(crops)} crops: give "
+            "those of these images"
+        )
+
+    def take(numbers: Sequence[int]) -> dict[str, Any]:
+        taken, moved, at = [], [], 0
+        for n in numbers:
+            taken.append(crops[starts[n] : starts[n + 1]])
+            moved.append(torch.where(pools[n] >= 0, pools[n] + (at - starts[n]) * wide, pools[n]))
+            at += starts[n + 1] - starts[n]
+        return {**given, name: torch.cat(taken), pooling_name: torch.cat(moved), grid_name: grid[list(numbers)]}
+
+    return Units([b - a for a, b in pairwise(starts)], take, in_proportion=False)
 
 
 def _of_strip(name: str, sizes_name: str, given: Mapping[str, Any]) -> Units:
