@@ -13,7 +13,7 @@ Labels are shifted over the whole sequence, since the target of a shard's last t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,14 @@ from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
-from burst_plugin.sequence.batch_masks import TypeRuns, batch_mask, real_tokens, type_runs, valid_tokens
+from burst_plugin.sequence.batch_masks import (
+    TypeRuns,
+    batch_mask,
+    positions_in_text,
+    real_tokens,
+    type_runs,
+    valid_tokens,
+)
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -41,6 +48,7 @@ _MASK_KEYS = frozenset(
 _SEEDS = 2**31 - 1  # checksums, and seeds made of them, are below this
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
+LayerMask = Callable[[Mapping[str, tuple[TypeRuns, ...]]], Mask]
 _IDS = ("input_ids", "inputs_embeds")
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # How names of entries begin that hold images, video or audio, and are not cut: ranks share them out.
@@ -140,7 +148,9 @@ class SequenceShard:
 
 
 @between_graphs
-def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0) -> dict[str, Any]:
+def shard_batch(
+    batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0, layer_mask: LayerMask | None = None
+) -> dict[str, Any]:
     """Return this rank's shard of `batch`, which is the same on all ranks of `cp`; collective.
 
     Args:
@@ -152,6 +162,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             is cut as well, and not shifted, as weights of labels have to be before; numbers, strings and tensors of
             one dimension are passed on.
         pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
+        layer_mask: what `burst_plugin.huggingface.layer_mask(model)` returns; `layout="auto"` balances work by it.
 
     Returns:
         The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels` in place of `labels`,
@@ -164,7 +175,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
-    tensors, tokens = read.tensors, _tokens(cp, read)
+    tensors = read.tensors
+    types = {name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors}
+    tokens = _tokens(cp, read, Causal() if layer_mask is None else layer_mask(types))
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in tensors.items()}
     real = None if read.real is None else cp.shard(read.real, 1, tokens)
     names = _WHOLE if read.media else _WHOLE[:1]
@@ -178,7 +191,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
         longest=int(tensors["position_ids"].max()),
-        token_types={name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors},
+        token_types=types,
         counted=_counted(batch, read, local["position_ids"], cp, tokens),
         has_media=read.media,
         whole={name: batch[name] for name in names if isinstance(batch.get(name), Tensor)},
@@ -262,7 +275,7 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     tensors = _tensors_to_cut(batch)
     padded = even_length(tensors["position_ids"].shape[-1], cp.ranks)
     trees = _trees(batch, tensors)
-    positions = _positions_in_text(tensors["position_ids"])
+    positions = positions_in_text(tensors["position_ids"])
     valid = valid_tokens(batch, positions)
     mask, real = batch_mask(batch, positions, valid, padded, trees), real_tokens(valid, padded)
     media = [value for name, value in batch.items() if _is_media(name, value, positions.shape)]
@@ -301,9 +314,9 @@ def _compare(cp: ContextParallel, read: _WholeBatch | None, problem: str) -> int
         ) from error
 
 
-def _tokens(cp: ContextParallel, read: _WholeBatch) -> Tokens:
-    """Return how tokens are assigned: by the group's layout or, if that is "auto", as suits causal layers."""
-    mask = Causal() if read.mask is None else Causal() & read.mask
+def _tokens(cp: ContextParallel, read: _WholeBatch, layers: Mask) -> Tokens:
+    """Return how tokens are assigned: by the group's layout or, if that is "auto", as suits the mask of layers."""
+    mask = layers if read.mask is None else layers & read.mask
     if cp.strategy.layout == AUTO:
         return cp.tokens(read.padded, mask, alike=True)
     tokens = Tokens(read.padded)
@@ -410,19 +423,6 @@ def _check_positions(positions: Tensor, ids: Tensor) -> None:
         f"position_ids of shape {shape} are not one for each token: give {rows}, expanded to all rows, or those of "
         f"mRoPE, {[3, *rows]}, or {[4, *rows]} with the positions in the text first"
     )
-
-
-def _positions_in_text(positions: Tensor) -> Tensor:
-    """Return the positions [B, S] that begin again with a document.
-
-    Of mRoPE's four, as transformers has them, they are the first; its three alone, which stand still in an image, say
-    nothing of documents.
-    """
-    if positions.dim() == 2:
-        return positions
-    if len(positions) == 4:
-        return positions[0]
-    return torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape[1:])
 
 
 def _kind(value: object) -> str:

@@ -80,11 +80,12 @@ class Adapter:
             set_z3_leaf_module(module, any(True for _ in module.children()))
         called = model
         if is_transformers(model):
+            from burst_plugin.huggingface.image_groups import layer_mask
             from burst_plugin.huggingface.media.absent import note_replicas
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
             called = module_taking_batches(model)
-            session.whole_batches = True
+            session.whole_batches, session.layer_mask = True, layer_mask(called)
             if session.cp.strategy.loss_chunk:
                 _gather_heads_whole(called)
         elif session.cp.strategy.loss_chunk:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, as_given, shard_batch
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, LayerMask, SequenceShard, as_given, shard_batch
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
@@ -34,6 +34,7 @@ class Session:
     engine: a weak reference to the engine, once it exists.
     hooks: those of the model, once it is attached.
     whole_batches: whether the model takes whole batches as keyword arguments, which are cut in its forward.
+    layer_mask: what `shard_batch` takes for the model.
     only_caller: the name of the only function that may call the model in training; empty if any may. See `permitted`.
     """
 
@@ -44,6 +45,7 @@ class Session:
         self.engine: Callable[[], Any] = lambda: None
         self.hooks: AttachedHooks | None = None
         self.whole_batches = False
+        self.layer_mask: LayerMask | None = None
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model
         self.took_model_loss = False  # whether Trainer's compute_loss has taken the model's loss of a whole batch
@@ -112,7 +114,7 @@ class Session:
 
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
         """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`."""
-        return shard_batch(batch, self.cp, pad_token_id=pad_token_id)
+        return shard_batch(batch, self.cp, pad_token_id=pad_token_id, layer_mask=self.layer_mask)
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the model gets of a whole batch: the shard of this rank, or all of it on a ring of one rank.

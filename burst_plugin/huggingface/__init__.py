@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from burst_plugin.huggingface.generation import ring_for_generation
     from burst_plugin.huggingface.grpo import fold_rollouts
+    from burst_plugin.huggingface.image_groups import layer_mask
     from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
     from burst_plugin.huggingface.ring_cache import RingCache
     from burst_plugin.huggingface.rollouts import RolloutLogProbs, rollout_log_probs
@@ -33,6 +34,7 @@ __all__ = [
     "RingCache",
     "RolloutLogProbs",
     "fold_rollouts",
+    "layer_mask",
     "log_likelihood",
     "prepare",
     "register",
@@ -83,6 +85,7 @@ _ELSEWHERE = {  # what imports transformers, once it is asked for
     "RingCache": "ring_cache",
     "RolloutLogProbs": "rollouts",
     "fold_rollouts": "grpo",
+    "layer_mask": "image_groups",
     "log_likelihood": "likelihood",
     "ring_for_generation": "generation",
     "rollout_log_probs": "rollouts",

@@ -12,16 +12,16 @@ all tokens of its batch; which of them make groups is known by the kind of model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_plugin.batch import SequenceShard
+from burst_plugin.batch import LayerMask, SequenceShard
 from burst_plugin.sequence.batch_masks import TypeRuns
-from burst_plugin.sequence.masks import BidirectionalSpans, Mask, PerRow
+from burst_plugin.sequence.masks import BidirectionalSpans, Causal, Mask, PerRow
 
 
 class GroupRule(NamedTuple):
@@ -54,6 +54,23 @@ def group_rule(model: torch.nn.Module) -> GroupRule | None:
     """Return the rule by which a model of transformers groups tokens; None if it is not known to have one."""
     config: Any = getattr(model, "config", None)
     return GROUP_RULES.get(getattr(config, "model_type", ""))
+
+
+def layer_mask(model: torch.nn.Module) -> LayerMask | None:
+    """Return what `shard_batch` takes for a model, by which `layout="auto"` balances work; None for causal layers.
+
+    It is the mask of models in which all images of a row, or a whole prompt, are one group. Single images of a few
+    hundred tokens make no difference.
+
+        local = shard_batch(batch, cp, layer_mask=layer_mask(model))
+    """
+    rule = next(filter(None, map(group_rule, model.modules())), None)
+    return partial(_mask_of_types, rule) if rule is not None and rule.is_one else None
+
+
+def _mask_of_types(rule: GroupRule, types: Mapping[str, tuple[TypeRuns, ...]]) -> Mask:
+    rows = types.get(rule.name, ())
+    return _mask(rows, rule, None) if any(_spans(row, rule) for row in rows) else Causal()
 
 
 def group_mask(shard: SequenceShard, rule: GroupRule, left: int | None = None) -> Mask | None:

@@ -23,6 +23,19 @@ def valid_tokens(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
     return valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
 
 
+def positions_in_text(positions: Tensor) -> Tensor:
+    """Return the positions [B, S] that begin again with a document.
+
+    Of mRoPE's four, as transformers has them, they are the first; its three alone, which stand still in an image, say
+    nothing of documents.
+    """
+    if positions.dim() == 2:
+        return positions
+    if len(positions) == 4:
+        return positions[0]
+    return torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape[1:])
+
+
 def real_tokens(valid: Tensor, padded: int) -> Tensor | None:
     """Return which tokens of the padded length are no padding; None if all are."""
     missing = padded - valid.shape[1]

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from burst_plugin import BidirectionalSpans, Causal, ContextParallel, PerRow, SlidingWindow, shard_batch
 from burst_plugin.batch import IGNORED_LABEL
-from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface import layer_mask, prepare
 from burst_plugin.huggingface.image_groups import GROUP_RULES, GroupRule, group_mask
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.sequence.batch_masks import type_runs
 from tests.support.deepspeed_run import Batch, draw
+from tests.support.ranks import run_ranks
 from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import tiny_wrapper
 
@@ -167,3 +169,27 @@ def test_a_model_without_such_groups_refuses_marks_of_images() -> None:
     with pytest.raises(ValueError, match="got mm_token_type_ids that mark tokens of an image"):
         model(**local)
     assert set(GROUP_RULES) == {family.split(" ")[0] for family in FAMILIES} - {"paligemma2"}
+
+
+def _imbalance(rank: int, family: str) -> list[float]:
+    """Of the work of a model's layers: as causal layers are balanced, and as this model's."""
+    cp, model = ContextParallel(dist.group.WORLD, layout="auto"), prepare(tiny_wrapper(family))
+    ids = torch.ones(1, 4096, dtype=torch.int64)
+    types = (torch.arange(4096)[None] < 2048).long()  # images first, or a prompt
+    rule = GROUP_RULES[family]
+    batch = {"input_ids": ids, rule.name: types if 1 in rule.types else 1 - types}
+    found = []
+    for mask in (None, layer_mask(model)):
+        shard = shard_batch(batch, cp, layer_mask=mask)["burst"]
+        found.append(cp.imbalance(group_mask(shard, rule), shard.tokens))
+    return found
+
+
+@pytest.mark.parametrize("family", ["molmo2", "paligemma"])
+def test_layouts_balance_groups_of_many_tokens(family: str) -> None:
+    causal, groups = run_ranks(_imbalance, 4, family)[0]
+    assert groups < 1.05 < 1.14 < causal
+
+
+def test_groups_of_single_images_are_balanced_as_causal_layers() -> None:
+    assert layer_mask(tiny_wrapper("gemma3")) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -53,25 +53,26 @@ def _on_one_rank(family: str, modality: str) -> Step:
     return step(model, model(**whole, num_items_in_batch=count, use_cache=False).loss)
 
 
-def _on_ring(rank: int, cases: Sequence[tuple[str, str]]) -> list[Step]:
-    cp, models = (
-        ContextParallel(dist.group.WORLD, ranks_per_node=2),
-        map(tiny_media_model, [each[0] for each in cases]),
-    )
-    return [
-        step_on_ring(model, joined_batch(model, modality.split("+")), cp)
-        for model, (_, modality) in zip(models, cases, strict=True)
-    ]
+def _on_ring(rank: int, cases: Sequence[tuple[str, str]], options: Mapping[str, str]) -> list[Step]:
+    cp, found = ContextParallel(dist.group.WORLD, ranks_per_node=2, **options), []
+    for family, modality in cases:
+        model = tiny_media_model(family)
+        found.append(step_on_ring(model, joined_batch(model, modality.split("+")), cp))
+    return found
 
 
-def _check(ranks: int, cases: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> None:
-    for found, case in zip(run_ranks(_on_ring, ranks, cases, timeout_s=timeout_s)[0], cases, strict=True):
+def _check(ranks: int, cases: Sequence[tuple[str, str]], **options: str) -> None:
+    for found, case in zip(run_ranks(_on_ring, ranks, cases, options)[0], cases, strict=True):
         check_step(found, _on_one_rank(*case), case)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_way_to_give_images_equals_one_rank(ranks: int) -> None:
     _check(ranks, SOME)
+
+
+def test_layouts_that_balance_groups_of_images_equal_one_rank() -> None:
+    _check(4, [("molmo2", "image"), ("molmo2", "video"), ("paligemma", "image")], layout="auto")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
-from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface import layer_mask, prepare
 from tests.support.deepspeed_run import worst
 
 Step = tuple[float, dict[str, torch.Tensor]]
@@ -291,7 +291,7 @@ def step(model: Any, loss: torch.Tensor) -> Step:
 
 def step_on_ring(model: Any, whole: Mapping[str, torch.Tensor], cp: ContextParallel) -> Step:
     """The loss and the gradients of a model on a ring, added up over ranks; without gradients on all but rank 0."""
-    local, group = shard_batch(whole, cp), cp.group
+    local, group = shard_batch(whole, cp, layer_mask=layer_mask(model)), cp.group
     count = local["burst"].valid_tokens
     out = prepare(model)(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False)
     loss, grads = step(model, out.loss)
