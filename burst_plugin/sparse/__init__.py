@@ -1,0 +1,5 @@
+"""Sparse attention over the ranks of a ring: which keys each query attends to, chosen by their scores."""
+
+from __future__ import annotations
+
+from burst_plugin.sparse.selection import select_keys as select_keys

@@ -1,0 +1,89 @@
+"""The keys of highest score of each query so far, in a total order: by score, the higher first, then by position.
+
+No two keys are equal in that order, so that the same ones are found whichever way keys come in, and on any number of
+ranks; `torch.topk` alone takes any of equal scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+_NO_KEY = torch.iinfo(torch.int64).min
+_LAST = 2**31 - 1  # positions are at most so large
+_CHUNK = 1 << 22  # numbers that are put in order at once
+
+
+class BestKeys(ABC):
+    """At most `count` keys for each of some queries, by their rows."""
+
+    @abstractmethod
+    def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
+        """Take keys into account: scores [rows, keys], positions [keys], int64, and which count, all if None."""
+
+    @abstractmethod
+    def positions(self) -> Tensor:
+        """Return the positions of the keys of each row in their order, int32 [rows, count], -1 for none."""
+
+
+def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> BestKeys:
+    """Return `count` places for keys of each of `rows` queries, for scores of a type, float32 or float64."""
+    return BestOfFloat64(rows, count, device) if dtype == torch.float64 else BestOfFloat32(rows, count, device)
+
+
+class BestOfFloat32(BestKeys):
+    """Keys as one int64 each, which compares as they do: the score's bits above, how far from the end below."""
+
+    def __init__(self, rows: int, count: int, device: torch.device) -> None:
+        self._best = torch.full((rows, count), _NO_KEY, dtype=torch.int64, device=device)
+
+    def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
+        """Take keys into account; see `BestKeys.add`."""
+        bits = scores.view(torch.int32)
+        ordered = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)  # as integers, as scores compare
+        found = ordered.mul_(2**32).add_(_LAST - positions)
+        if allowed is not None:
+            found.masked_fill_(~allowed, _NO_KEY)
+        best = self._best[rows]
+        best.copy_(torch.cat([best, found], 1).topk(best.shape[1], sorted=False).values)
+
+    def positions(self) -> Tensor:
+        """Return the positions of keys in their order; see `BestKeys.positions`."""
+        result = torch.empty(self._best.shape, dtype=torch.int32, device=self._best.device)
+        each = max(1, _CHUNK // max(1, self._best.shape[1]))
+        for start in range(0, len(self._best), each):
+            ordered = self._best[start : start + each].sort(descending=True).values
+            result[start : start + each].copy_((_LAST - (ordered & _LAST)).masked_fill_(ordered == _NO_KEY, -1))
+        return result
+
+
+class BestOfFloat64(BestKeys):
+    """Keys as a score and a position each, sorted by one, then by the other."""
+
+    def __init__(self, rows: int, count: int, device: torch.device) -> None:
+        self._scores = torch.full((rows, count), -torch.inf, dtype=torch.float64, device=device)
+        self._positions = torch.full((rows, count), _LAST, dtype=torch.int64, device=device)
+
+    def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
+        """Take keys into account; see `BestKeys.add`."""
+        positions = positions.expand_as(scores)
+        if allowed is not None:
+            scores, positions = scores.masked_fill(~allowed, -torch.inf), positions.masked_fill(~allowed, _LAST)
+        both = torch.cat([self._scores[rows], scores], 1), torch.cat([self._positions[rows], positions], 1)
+        scores, positions = in_order(*both)
+        count = self._scores.shape[1]
+        self._scores[rows], self._positions[rows] = scores[:, :count], positions[:, :count]
+
+    def positions(self) -> Tensor:
+        """Return the positions of keys in their order; see `BestKeys.positions`."""
+        _, positions = in_order(self._scores, self._positions)
+        return positions.masked_fill(positions == _LAST, -1).to(torch.int32)
+
+
+def in_order(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and positions [rows, keys] with the highest score first, and of equal ones the first position."""
+    positions, places = positions.sort(1)
+    scores, places = scores.gather(1, places).sort(stable=True, dim=1, descending=True)
+    return scores, positions.gather(1, places)

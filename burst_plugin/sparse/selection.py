@@ -1,0 +1,336 @@
+"""Keys selected by score over the whole sequence, as by the indexer of sparse attention (DeepSeek V3.2).
+
+    selected = sparse.select_keys(index_q, index_k, weights, 2048, cp, mask=Causal())
+
+Keys of the indexer go around the ring, one block per step, or, under a mask that leaves little, their rows to ranks
+that need them; a rank holds the block that it scores, and the next one on its way. Scores exist a tile at a time
+(`index_scores`), and of each query the best keys so far (`best_keys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.kept_attention import next_kept_tensors, unseen_by_selective_checkpoints
+from burst_plugin.checks import number, shown, whole_number
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.context import ContextParallel
+from burst_plugin.recurrent.messages import Messages
+from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
+from burst_plugin.ring.graph_breaks import between_graphs
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.request import as_tokens, check_mask
+from burst_plugin.ring.routes import Attending, Pairs
+from burst_plugin.sequence.layout import Run, Tokens, cut_runs, positions, token_count
+from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sequence.required_rows import RequiredRows
+from burst_plugin.sequence.tiles import Tile
+from burst_plugin.sparse.best_keys import BestKeys, best_keys
+from burst_plugin.sparse.index_scores import ScoreTiles
+from burst_plugin.sparse.tiled_masks import ChunkMask, by_chunk
+from burst_plugin.types import Rows
+from burst_plugin.virtual import VirtualRing
+
+_KNOWN = 8  # sequences and masks of a ring whose blocks are kept
+_WHAT = "selection of keys"
+
+
+@between_graphs
+def select_keys(
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    top_k: int,
+    cp: ContextParallel | VirtualRing,
+    *,
+    mask: Mask = Causal(),
+    tokens: Tokens | None = None,
+    scale: float | None = None,
+    tag: object = None,
+) -> Tensor:
+    """Return the keys of highest score for each query of this rank, of the keys of all ranks; collective.
+
+    The score of query t on key s is `sum over h of weights[t, h] * relu(scale * index_q[t, h] . index_k[s])`, in
+    float32, or in float64 for float64. Of equal scores the key at the lower position comes first. So the result is
+    the same, to the bit, on any number of ranks and in any layout.
+
+    Args:
+        index_q: [B, S_local, H, D], floating point.
+        index_k: [B, S_local, D], of the same tokens and type.
+        weights: [B, S_local, H], of any floating point type.
+        top_k: how many keys a query selects, 1 or more.
+        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, as what is returned.
+        mask: which keys a query may select; one for all heads.
+        tokens: the sequence that rows are taken from, as for `burst_attention`.
+        scale: above 0; `D ** -0.5` if None.
+        tag: a name for this call that is the same on every rank.
+
+    Returns:
+        Positions in the whole sequence, int32 [B, S_local, min(top_k, S)], the highest score first; -1 in the places
+        of a query that may select fewer keys. Without gradient.
+
+    Raises:
+        ValueError: on every rank, before data moves, for shapes, types or options that do not fit, here or between
+            ranks.
+    """
+    if not isinstance(cp, ContextParallel | VirtualRing):
+        raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
+    passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
+    given = Indexed(index_q, index_k, weights)
+
+    def prepare() -> Selection:
+        return _prepared(passes, cp.plans, given, (top_k, scale), (mask, tokens))
+
+    selection, call = passes.agree(prepare, Selection.signature, tag)
+    kept = next_kept_tensors(passes.states[0].strategy, _WHAT)
+    if kept is not None and kept.found is not None:
+        found: Tensor = kept.found
+        return found
+    with torch.no_grad(), unseen_by_selective_checkpoints():
+        selected = _run(passes, selection, call, given)
+    if kept is not None:
+        kept.found = selected
+    return selected
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed:
+    """What an indexer has computed of tokens: queries [B, S, H, D], keys [B, S, D] and weights [B, S, H]."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+    def check(self) -> None:
+        """Raise ValueError for tensors that do not fit each other."""
+        for name, x, dims in (("index_q", self.q, 4), ("index_k", self.k, 3), ("weights", self.weights, 3)):
+            if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
+                what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else shown(x)
+                raise ValueError(f"{name} is {what}; give a floating point tensor of {dims} dimensions")
+        q, k, weights = self.q, self.k, self.weights
+        if k.shape != (*q.shape[:2], q.shape[3]) or weights.shape != q.shape[:3]:
+            raise ValueError(
+                f"index_q {list(q.shape)}, index_k {list(k.shape)} and weights {list(weights.shape)} do not fit; "
+                "give [B, S, H, D], [B, S, D] and [B, S, H]"
+            )
+        if min(q.shape[0], *q.shape[2:]) == 0:
+            raise ValueError(f"index_q {list(q.shape)} has a dimension of 0; give 1 or more rows, heads and numbers")
+        if q.dtype != k.dtype or len({q.device, k.device, weights.device}) > 1:
+            raise ValueError(
+                f"index_q is {q.dtype} on {q.device}, index_k {k.dtype} on {k.device}, weights are on "
+                f"{weights.device}; give both one type, and all one device"
+            )
+
+
+class _Work(NamedTuple):
+    """What a rank computes with a block: the tiles of each chunk of its queries, and the positions of the keys."""
+
+    chunks: Mapping[int, Sequence[Tile]]
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """The keys that ranks hold, and what the mask leaves of them.
+
+    required: by rank and owner the rows that are needed, see `Pairs.required`; None where blocks go to all.
+    """
+
+    shards: Sequence[tuple[Run, ...]]
+    pairs: Pairs
+    required: RequiredRows | None
+    _known_work: dict[tuple[object, ...], _Work] = field(default_factory=dict)
+
+    def rows(self, rank: int, owner: int) -> Rows:
+        """Return the rows of an owner's block that a rank gets."""
+        if self.required is None:
+            count = token_count(self.shards[owner])
+            return ((0, count),) if count else ()
+        return self.required[rank].get(owner, ())
+
+    def work(self, rank: int, owner: int, size: int, device: torch.device) -> _Work:
+        """Return what the mask leaves of the rows that a rank gets of a block, for chunks of `size` queries."""
+        key = (rank, owner, size, device)
+        if key not in self._known_work:
+            runs = cut_runs(self.shards[owner], self.rows(rank, owner))
+            tiles = self.pairs.tiles(self.shards[rank], runs)
+            self._known_work[key] = _Work(by_chunk(tiles, size), positions(runs, device))
+        return self._known_work[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A call that ranks are to agree on."""
+
+    blocks: _Blocks
+    tokens: Tokens
+    mask: Mask
+    count: int
+    scale: float
+    given: Indexed
+
+    def signature(self) -> Mapping[str, object]:
+        """Return what is equal on all ranks."""
+        given = self.given
+        return {
+            "call": _WHAT,
+            "batch": given.q.shape[0],
+            "heads": list(given.q.shape[2:]),
+            "dtype": [given.q.dtype, given.weights.dtype],
+            "top_k": self.count,
+            "scale": self.scale,
+            "tokens": self.tokens,
+            "mask": self.mask,
+        }
+
+
+def _prepared(
+    passes: Passes,
+    plans: dict[Any, Any],
+    given: Indexed,
+    numbers: tuple[object, object],
+    which: tuple[object, object],
+) -> Selection:
+    """Return the call that is asked for. Raise ValueError for what does not fit."""
+    given.check()
+    states, (top_k, scale), (mask, tokens) = passes.states, numbers, which
+    check_mask(mask)
+    assert isinstance(mask, Mask), "it is checked"
+    for state in states:
+        state.check_usable(given.q.device)
+    count = whole_number("top_k={}", top_k, "give how many keys each query selects, 1 or more", 1)
+    expected = "give what products are multiplied by, above 0, or None"
+    factor = given.q.shape[3] ** -0.5 if scale is None else number("scale={}", scale, expected)
+    if factor <= 0:
+        raise ValueError(f"scale={shown(scale)} is not valid; {expected}")
+    if mask.head_groups is not None:
+        raise ValueError("a selection is one for all heads, but the mask is one per group of heads; select for each")
+    batch, ranks = given.q.shape[0], states[0].topology.ranks
+    if mask.rows not in (None, batch):
+        raise ValueError(f"the mask is made for {mask.rows} batch rows, but index_q has {batch}; give one for each")
+    held = given.q.shape[1]
+    of_ranks = ranks if len(states) < ranks else 1
+    sequence = Tokens(max(1, held * of_ranks)) if tokens is None else as_tokens(tokens)  # type: ignore[arg-type]
+    blocks = known_blocks(plans, states[0], sequence, mask)
+    expected_rows = sum(token_count(blocks.shards[state.rank]) for state in states)
+    if held != expected_rows:
+        raise ValueError(
+            f"rank {states[0].rank} holds {expected_rows} of {sequence.length} tokens, but index_q "
+            f"{list(given.q.shape)} has {held}; pass the tokens= of its shard"
+        )
+    return Selection(blocks, sequence, mask, min(count, sequence.length), factor, given)
+
+
+def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
+    """Return the blocks of a sequence under a mask, which layers share."""
+    known: dict[Any, _Blocks] = plans.setdefault(_Blocks, {})
+    if (tokens, mask) not in known:
+        if len(known) >= _KNOWN:
+            known.clear()
+        shards = state.route_table.shards(tokens)
+        pairs = Pairs(Attending(tokens, tokens, mask), {"q": shards, "kv": shards})
+        required = pairs.required("kv") if len(shards) > 1 else None
+        known[tokens, mask] = _Blocks(shards, pairs, required)
+    return known[tokens, mask]
+
+
+def _run(passes: Passes, selection: Selection, call: CallId, given: Indexed) -> Tensor:
+    """Return the selected keys of the ranks of this process."""
+    tokens, states = selection.tokens, passes.states
+    parts = [given]
+    is_virtual = isinstance(passes, OfVirtualRing)
+    layout = states[0].route_table.layout(tokens)
+    if is_virtual:
+        places = [(rank, len(states)) for rank in range(len(states))]
+        cut = [[layout.shard(x, 1, at, tokens) for x in (given.q, given.k, given.weights)] for at in places]
+        parts = [Indexed(*each) for each in cut]
+    programs = [
+        RankSelection(state, selection, part).program(call) for state, part in zip(states, parts, strict=True)
+    ]
+    found = passes.run("forward", call, programs, given.q.device)
+    return layout.unshard(found, 1, tokens) if is_virtual else found[0]
+
+
+class RankSelection:
+    """One rank's part: blocks come, and its queries select among their keys."""
+
+    def __init__(self, state: RankState, selection: Selection, given: Indexed) -> None:
+        self._rank, self._state, self._given = state.rank, state, given
+        self._blocks, self._count = selection.blocks, selection.count
+        dtype = torch.promote_types(given.q.dtype, torch.float32)
+        self._tiles = ScoreTiles(given.q.shape[2], dtype, given.q.device)
+        self._weights = given.weights.detach().to(dtype) * selection.scale  # above 0, so that relu lets it pass
+        self._keys = given.k.detach()
+
+    def program(self, call: CallId) -> Generator[None, None, Tensor]:
+        """Return the selected keys, int32 [B, S_local, count]."""
+        ranks, device = len(self._blocks.shards), self._keys.device
+        messages = Messages(self._state, device, _WHAT, "forward", call)
+        batch, held = self._given.q.shape[:2]
+        best = best_keys(batch * held, self._count, self._tiles.dtype, device)
+        block = self._taken(self._keys, self._blocks.rows(self._rank, self._rank))
+        moving = self._keys  # that goes on to the next rank
+        for step in range(ranks):
+            in_flight = self._begun(messages, step + 1, moving) if step + 1 < ranks else None
+            self.score((self._rank - step) % ranks, block, best)
+            if in_flight is not None:
+                received = (yield from in_flight) or {}
+                block = moving = next((x for (x,) in received.values()), self._keys[:, :0])
+        return best.positions().view(batch, held, self._count)
+
+    def _begun(self, messages: Messages, step: int, moving: Tensor) -> Generator[None, None, dict[int, list[Tensor]]]:
+        """Return the exchange of a step, with messages under way: after it, this rank has the block of `step` ago.
+
+        Blocks that go to all hop from each rank to the next; rows that few need go there from their owner.
+        """
+        ranks, rank, blocks = len(self._blocks.shards), self._rank, self._blocks
+        hops = blocks.required is None
+        to, source = (rank + (1 if hops else step)) % ranks, (rank - (1 if hops else step)) % ranks
+        if not hops:
+            moving = self._taken(self._keys, blocks.rows(to, rank))
+        arriving = sum(stop - start for start, stop in blocks.rows(rank, (rank - step) % ranks))
+        spec = ((moving.shape[0], arriving, moving.shape[2]), moving.dtype)
+        exchange = messages.exchange({to: [moving]} if moving.shape[1] else {}, {source: [spec]} if arriving else {})
+        next(exchange, None)  # posts them
+        return exchange
+
+    @staticmethod
+    def _taken(keys: Tensor, rows: Rows) -> Tensor:
+        """Return some rows of keys [B, S, D]."""
+        if rows == ((0, keys.shape[1]),):
+            return keys
+        return torch.cat([keys[:, :0], *(keys[:, start:stop] for start, stop in rows)], 1)
+
+    def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
+        """Select among the keys [B, n, D] of an owner."""
+        blocks, (batch, held) = self._blocks, self._given.q.shape[:2]
+        if not keys.shape[1] or not held:
+            return
+        work = blocks.work(self._rank, owner, self._tiles.queries, keys.device)
+        for chunk, parts in work.chunks.items():
+            first = chunk * self._tiles.queries
+            rows = slice(first, min(held, first + self._tiles.queries))
+            for row in range(batch):
+                mine = [part for part in parts if part.batch is None or part.batch[0] <= row < part.batch[1]]
+                if mine:
+                    self._score_chunk(row, rows, ChunkMask(mine, rows.stop - first), (keys[row], work.places), best)
+
+    def _score_chunk(
+        self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
+    ) -> None:
+        """Select for some queries of a batch row among the keys of a block and their positions."""
+        scores_of = self._tiles.of_queries(self._given.q[row, rows].detach(), self._weights[row, rows])
+        keys, places = (mask.packed(x) for x in block)
+        held, each = self._given.q.shape[1], self._tiles.keys
+        window = max(1, -(-self._count // each)) * each  # of so many keys it is worth it to look for the best
+        into = slice(row * held + rows.start, row * held + rows.stop)
+        for start in range(0, mask.columns, window):
+            stop = min(mask.columns, start + window)
+            tiles = [scores_of(keys[at : min(stop, at + each)]) for at in range(start, stop, each)]
+            scores = tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
+            best.add(into, scores, places[start:stop], mask.allowed(start, stop, scores.device))

@@ -1,0 +1,121 @@
+"""The definition of a selection of keys by scores, in float64; and calls drawn at random to compare with it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from burst_plugin import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    PerRow,
+    PrefixTree,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+    VirtualRing,
+    key_padding,
+)
+from burst_plugin.sequence.mask import allowed
+from burst_plugin.sparse import select_keys
+
+MANY = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4)]
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """All scores [B, S, S], in float64."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    products = torch.einsum("bthd,bsd->bths", q.double(), k.double()) * factor
+    return torch.einsum("bths,bth->bts", products.relu(), weights.double())
+
+
+def selection(found: torch.Tensor, mask: Mask, top_k: int) -> torch.Tensor:
+    """The definition: of scores [B, S, S] the best of each query, int32 [B, S, min(top_k, S)], -1 where none is."""
+    batch, length, _ = found.shape
+    at = torch.arange(length)
+    may = allowed(mask, (length, length), at, at).expand(batch, -1, -1)
+    result = torch.full((batch, length, min(top_k, length)), -1, dtype=torch.int32)
+    for row in range(batch):
+        for query in range(length):
+            keys = torch.nonzero(may[row, query]).flatten().tolist()
+            keys.sort(key=lambda key: (-float(found[row, query, key]), key))
+            best = keys[:top_k]
+            result[row, query, : len(best)] = torch.tensor(best, dtype=torch.int32)
+    return result
+
+
+@dataclass
+class DrawnSelection:
+    """A call on all ranks of a virtual ring."""
+
+    ring: VirtualRing
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    mask: Mask
+    tokens: Tokens | None
+    top_k: int
+    scale: float | None
+
+    def expected(self) -> torch.Tensor:
+        return selection(scores(*self.tensors, self.scale), self.mask, self.top_k)
+
+    def found(self) -> torch.Tensor:
+        return select_keys(*self.tensors, self.top_k, self.ring, mask=self.mask, tokens=self.tokens, scale=self.scale)
+
+
+def drawn_selection(number: int) -> DrawnSelection:
+    """Draw a call; in two of three all scores are small whole numbers, so that most of them are ties."""
+    draws, generator = random.Random(number), torch.Generator().manual_seed(number)
+    topology = Topology(*draws.choice(MANY))
+    length, batch = draws.choice([1, 7, 16, 33, 48, 70]), draws.choice([1, 1, 2])
+    heads, size = draws.choice([1, 2, 3, 4]), draws.choice([1, 4, 8])
+    shapes = (batch, length, heads, size), (batch, length, size), (batch, length, heads)
+    scale: float | None = None
+    if draws.random() < 0.67:
+        most, scale = draws.choice([1, 2, 3]), draws.choice([1.0, 0.5, 2.0])
+        dtype = draws.choice([torch.float32, torch.float64, torch.bfloat16])
+        tensors = [torch.randint(-most, most + 1, each, generator=generator).to(dtype) for each in shapes]
+    else:
+        tensors = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
+    mask = _mask(draws, length, batch)
+    layout = draws.choice(["zigzag", "contiguous", "striped", "auto"])
+    ring, tokens = VirtualRing(topology, Strategy(layout=layout), seed=number), None
+    if layout == "auto":
+        ranks = topology.ranks
+        chunks = [*range(ranks), *(draws.randrange(ranks) for _ in range(draws.randrange(ranks + 1)))]
+        draws.shuffle(chunks)
+        cuts = sorted(draws.randrange(length + 1) for _ in chunks[1:])
+        tokens = Tokens(length, holders=tuple(chunks), bounds=draws.choice([None, (0, *cuts, length)]))
+    elif draws.random() < 0.2 and mask.documents is not None:
+        tokens = Tokens(length, cu_seqlens=mask.documents)
+    top_k = draws.choice([1, 2, 5, length, length + 3, draws.randrange(1, length + 1)])
+    return DrawnSelection(ring, (tensors[0], tensors[1], tensors[2]), mask, tokens, top_k, scale)
+
+
+def _mask(draws: random.Random, length: int, batch: int) -> Mask:
+    def one() -> Mask:
+        kind = draws.choice(["causal", "causal", "documents", "documents", "window", "full", "tree", "tokens"])
+        if kind == "documents":
+            cuts = sorted(draws.randrange(length + 1) for _ in range(draws.randrange(6)))
+            return Causal() & Documents((0, *cuts, length))
+        if kind == "tokens":
+            return Causal() & Documents(tuple(range(length + 1)))
+        if kind == "window":
+            return SlidingWindow(draws.randrange(length), draws.choice([0, 0, 2]))
+        if kind == "tree" and length >= 7:
+            cuts = sorted(draws.randrange(length + 1) for _ in range(3))
+            sizes = [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+            return PrefixTree((-1, 0, 1, 0), tuple(sizes))
+        return Full() if kind == "full" else Causal()
+
+    kind = draws.choice(["one", "one", "rows", "padded"])
+    if kind == "rows":
+        return PerRow(tuple(one() for _ in range(batch)))
+    if kind == "padded":  # on the left, perhaps all of a row
+        starts = torch.tensor([draws.randrange(length + 1) for _ in range(batch)])
+        return Causal() & key_padding(torch.arange(length) >= starts[:, None])
+    return one()
