@@ -189,16 +189,9 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_files_and_functions_are_short() -> None:
     limits = {"lines of a file": 500, "parameters": 7, "lines": 50}
-<<<<<<< HEAD
-    # Users call the first three by keywords; the last takes what TRL's method takes.
-    by_keywords = {
-        f"parameters of {name}" for name in ("burst_attention", "latent_attention", "gated_delta_rule", "state_space")
-    }
-=======
-    # Users call the first four by keywords; the last takes what TRL's method takes.
-    called = ("burst_attention", "gated_delta_rule", "select_keys", "state_space")
+    # Users call the first five by keywords; the last takes what TRL's method takes.
+    called = ("burst_attention", "latent_attention", "gated_delta_rule", "select_keys", "state_space")
     by_keywords = {f"parameters of {name}" for name in called}
->>>>>>> faeb7aa (Select keys by score over the whole ring)
     longer = by_keywords | {"parameters of __call__"}
     found = [
         f"{path}: {size} {what}"

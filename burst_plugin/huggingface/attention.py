@@ -113,7 +113,7 @@ def forward(
             "in attention only: call burst_plugin.huggingface.prepare(model) first"
         )
     problem = _problem_of_lengths(module, shard, (query.shape[2], key.shape[2]))
-    problem = problem or _problem(module, attention_mask, options)
+    problem = problem or problem_of_call(module, attention_mask, options)
     if problem:
         raise ValueError(problem)
     dropout = _dropout(module, shard, options)
@@ -128,7 +128,7 @@ def forward(
     latents = held_latents(module, key)
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, *(latents or (key, value))))
     terms: dict[str, Any] = {
-        "mask": _mask(module, shard, attention_mask, options),
+        "mask": mask_of_call(module, shard, attention_mask, options),
         "tokens": shard.tokens,
         "scores": scores,
         "sink": _sink(options, q),
@@ -164,7 +164,7 @@ def _cached(
     cache = cache_of_forward()
     assert cache is not None
     options = {name: value for name, value in options.items() if value is not cache}
-    problem = _problem(module, recipe, options)
+    problem = problem_of_call(module, recipe, options)
     if problem:
         raise ValueError(problem)
     q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
@@ -211,7 +211,7 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
+def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
     """Return what a layer asks for that the ring does not have; empty if nothing."""
     name, implementation = type(module).__name__, f'attn_implementation="{ATTN_IMPLEMENTATION}"'
     for option, value in options.items():
@@ -241,7 +241,7 @@ def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str,
     return ""
 
 
-def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
+def mask_of_call(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
     """Return the layer's own mask and that of the batch together, in positions of the whole sequence."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
@@ -298,10 +298,14 @@ def _whole(
     module: torch.nn.Module, tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Any, options: Mapping[str, Any]
 ) -> Tensor:
     """Attend to whole sequences on this rank alone, for evaluation and generation."""
-    softcap, sink = options.get("softcap"), options.get("s_aux")
+    softcap, sink, selected = options.get("softcap"), options.get("s_aux"), options.get("indices")
     plain = softcap is None and sink is None
     if isinstance(attention_mask, MaskRecipe):
-        attention_mask = attention_mask.tensor(always=not plain)
+        attention_mask = attention_mask.tensor(always=not plain or selected is not None)
+    if selected is not None:
+        shape = (*selected.shape[:2], tensors[1].shape[2])
+        keys = torch.zeros(shape, dtype=torch.bool, device=selected.device).scatter_(2, selected.long(), True)
+        attention_mask = attention_mask & keys[:, None]
     if plain:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -37,6 +37,7 @@ _IN_DOCUMENTS = (
 )
 _EITHER = "or_masks.<locals>.or_mask"
 _IN_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
+_OF_ALL_HEADS = [str(index) for index in ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))]
 _KNOWN = frozenset(
     {
         _CAUSAL,
@@ -152,9 +153,15 @@ class MaskRecipe:
         return torch.Size((self._asked["batch_size"], 1, self._asked["q_length"], self._asked["kv_length"]))
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
-        """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself."""
+        """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself.
+
+        So is what indexers ask for, [:, 0], unless the batch is whole: all of a mask is the same for all heads.
+        """
         every = (slice(None), slice(0, None))
         if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
+            return self
+        is_cut = self.shard is not None or torch.compiler.is_compiling()
+        if is_cut and str(index) in _OF_ALL_HEADS:
             return self
         whole = self.tensor(always=True)
         assert whole is not None, "always"

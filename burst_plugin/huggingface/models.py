@@ -21,6 +21,7 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
+from burst_plugin.huggingface.indexers import LAYER_TYPE, has_known_indexers, problems_of_indexers, use_indexers
 from burst_plugin.huggingface.latents import use_latents
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
@@ -93,6 +94,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         watch_positions(pretrained)
         use_recurrent(pretrained)
         use_latents(pretrained)
+        use_indexers(pretrained)
         use_media(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):
@@ -234,7 +236,7 @@ def problems(
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [
-                    *_problems_of_config(pretrained.config, makes_masks),
+                    *_problems_of_config(pretrained.config, makes_masks, _known_kinds(pretrained)),
                     *reasons,
                     *_problems_of_code(pretrained),
                 ]
@@ -305,6 +307,7 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     reasons += problems_of_mixers(pretrained, _kinds_of_layers(pretrained.config))
+    reasons += problems_of_indexers(pretrained)
     parameters = inspect.signature(type(pretrained).forward).parameters
     if not needs_no_attention and counts_unknown(pretrained):
         reasons.append(
@@ -348,8 +351,11 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
     return "shift_labels" in inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss).parameters
 
 
-def _problems_of_config(config: Any, makes_masks: bool) -> list[str]:
-    """Return what a model is configured for that a ring cannot compute; see `MAKES_MASKS`."""
+def _problems_of_config(config: Any, makes_masks: bool, known_kinds: tuple[str, ...]) -> list[str]:
+    """Return what a model is configured for that a ring cannot compute; see `MAKES_MASKS`.
+
+    known_kinds: of layers, besides kinds of attention.
+    """
     text, reasons = config.get_text_config(), []
     if getattr(config, "add_cross_attention", False):
         reasons.append(
@@ -358,9 +364,9 @@ def _problems_of_config(config: Any, makes_masks: bool) -> list[str]:
     others = other_parts(config)
     if others and not text_part(config):
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
-    kinds = sorted(_kinds_of_layers(config) - set(LAYER_TYPES))
+    kinds = sorted(_kinds_of_layers(config) - set(known_kinds))
     if kinds:
-        known = ", ".join((*_LAYER_TYPES, *LAYER_TYPES))
+        known = ", ".join((*_LAYER_TYPES, *known_kinds))
         reasons.append(f"it has layers of type {', '.join(kinds)}; known are {known}")
     for option, what in _MIXING.items():
         if getattr(text, option, None):
@@ -369,6 +375,11 @@ def _problems_of_config(config: Any, makes_masks: bool) -> list[str]:
     if both_ways not in (None, False, "vision") and not makes_masks:
         reasons.append("use_bidirectional_attention is set; leave it out")
     return reasons
+
+
+def _known_kinds(pretrained: PreTrainedModel) -> tuple[str, ...]:
+    """Return the kinds of layers besides attention of all or some keys that can run on a ring in a model."""
+    return (*LAYER_TYPES, LAYER_TYPE) if has_known_indexers(pretrained) else LAYER_TYPES
 
 
 def _kinds_of_layers(config: Any) -> set[str]:

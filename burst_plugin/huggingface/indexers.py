@@ -1,0 +1,186 @@
+"""Indexers of transformers' models with sparse attention: on shards they select among the keys of all ranks.
+
+    layer -> indexer(hidden_states, ..., attention_mask[:, 0])      the `forward` of its class is replaced
+                 shard:       queries, keys and weights as the family computes them, then sparse.select_keys
+                 whole batch: the family's own
+          -> attention(..., indices=selected)                       `attention.forward` hands them to the ring
+
+transformers trains no indexer: nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_of_forward
+from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.sparse import select_keys
+
+LAYER_TYPE = "indexed_attention"
+_MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
+_USED = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "index_topk", "topk")
+
+
+class Indexer(NamedTuple):
+    """What tells a class of indexers from others.
+
+    rotary: the function of its file that rotates queries and keys.
+    rotates_last: the last numbers of each head are rotated, rather than the first.
+    widens_keys: keys are normed in the type of the norm's weight.
+    reads: the argument that queries are made of; hidden states are normed before, and queries scaled by positions.
+    """
+
+    rotary: str = "apply_rotary_pos_emb"
+    rotates_last: bool = False
+    widens_keys: bool = False
+    reads: str = "q_resid"
+
+
+_INTERLEAVED = "apply_rotary_pos_emb_interleave"
+INDEXERS = {
+    "DeepseekV32Indexer": Indexer(),
+    "AXK2Indexer": Indexer(),
+    "Dots3NoteTextIndexer": Indexer(_INTERLEAVED),
+    "GlmMoeDsaIndexer": Indexer(_INTERLEAVED),
+    "HYV4Indexer": Indexer(rotates_last=True, widens_keys=True),
+    "HYV4VLIndexer": Indexer(rotates_last=True, widens_keys=True),
+    "MistralLarge4TextIndexer": Indexer(_INTERLEAVED, reads="hidden_states"),
+}
+
+
+def indexers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Indexer]]:
+    """Yield the indexers of a model that are known, with what is known of them."""
+    for module in text_modules(model):
+        known = _known(type(module))
+        if known is not None:
+            yield module, known
+
+
+def _known(kind: type) -> Indexer | None:
+    return next((INDEXERS[each.__name__] for each in kind.__mro__ if each.__name__ in INDEXERS), None)
+
+
+def has_known_indexers(pretrained: PreTrainedModel) -> bool:
+    """Return whether a model has indexers, all of a known kind."""
+    named = {type(module) for module in text_modules(pretrained) if type(module).__name__.endswith("Indexer")}
+    return bool(named) and all(_known(kind) is not None for kind in named)
+
+
+def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
+    """Return why a model's indexers cannot run on a ring: their code is not what is known of it."""
+    found = {type(module): known for module, known in indexers(pretrained)}
+    return [
+        f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
+        "use one of these"
+        for kind, known in found.items()
+        if (missing := _missing(kind, known))
+    ]
+
+
+def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
+    """Return what the code of a class does not use, though others of its name do."""
+    function: Any = inspect.unwrap(kind.forward)
+    extra = ("q_input_norm", "softmax_scaling", "use_rope") if known.reads == "hidden_states" else ()
+    return [name for name in (*_USED, known.rotary, *extra) if name not in function.__code__.co_names]
+
+
+def use_indexers(pretrained: PreTrainedModel) -> None:
+    """Let the indexers of a model select among the keys of all ranks, on shards; once and for all its forwards."""
+    for module, known in indexers(pretrained):
+        if _missing(type(module), known):  # of a ring of one rank, which gives it whole batches
+            continue
+        owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
+        if not hasattr(owner.forward, _MARK):
+            around: Callable[..., Any] = torch.compiler.disable(partial(_take_over, known))  # type: ignore[no-untyped-call]
+            setattr(wrap(owner, "forward", around), _MARK, True)
+
+
+def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of an indexer's `forward`. Return positions of keys, int32 [B, S, top k]."""
+    given = by_name(partial(original, module), args, kwargs)
+    recipe = given["attention_mask"]
+    if not isinstance(recipe, MaskRecipe):
+        if cache_of_forward() is not None:
+            raise ValueError(
+                f"{type(module).__name__} selects among the keys of all tokens, and a RingCache has no keys of "
+                "indexers; generate with a cache of transformers, on one rank"
+            )
+        return original(module, *args, **kwargs)
+    shard = shard_of_forward() if recipe.shard is None else recipe.shard
+    if shard is None:  # torch.compile hands on recipes of whole batches, too
+        dense = recipe.tensor(always=True)
+        assert dense is not None, "always"
+        return original(module, **{**given, "attention_mask": dense[:, 0]})
+    return _select(module, known, shard, given)
+
+
+@torch.no_grad()
+def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Return what the queries of a shard select, of all ranks' keys."""
+    recipe = given["attention_mask"]
+    problem = problem_of_call(module, recipe, {})
+    if given.get("cache", given.get("past_key_values")) is not None:
+        problem = (
+            f"{type(module).__name__} got a cache with a sharded batch: give whole texts, without a cache of tokens "
+            "before them"
+        )
+    if problem:
+        raise ValueError(problem)
+    q, k = _queries_and_keys(module, known, given)
+    kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed
+    hidden = given["hidden_states"].to(module.weights_proj.weight.dtype)
+    weights = module.weights_proj(hidden).float() * module.n_heads**-0.5
+    tag = (f"indexer of layer {module.layer_idx}", shard)
+    return select_keys(
+        q.to(kind),
+        k.to(kind),
+        weights,
+        module.index_topk,
+        shard.cp,
+        mask=mask_of_call(module, shard, recipe, {}),
+        tokens=shard.tokens,
+        scale=module.softmax_scale,
+        tag=tag,
+    )
+
+
+def _queries_and_keys(module: Any, known: Indexer, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return queries [B, S, H, D] and keys [B, S, D] of an indexer."""
+    hidden: Tensor = given["hidden_states"]
+    by_positions = known.reads == "hidden_states"
+    source = module.q_input_norm(hidden) if by_positions else given[known.reads]
+    q = module.wq_b(source).view(*hidden.shape[:2], module.n_heads, module.head_dim)
+    if by_positions:
+        q = module.softmax_scaling(q, given["position_ids"], head_dim_first=False)
+    k = module.wk(hidden)
+    k = module.k_norm(k.to(module.k_norm.weight.dtype)).to(hidden.dtype) if known.widens_keys else module.k_norm(k)
+    k = k.unsqueeze(2)
+    if getattr(module, "use_rope", True):
+        q, k = _rotated(module, known, (q, k), given["position_embeddings"])
+    return q, k.squeeze(2)
+
+
+def _rotated(
+    module: Any, known: Indexer, both: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys [B, S, H, D] with a part of each head rotated."""
+    rotate = inspect.unwrap(type(module).forward).__globals__[known.rotary]
+    size, rest = module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim
+    if known.rotates_last:
+        (q_pass, q_rot), (k_pass, k_rot) = (torch.split(x, [rest, size], -1) for x in both)
+    else:
+        (q_rot, q_pass), (k_rot, k_pass) = (torch.split(x, [size, rest], -1) for x in both)
+    q_rot, k_rot = rotate(q_rot, k_rot, *angles, unsqueeze_dim=2)
+    if known.rotates_last:
+        return torch.cat([q_pass, q_rot], -1), torch.cat([k_pass, k_rot], -1)
+    return torch.cat([q_rot, q_pass], -1), torch.cat([k_rot, k_pass], -1)

@@ -1,0 +1,221 @@
+"""Models of transformers with indexers: a ring against one rank without it, selections first.
+
+Documents of a packed batch are compared with each text alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.indexers import INDEXERS, indexers
+from burst_plugin.huggingface.mask_recipes import MaskRecipe
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import Batch, draw, worst
+from tests.support.ranks import run_ranks
+from tests.support.sparse_families import build, logits_of, sparse_families
+
+pytestmark = pytest.mark.huggingface
+
+FAMILIES = sparse_families()
+DOCUMENTS = (13, 1, 5, 21)
+PADDING = 6
+BY_DEFAULT = (
+    "deepseek_v32",
+    "axk2",
+    "dots3_note",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl",
+    "mistral_large4",
+)
+
+
+class Found(NamedTuple):
+    """The loss, gradients by parameter, and the selection of each indexer, [B, S, k]."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    selections: list[Tensor]
+
+
+def _packed() -> Batch:
+    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
+
+
+def _padded() -> Batch:
+    """Rows of a length that does not divide, one of them padded on the left."""
+    batch = draw(1, rows=2, length=27, seed=2)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :PADDING] = 0
+    labels = batch["labels"].clone()
+    labels[0, : PADDING + 1] = IGNORED_LABEL
+    return {"input_ids": batch["input_ids"] * mask, "labels": labels, "attention_mask": mask}
+
+
+BATCHES = {
+    "plain": draw(1, rows=2, length=32)[0],
+    "packed": _packed(),
+    "padded": _padded(),
+    "checkpointed": _packed(),
+    "kept": _packed(),
+}
+
+
+def _texts(batch: Batch) -> list[tuple[int, Batch]]:
+    """What is computed by itself: documents of a packed batch, each with its begin, or the whole batch."""
+    if "position_ids" not in batch:
+        return [(0, batch)]
+    starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
+    return [(a, {name: batch[name][:, a:b] for name in ("input_ids", "labels")}) for a, b in pairwise(starts)]
+
+
+def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
+    """Run a step, and note what indexers select in the forward pass."""
+    selections: list[Tensor] = []
+    layers = [module for module, _ in indexers(model)]
+    hooks = [each.register_forward_hook(lambda _, args, output: selections.append(output)) for each in layers]
+    logits = logits_of(model(**inputs, use_cache=False))
+    for hook in hooks:
+        hook.remove()
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return Found(float(loss.detach()), grads, selections)
+
+
+def _on_one_rank(name: str, batch: Batch) -> tuple[Found, dict[int, list[Tensor]]]:
+    """Sums over all texts of a batch, without the ring; and the selections of each text by its begin."""
+    model, total, summed, selections = build(FAMILIES[name]), 0.0, dict[str, Tensor](), {}
+    for begin, text in _texts(batch):
+        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        found = _run(model, {each: x for each, x in text.items() if each != "labels"}, labels)
+        total += found.loss
+        summed = {each: grad + summed.get(each, 0) for each, grad in found.grads.items()}
+        selections[begin] = found.selections
+    return Found(total, summed, []), selections
+
+
+def _unlike(ours: list[Tensor], texts: dict[int, list[Tensor]], batch: Batch) -> int:
+    """How many queries select other keys than on one rank, where masked keys fill up what is selected."""
+    real, wrong = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist(), 0
+    for begin, theirs in texts.items():
+        for selected, truth in zip(ours, theirs, strict=True):
+            for row, query in torch.nonzero(torch.ones(truth.shape[:2])).tolist():
+                if real[row][query]:
+                    keys = {begin + key for key in truth[row, query].tolist() if key <= query}
+                    keys = {key for key in keys if real[row][key]}
+                    wrong += set(selected[row, begin + query].tolist()) - {-1} != keys
+    return wrong
+
+
+def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
+    """Losses, gradients (on the first rank alone) and selections of all batches."""
+    found = {}
+    rings = {keeps: ContextParallel(dist.group.WORLD, keep_attention=keeps) for keeps in ("none", "all")}
+    for name in names:
+        model = prepare(build(FAMILIES[name]))
+        for kind, batch in BATCHES.items():
+            model.gradient_checkpointing_disable()
+            if kind in ("checkpointed", "kept"):
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            local = shard_batch(batch, rings["all" if kind == "kept" else "none"])
+            step = _run(model, local, local.pop("shift_labels"))
+            flat = torch.cat([torch.tensor([step.loss]), *(grad.flatten() for grad in step.grads.values())])
+            dist.all_reduce(flat)
+            parts = flat[1:].split([grad.numel() for grad in step.grads.values()])
+            grads = {each: part.view_as(grad) for (each, grad), part in zip(step.grads.items(), parts, strict=True)}
+            selections = [local["burst"].unshard(each) for each in step.selections]
+            found[name, kind] = Found(float(flat[0]), {} if rank else grads, selections)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_selections_losses_and_gradients_equal_those_of_one_rank(ranks: int) -> None:
+    failed = []
+    for (name, kind), found in run_ranks(_on_ring, ranks, tuple(FAMILIES), timeout_s=240.0)[0].items():
+        truth, texts = _on_one_rank(name, BATCHES[kind])
+        unlike = _unlike(found.selections, texts, BATCHES[kind])
+        error, parameter = worst(found.grads, truth.grads)
+        if unlike or abs(found.loss - truth.loss) > 1e-5 * truth.loss or not error <= 1e-5:
+            failed.append((name, kind, unlike, found.loss, truth.loss, parameter, error))
+    assert not failed, "\n".join(map(str, failed))
+
+
+def test_no_mask_is_made_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: MaskRecipe, *, always: bool) -> None:
+        raise AssertionError("a mask of all queries by all keys")
+
+    for name, config in FAMILIES.items():
+        model, local = prepare(build(config)), shard_batch(BATCHES["packed"], ContextParallel())
+        local.pop("shift_labels")
+        with monkeypatch.context() as patch:
+            patch.setattr(MaskRecipe, "tensor", refuse)
+            assert logits_of(model(**local, use_cache=False)).isfinite().all(), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_batches_are_computed_and_texts_generated_as_ever(name: str) -> None:
+    eager = build(FAMILIES[name]).eval()
+    ring = prepare(copy.deepcopy(eager))
+    batch = {each: x for each, x in _padded().items() if each != "labels"}
+    with torch.no_grad():
+        real = batch["attention_mask"].bool()
+        expected, logits = (logits_of(model(**batch, use_cache=False))[real] for model in (eager, ring))
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+        if hasattr(eager, "generate"):
+            usual = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+            words, written = (model.generate(batch["input_ids"][1:, :16], **usual) for model in (eager, ring))
+            assert torch.equal(words, written)
+
+
+def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
+    for name, config in FAMILIES.items():
+        eager = build(config)
+        ring = prepare(copy.deepcopy(eager))
+        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        real = batch["attention_mask"].bool()
+        found = logits_of(ring(**as_given(batch, ContextParallel()), use_cache=False))
+        expected = logits_of(eager(**batch, use_cache=False))
+        torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", [name for name in BY_DEFAULT if name in transformers.CONFIG_MAPPING])
+def test_default_configurations_are_accepted(name: str) -> None:
+    from tools.families import families
+
+    with torch.device("meta"):
+        model = getattr(transformers, families()[name])(transformers.CONFIG_MAPPING[name]())
+    assert problems(model) == []
+
+
+def test_indexers_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(FAMILIES["deepseek_v32"])
+    layer = next(indexers(model))[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(INDEXERS, "DeepseekV32Indexer", INDEXERS["DeepseekV32Indexer"]._replace(rotary="rotate_all"))
+        assert "DeepseekV32Indexer does not use rotate_all, as in the releases" in "; ".join(problems(model))
+    layer.__class__ = type("OwnIndexer", (torch.nn.Module,), {"forward": lambda self, *args, **kwargs: args[0]})
+    assert "it has layers of type indexed_attention" in "; ".join(problems(model))
+
+
+def test_a_cache_of_a_ring_is_refused() -> None:
+    model = prepare(build(FAMILIES["glm_moe_dsa"])).eval()
+    cache = RingCache(ContextParallel())
+    with pytest.raises(ValueError, match="a RingCache has no keys of indexers"):
+        model.generate(BATCHES["plain"]["input_ids"], past_key_values=cache, max_new_tokens=2)
