@@ -1,4 +1,4 @@
-"""Scores on a GPU (and toys on CPUs): alike wherever in a tile they are, and selections alike on any number of ranks."""
+"""Scores on a GPU, and toys on CPUs: alike wherever in a tile they are; and selections on any number of ranks."""
 
 from __future__ import annotations
 
