@@ -139,7 +139,9 @@ def test_parameters_of_default_models(kind: str, tmp_path: Path) -> None:
     text = {"model_type": fields["text_config"]["model_type"]}
     short = transformers.AutoConfig.for_model(**{"vision_config": dict(vision), "text_config": dict(text), **kept})
     (tmp_path / "config.json").write_text(json.dumps({**kept, "vision_config": vision, "text_config": text}))
-    check_parameters(with_images(model_shape(str(tmp_path))), empty_model(short))
+    found = with_images(model_shape(str(tmp_path)))
+    check_parameters(found, empty_model(short))
+    assert found == read(short, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- work and memory

@@ -150,7 +150,7 @@ class _LlavaHooks:
         tokens, at = self._tokens(cp, model, at, -1)
         held = [_of_images(at[:, positions(shard).cpu()]) for shard in cp.rank_state.route_table.shards(tokens)]
         mine, encoded, holders = _numbered(shares, held, tiles, rows)
-        own = x.transpose(0, 1).reshape(-1, width)[: None if shares[cp.rank] else 0]
+        own = x.transpose(0, 1).reshape(-1, width)
         moved = to_holders(cp, own[mine[cp.rank].to(x.device)], encoded, holders)
         whole = x.new_zeros((tiles * rows, width)).index_copy(0, held[cp.rank].to(x.device), moved)
         return placed(whole.view(tiles, rows, width).transpose(0, 1), text)
