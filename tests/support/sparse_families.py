@@ -41,50 +41,48 @@ _LATENT = {
     "experts_implementation": "eager",
 }
 _SHARED = {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3}
+_MILD = {**_SHARED, "initializer_range": 0.06}  # with more, gradients of one rank round by 1e-4
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _FIELDS: dict[str, dict[str, Any]] = {
     "DeepseekV32Config": {},
     "AXK2Config": {},
     "Dots3NoteTextConfig": {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 9},
     "GlmMoeDsaConfig": {**_SHARED, "mlp_layer_types": ["dense", "sparse", "dense"]},
-    "HYV4Config": {**_SHARED, "initializer_range": 0.06},  # with more, gradients of one rank round by 1e-4
-    "MistralLarge4TextConfig": _SHARED,
+    "HYV4Config": _MILD,
+    "HYV4VLConfig": {**_MILD, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "MistralLarge4Config": _MILD,
 }
-_BODIES = {"MistralLarge4TextConfig": "MistralLarge4TextModel"}  # of families that have no head for text alone
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+_WITH_TOWERS = {"HYV4VLConfig": {"num_key_value_heads": 4, "out_hidden_size": 32}, "MistralLarge4Config": {}}
+# Of a fresh model they are all alike, or 0; alike streams of hyper-connections have gradients of rounding alone.
+_DRAWN = {"k_norm.bias": 1.0, "q_input_norm.bias": 1.0, "sinks": 1.0, "softmax_scaling.scale": 0.4}
+_STREAMS = 0.6
 
 
 def sparse_families() -> dict[str, Any]:
     """Configurations by model type, of the families that the release of transformers has."""
-    kinds = {name: getattr(transformers, name, None) for name in _FIELDS}
-    found = [kind(**{**_LATENT, **_FIELDS[name]}) for name, kind in kinds.items() if kind is not None]
-    return {config.model_type.removesuffix("_text"): config for config in found}
-
-
-# Of a fresh model they are all alike, or 0; alike streams of hyper-connections have gradients of rounding alone.
-_DRAWN = ("k_norm.bias", "q_input_norm.bias", "sinks", "softmax_scaling.scale")
+    found = {}
+    for name, own in _FIELDS.items():
+        kind, fields = getattr(transformers, name, None), {**_LATENT, **own}
+        if name in _WITH_TOWERS:
+            fields = {"text_config": fields, "vision_config": {**_TOWER, **_WITH_TOWERS[name]}}
+        if kind is not None:
+            config = kind(**fields)
+            found[config.model_type.removesuffix("_text")] = config
+    return found
 
 
 def build(config: Any) -> Any:
     """A model in float32 with eager attention, the same on every rank."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
-    body = _BODIES.get(type(config).__name__)
-    kind = transformers.AutoModelForCausalLM if body is None else getattr(transformers, body)
-    make = kind.from_config if body is None else kind._from_config
-    model = make(copy.deepcopy(config), **options)
+    has_tower = type(config).__name__ in _WITH_TOWERS
+    kind = transformers.AutoModelForImageTextToText if has_tower else transformers.AutoModelForCausalLM
+    model = kind.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(_DRAWN):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif "hc" in name.split(".")[-2]:
-                parameter.copy_(0.6 * torch.randn(parameter.shape, generator=generator))
+            drawn = next((size for end, size in _DRAWN.items() if name.endswith(end)), 0.0)
+            size = _STREAMS if "hc" in name.split(".")[-2] else drawn
+            if size:
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     return model.train()
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """What a model says of the next token; of a body, its hidden states times a fixed matrix."""
-    found = getattr(output, "logits", None)
-    if found is None:
-        hidden = output.last_hidden_state
-        found = hidden @ torch.randn(hidden.shape[-1], VOCAB, generator=torch.Generator().manual_seed(2))
-    return found
