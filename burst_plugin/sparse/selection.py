@@ -83,10 +83,10 @@ def select_keys(
     passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
     given = Indexed(index_q, index_k, weights)
 
-    def prepare() -> Selection:
+    def prepare() -> SelectionCall:
         return _prepared(passes, cp.plans, given, (top_k, scale), (mask, tokens))
 
-    selection, call = passes.agree(prepare, Selection.signature, tag)
+    selection, call = passes.agree(prepare, SelectionCall.signature, tag)
     kept = next_kept_tensors(passes.states[0].strategy, _WHAT)
     if kept is not None and kept.found is not None:
         found: Tensor = kept.found
@@ -164,7 +164,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
+class SelectionCall:
     """A call that ranks are to agree on."""
 
     blocks: _Blocks
@@ -195,7 +195,7 @@ def _prepared(
     given: Indexed,
     numbers: tuple[object, object],
     which: tuple[object, object],
-) -> Selection:
+) -> SelectionCall:
     """Return the call that is asked for. Raise ValueError for what does not fit."""
     given.check()
     states, (top_k, scale), (mask, tokens) = passes.states, numbers, which
@@ -223,7 +223,7 @@ def _prepared(
             f"rank {states[0].rank} holds {expected_rows} of {sequence.length} tokens, but index_q "
             f"{list(given.q.shape)} has {held}; pass the tokens= of its shard"
         )
-    return Selection(blocks, sequence, mask, min(count, sequence.length), factor, given)
+    return SelectionCall(blocks, sequence, mask, min(count, sequence.length), factor, given)
 
 
 def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
@@ -239,7 +239,7 @@ def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: 
     return known[tokens, mask]
 
 
-def _run(passes: Passes, selection: Selection, call: CallId, given: Indexed) -> Tensor:
+def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed) -> Tensor:
     """Return the selected keys of the ranks of this process."""
     tokens, states = selection.tokens, passes.states
     parts = [given]
@@ -259,7 +259,7 @@ def _run(passes: Passes, selection: Selection, call: CallId, given: Indexed) -> 
 class RankSelection:
     """One rank's part: blocks come, and its queries select among their keys."""
 
-    def __init__(self, state: RankState, selection: Selection, given: Indexed) -> None:
+    def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         self._rank, self._state, self._given = state.rank, state, given
         self._blocks, self._count = selection.blocks, selection.count
         dtype = torch.promote_types(given.q.dtype, torch.float32)
