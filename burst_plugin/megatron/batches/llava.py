@@ -33,7 +33,7 @@ _IGNORED = -100  # Megatron's label for what predicts nothing
 _OF_UNLIKE_TILES = ("imgs_sizes", "vision_packed_seq_params")  # arguments of later releases
 
 
-class _Call(NamedTuple):
+class _ModelCall(NamedTuple):
     """A forward on this rank. shares: by rank, which tiles it encodes; None where every rank encodes all."""
 
     packed_seq_params: Any
@@ -104,7 +104,7 @@ class _LlavaHooks:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._call = _Call(None, None)
+        self._call = _ModelCall(None, None)
 
     def _ring(self, model: Any) -> ContextParallel | None:
         """Return the ring of a model; None if it has none, or of one rank."""
@@ -124,11 +124,11 @@ class _LlavaHooks:
             if arguments.get("num_image_tiles") is None:
                 arguments["num_image_tiles"] = torch.ones(len(images), dtype=torch.int, device=images.device)
             arguments["images"] = images[shares[cp.rank] or [0]]
-        self._call = _Call(arguments.get("packed_seq_params"), shares)
+        self._call = _ModelCall(arguments.get("packed_seq_params"), shares)
         try:
             return original(*call.args, **call.kwargs)
         finally:
-            self._call = _Call(None, None)
+            self._call = _ModelCall(None, None)
 
     def put_together(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Put rows of images among those of text, [B, S, hidden]; zeros in place of those that other ranks hold."""
