@@ -84,6 +84,7 @@ def llava_model(
     vision.normalization, vision.gated_linear_unit, vision.add_bias_linear = "LayerNorm", False, True
     projection = transformer_config(replace(alone, hidden=run.hidden))
     layer, text = get_vit_layer_with_local_spec(), get_gpt_layer_local_spec(normalization="RMSNorm")
+    mlp = layer.submodules.mlp  # a partial class from 0.18 on
     if run.core is not None:
         text.submodules.self_attention.submodules.core_attention = run.core
     return LLaVAModel(
@@ -95,7 +96,7 @@ def llava_model(
         vision_transformer_config=vision,
         vision_transformer_layer_spec=layer,
         vision_projection_config=projection,
-        vision_projection_layer_spec=layer.submodules.mlp.submodules,
+        vision_projection_layer_spec=mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules,
         img_h=SIDE,
         img_w=SIDE,
         patch_dim=PATCH,

@@ -147,7 +147,7 @@ class _LlavaHooks:
         numbers = torch.arange(1, 1 + tiles * rows, dtype=torch.float64, device=x.device).view(tiles, rows, 1)
         words = torch.zeros((*text.shape[:2], 1), dtype=torch.float64, device=text.device)
         at = placed(numbers.transpose(0, 1), words)[0][..., 0].long().cpu() - 1
-        tokens, at = self._tokens(cp, model, at, -1)
+        tokens, at = self._tokens(cp, model, at, -1, self._call.packed_seq_params)
         held = [_of_images(at[:, positions(shard).cpu()]) for shard in cp.rank_state.route_table.shards(tokens)]
         mine, encoded, holders = _numbered(shares, held, tiles, rows)
         own = x.transpose(0, 1).reshape(-1, width)
@@ -174,7 +174,7 @@ class _LlavaHooks:
         found = []
         for x, filler in ((embeddings, 0), (labels, _IGNORED), (loss_mask, 0)):
             if x is not None:
-                tokens, x = self._tokens(cp, model, x, filler)
+                tokens, x = self._tokens(cp, model, x, filler, packed_seq_params)
                 x = layout_of(tokens).shard(x, 1, (cp.rank, cp.ranks), tokens)
             found.append(x)
         embeddings, labels, loss_mask = found
@@ -184,12 +184,13 @@ class _LlavaHooks:
                 embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
         return embeddings, labels, loss_mask, packed_seq_params
 
-    def _tokens(self, cp: ContextParallel, model: Any, x: Tensor, filler: float) -> tuple[Tokens, Tensor]:
+    def _tokens(
+        self, cp: ContextParallel, model: Any, x: Tensor, filler: float, packed: Any
+    ) -> tuple[Tokens, Tensor]:
         """Return which tokens ranks hold of x [B, S, ...], and x, padded with `filler` to what they divide.
 
         Raises ValueError for packed documents of another length.
         """
-        packed = self._call.packed_seq_params
         if is_packed(packed):
             padded = packed.cu_seqlens_q_padded
             starts = packed.cu_seqlens_q if padded is None else padded
