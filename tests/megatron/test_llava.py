@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -266,6 +267,12 @@ def _refused(rank: int, change: str) -> str:
             one_packed_step(rank, run, (16, 32))
         elif change == "vision":
             build(run, vision_ranks=2)
+        elif change == "mimo":
+            from megatron.core.models.mimo.model.base import MimoModel
+
+            join(run)
+            spec = SimpleNamespace(params={"config": transformer_config(run)})
+            MimoModel(SimpleNamespace(language_model_spec=spec))
         else:
             join(run)
             config = transformer_config(run)
@@ -281,6 +288,7 @@ def _refused(rank: int, change: str) -> str:
     [
         ("offsets", "packed_seq_params has documents of 32 tokens, but text and images together are [1, 40]"),
         ("vision", "vision_transformer_config.context_parallel_size=2: a tower has whole images"),
+        ("mimo", "MimoModel is not supported with cp_comm_type='burst'"),
         ("language", "language_model_type='hf://some/model' is not on the ring"),
     ],
 )

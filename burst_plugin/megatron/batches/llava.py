@@ -33,8 +33,8 @@ _IGNORED = -100  # Megatron's label for what predicts nothing
 _OF_UNLIKE_TILES = ("imgs_sizes", "vision_packed_seq_params")  # arguments of later releases
 
 
-class _ModelCall(NamedTuple):
-    """A forward on this rank. shares: by rank, which tiles it encodes; None where every rank encodes all."""
+class _TileShares(NamedTuple):
+    """What a forward on this rank shares. shares: by rank, which tiles it encodes; None where every rank encodes all."""
 
     packed_seq_params: Any
     shares: list[list[int]] | None
@@ -42,7 +42,10 @@ class _ModelCall(NamedTuple):
 
 def hook_llava(registry: Registry) -> str:
     """Let LLaVA-like models run on a ring; return a line that says so."""
-    module = _llava_module()
+    mimo = _imported("megatron.core.models.mimo.model.base")
+    if mimo is not None:
+        wrap(mimo.MimoModel, "__init__", _refuse_mimo)
+    module = _imported("megatron.core.models.multimodal.llava_model")
     if module is None:
         return "Megatron's LLaVAModel cannot be imported here"
     hooks = _LlavaHooks(registry)
@@ -53,11 +56,11 @@ def hook_llava(registry: Registry) -> str:
     return "LLaVA-like models share images between the ranks of the ring, and are cut by its layout"
 
 
-def _llava_module() -> ModuleType | None:
+def _imported(name: str) -> ModuleType | None:
     with warnings.catch_warnings():  # about Apex, in place of which there are PyTorch's norms
         warnings.simplefilter("ignore")
         try:
-            return import_module("megatron.core.models.multimodal.llava_model")
+            return import_module(name)
         except ImportError:
             return None
 
@@ -99,12 +102,27 @@ def _build(module: ModuleType, original: Callable[..., None], *args: Any, **kwar
         vars(module).update(before)
 
 
+def _refuse_mimo(original: Callable[..., None], model: Any, mimo_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a `MimoModel`, or raise ValueError where its language model is on a ring.
+
+    In 0.16 it does not cut sequences, so that every rank would take all of them for its part.
+    """
+    params = getattr(getattr(mimo_config, "language_model_spec", None), "params", None) or {}
+    config = params.get("config")
+    if config is not None and asks_for_burst(config):
+        raise ValueError(
+            "MimoModel is not supported with cp_comm_type='burst': how it cuts text and images together has not been "
+            "tried; use LLaVAModel, or context_parallel_size=1"
+        )
+    original(model, mimo_config, *args, **kwargs)
+
+
 class _LlavaHooks:
     """Methods in place of `LLaVAModel`'s, for models on the ring."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._call = _ModelCall(None, None)
+        self._call = _TileShares(None, None)
 
     def _ring(self, model: Any) -> ContextParallel | None:
         """Return the ring of a model; None if it has none, or of one rank."""
@@ -124,11 +142,11 @@ class _LlavaHooks:
             if arguments.get("num_image_tiles") is None:
                 arguments["num_image_tiles"] = torch.ones(len(images), dtype=torch.int, device=images.device)
             arguments["images"] = images[shares[cp.rank] or [0]]
-        self._call = _ModelCall(arguments.get("packed_seq_params"), shares)
+        self._call = _TileShares(arguments.get("packed_seq_params"), shares)
         try:
             return original(*call.args, **call.kwargs)
         finally:
-            self._call = _ModelCall(None, None)
+            self._call = _TileShares(None, None)
 
     def put_together(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Put rows of images among those of text, [B, S, hidden]; zeros in place of those that other ranks hold."""
