@@ -34,7 +34,7 @@ _OF_UNLIKE_TILES = ("imgs_sizes", "vision_packed_seq_params")  # arguments of la
 
 
 class _TileShares(NamedTuple):
-    """What a forward on this rank shares. shares: by rank, which tiles it encodes; None where every rank encodes all."""
+    """A forward on this rank. shares: by rank, which tiles it encodes; None where every rank encodes all."""
 
     packed_seq_params: Any
     shares: list[list[int]] | None
