@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from burst_plugin.training.memory import GIB
+from burst_plugin.strategy import AUTO
+from burst_plugin.training.layer_memory import ring_shapes
+from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import can_exchange_heads
-from burst_plugin.training.setting import Setting, layout_in_words, strategy_options
+from burst_plugin.training.setting import Setting, latents_sent, layout_in_words, strategy_options
 from burst_plugin.training.step_time import bound_by, step_seconds
 from burst_plugin.training.tower_costs import busiest_units, flops, imbalance, sent_rows_bytes
 from burst_plugin.training.training_plan import Candidate, Goal, fits, reasons
@@ -112,12 +114,15 @@ def gpus_in_words(count: int) -> str:
 def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
     yield f"  {_in_words(best.setting)}"
     options, why = strategy_options(goal.model, best.setting), reasons(goal, best)
+    why.pop("latents", None)  # which has a line below
     for lever, reason in why.items():
         name = _NAMES.get(lever, lever)
         value = f" = {options[name]}" if name in options and options[name] is not True else ""
         yield f"  {name + value:<26}{reason}"
     if "recurrent" in options:
         yield f"  {f'recurrent = {best.setting.recurrent}':<26}{_other_way(goal, best)}"
+    if goal.model.latent is not None and best.setting.context > 1:
+        yield f"  {_latents(goal, best)}"
 
 
 def _other_way(goal: Goal, best: Candidate) -> str:
@@ -129,6 +134,27 @@ def _other_way(goal: Goal, best: Candidate) -> str:
     spent = step_seconds(goal.model, replace(setting, recurrent=other), goal.cluster)
     more_s = sum(spent.values()) - best.step_s
     return f"with {what} a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+
+
+def _latents(goal: Goal, best: Candidate) -> str:
+    """Return what ranks send in latent attention, and what the best other way would take, or why there is none."""
+    setting, model = best.setting, goal.model
+    if latents_sent(model, setting) is not None:
+        degrees = ring_shapes(model, replace(setting, latents="expand")).ulysses_degrees
+        others = [replace(setting, ulysses=n) for n in setting.topology.ulysses_degrees if n > 1 and n in degrees]
+        chosen, other = "latents sent", "heads exchanged (ulysses_degree = {})"
+    else:
+        others = [replace(setting, ulysses=1, parts=1, latents=AUTO)]
+        chosen = "latents not sent" if setting.latents == AUTO else f"latents = {setting.latents}"
+        other = "latents sent"
+    if not others:
+        return f"{chosen:<26}ranks cannot share heads"
+    seconds = {each: sum(step_seconds(model, each, goal.cluster).values()) for each in others}
+    nearest = min(others, key=seconds.__getitem__)
+    more_s, needed = seconds[nearest] - best.step_s, memory(model, nearest, goal.cluster)
+    comparison = f"{seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    room = "" if fits(needed, goal.cluster) else f" and a GPU {needed.gpu_bytes / GIB:.1f} GiB"
+    return f"{chosen:<26}with {other.format(nearest.ulysses)} a step takes {comparison}{room}"
 
 
 def _in_words(setting: Setting) -> str:

@@ -148,11 +148,12 @@ def work_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[floa
     """Return the seconds of work on a whole block, forward and backward, at the rate of the kernel.
 
     2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that for every
-    ring step of a zigzag layout; backward is 2.5 times as much (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    ring step of a zigzag layout; backward there are five products, three of them with the dim of queries and keys,
+    2.5 times as much where dims are alike (FlashAttention-2, arXiv 2307.08691, section 4.1).
     """
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
-    forward_s = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
-    return forward_s, 2.5 * forward_s
+    qk_s, v_s = (2 * pairs * dim / flops_per_s for dim in (shapes.qk_dim, shapes.v_dim))
+    return qk_s + v_s, 3 * qk_s + 2 * v_s
 
 
 def pairs_in_window(tokens: int, window: int) -> int:

@@ -3,7 +3,8 @@
 A moment is a table from tensors to bytes; its sum is what the moment takes beside what is there all the time. With
 
     row     [tokens, hidden] in 16 bits, outside attention: cut by context and tensor parallelism
-    q, kv   [tokens, heads, head_dim] of queries, or of keys and as much of values, in 16 bits, inside attention
+    q, kv   [tokens, heads, head_dim] of queries, or of keys and values together, in 16 bits, inside attention
+    out     [tokens, heads, value_dim] in 16 bits, as large as q but for latent attention
 
 a layer's backward pass needs what its forward pass saved until it has passed, so that moments are named by the pass
 that is under way in the backward direction. Peaks are held to measured ones by tests/planning/test_memory.py.
@@ -19,14 +20,17 @@ from burst_plugin.compute.accumulators import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
+from burst_plugin.training.latent_families import LatentSizes
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import Setting
+from burst_plugin.training.setting import Setting, latents_sent
 
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
+_COPIES = 3  # of a norm in single operations: see `_copies`
 _PIECES = 2  # of a sequence on a rank, in zigzag
 _ROTATED = "rotated back, or gradients of the projections' input"
+_GRADIENTS = "dq, dk and dv"
 _STRATEGY = Strategy()
 Moment = dict[str, float]
 
@@ -42,9 +46,11 @@ class Widths:
         self.stream = self.row * (2 if model.wide_stream else 1)  # of what passes from layer to layer
         self.gathered = BF16 * model.hidden * tokens if tensor > 1 else 0.0  # a row of all tensor-parallel ranks
         self.q = BF16 * model.heads / tensor * model.head_dim * tokens
-        self.kv = 2 * BF16 * max(1.0, model.kv_heads / tensor) * model.head_dim * tokens
+        self.out = BF16 * model.heads / tensor * model.value_dim * tokens
+        of_key_head = BF16 * (model.head_dim + model.value_dim) * tokens
+        self.kv = max(1.0, model.kv_heads / tensor) * of_key_head
         heads_of_group = max(setting.ulysses, model.kv_heads / tensor)  # several ranks may need the same key heads
-        self.kv_inside = 2 * BF16 * heads_of_group * model.head_dim * tokens  # where heads are exchanged
+        self.kv_inside = heads_of_group * of_key_head  # where heads are exchanged
         self.lse = FP32 * model.heads / tensor * tokens
         self.mlp = BF16 * model.mlp_width / tensor * tokens  # one tensor [tokens, ffn]
         self.inside = tokens / tensor  # tokens of a mixer, as if it had them with all its heads
@@ -53,7 +59,7 @@ class Widths:
     @property
     def kept_attention(self) -> float:
         """Return what attention returned: out and lse."""
-        return self.q + self.lse
+        return self.out + self.lse
 
 
 def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
@@ -70,8 +76,9 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
     model, setting = chunk_of_heads(model, setting)
     tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
-    dim = model.head_dim
-    shapes = Shapes(setting.micro_batch, tokens, tokens, heads, kv_heads, dim, dim, torch.bfloat16)
+    latent, dims = latents_sent(model, setting), (model.head_dim, model.value_dim)
+    sent = None if latent is None else latent.sent
+    shapes = Shapes(setting.micro_batch, tokens, tokens, heads, kv_heads, *dims, torch.bfloat16, sent)
     return shapes.of_ulysses_group(degree)._replace(q_len=degree * tokens, kv_len=degree * tokens)
 
 
@@ -105,9 +112,9 @@ def _mlp_kept(model: ModelShape, setting: Setting) -> int:
 
 def _saved_by_attention(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     saved = _saved_of_heads(model, setting, w) if setting.head_chunks == 1 else {}
-    saved["out and lse"] = w.q + w.lse
+    saved["out and lse"] = w.kept_attention
     if setting.ulysses > 1 or setting.head_chunks > 1:
-        saved["out before heads are exchanged"] = w.q
+        saved["out before heads are exchanged"] = w.out
     if model.query_gate:  # its sigmoid and the product; one kernel's norm keeps both halves of what is projected
         saved["gate of queries"] = w.q * (2 if setting.copying_norms else 3)
     return saved
@@ -126,9 +133,20 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return what is saved of heads, all or those of a chunk, from the projections on."""
     saved = {"q": w.q, "k and v": w.kv_inside}
+    if model.latent is not None:
+        saved |= _saved_of_latents(model.latent, setting, w)
+        if latents_sent(model, setting):
+            del saved["k and v"]
     if model.qk_norm:  # before and after the norm, or with copies
         saved["norms of q and k"] = (w.q + w.kv / 2) * (_copies(model) if setting.copying_norms else 1)
     return saved
+
+
+def _saved_of_latents(latent: LatentSizes, setting: Setting, w: Widths) -> Moment:
+    """Return what is saved of latents of queries, keys and values: before and after their norms, or with copies."""
+    normalized = latent.q_rank + latent.rank
+    before = _COPIES * normalized if setting.copying_norms else normalized + latent.shared_dim
+    return {"latents, and before their norms": BF16 * w.outside * (before + normalized + latent.shared_dim)}
 
 
 def _copies(model: ModelShape) -> int:
@@ -148,7 +166,8 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
                 found[name] = moment
     if not model.attends:
         return found
-    angles = 2 * BF16 * model.head_dim * setting.local_tokens  # once for all sequences
+    rotated = model.head_dim if model.latent is None else model.latent.shared_dim
+    angles = 2 * BF16 * rotated * setting.local_tokens  # once for all sequences
     return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
 
 
@@ -175,6 +194,8 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         by_name["projections, backward"] = (
             _without(before, ("q", "k and v", "out and lse")) | past | _projections_backward(of_heads, heads)
         )
+        if setting.recompute != "full" and setting.head_chunks == 1:  # in place of q, k and v, which count as kept
+            by_name["projections, backward"][_GRADIENTS] = 0.0
     if model.mixer is not None:
         by_name |= _mixer_backward(model.mixer, setting, w, before | past, freed)
     if setting.code.plain_norms:
@@ -213,21 +234,21 @@ def _mixer_backward(
 def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
     """Add to the moments of one chunk of heads what is there of all heads, and what the chunk makes again."""
     w, (of_heads, heads) = Widths(model, setting), chunk_of_heads(model, setting)
-    gradients = {"gradient of out of all heads": w.q, "gradient of the projections' input": FP32 / BF16 * w.row}
+    gradients = {"gradient of out of all heads": w.out, "gradient of the projections' input": FP32 / BF16 * w.row}
     again = _saved_of_heads(of_heads, heads, Widths(of_heads, heads))
     by_name["attention, backward"] |= again | gradients | {"gradient of out": 0.0}  # a part of that of all
     by_name["projections, backward"] |= gradients | {name: x for name, x in again.items() if name.startswith("norms")}
     by_name["projections, backward"][_ROTATED] = 2 * Widths(of_heads, heads).q
     if setting.recompute == "full":
-        by_name["projections, backward"]["out and lse"] = w.q + w.lse
+        by_name["projections, backward"]["out and lse"] = w.kept_attention
     if "attention, forward" in by_name:
-        by_name["attention, forward"] |= {"out and lse of all heads": w.q + w.lse, "out of all heads": w.q}
+        by_name["attention, forward"] |= {"out and lse of all heads": w.kept_attention, "out of all heads": w.out}
 
 
 def _next_from_host(model: ModelShape, setting: Setting) -> float:
     """Return the bytes that come back while a layer is at work: what the layer before it has parked last."""
     w = Widths(*chunk_of_heads(model, setting))
-    return setting.kept_share * w.q if setting.keep else w.stream
+    return setting.kept_share * w.out if setting.keep else w.stream
 
 
 def _before_mlp(saved: Moment) -> Moment:
@@ -302,6 +323,9 @@ def _results(setting: Setting, side: float) -> float:
 def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     """Return tensors of attention's backward pass, besides q, k, v, out and lse."""
     w = Widths(model, setting)
+    latent = latents_sent(model, setting)
+    if latent is not None:
+        return _latents_backward(latent, model, setting, w)
     moving = choose_moving_side(_STRATEGY, "backward", ring_shapes(model, setting))
     stays, moves = (w.q, w.kv_inside) if moving == "kv" else (w.kv_inside, w.q)
     stay, move = ("dq", "dk and dv") if moving == "kv" else ("dk and dv", "dq")
@@ -312,7 +336,7 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     if setting.ulysses > 1:
         later = max(later, moves + w.q + w.kv - (results - stays))
     moment = {
-        "gradient of out": w.q,
+        "gradient of out": w.out,
         "rowsum(out * dout)": w.lse,
         f"{stay} of tiles, waiting and summed up": results,
         f"{move} of a tile and the kernel's workspace, or end results": max(of_tile, later),
@@ -320,10 +344,35 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     if setting.ring_size > 1:  # which wait for what other ranks add to them
         moment[f"{move} of the own block"] = moves
     if setting.ulysses > 1:
-        moment["gradient of out, heads exchanged"] = w.q
+        moment["gradient of out, heads exchanged"] = w.out
     if model.query_gate:
         moment["gradient of the gate"] = w.q
     return moment
+
+
+def _latents_backward(latent: LatentSizes, model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Return tensors of attention's backward pass where latents move, besides q, latents, out and lse."""
+    results, sent = _results(setting, w.q), FP32 * w.tokens * sum(latent.sent)
+    weights = latent.up_weights(model.heads) / setting.tensor
+    # The gradients of a tile's keys and values, as they come, and side by side
+    projected = BF16 * w.tokens * model.heads / setting.tensor * (latent.own_dim + latent.value_dim)
+    of_tile = max(w.kv + projected, w.kv + setting.code.workspace / BF16 * w.q)
+    return {
+        "gradient of out": w.out,
+        "rowsum(out * dout)": w.lse,
+        "k and v made of latents, of the own block and another": 2 * _made_of_latents(latent, model, setting, w),
+        "dq of tiles, waiting and summed up": results,
+        "dk and dv of a tile and the kernel's workspace, or end results": max(
+            of_tile, w.q if _all_wait(setting, w.q) else 0.0
+        ),
+        "gradients of latents": 2 * sent,  # of the own block, and of a tile
+        "gradient of the up-projection": weights * (FP32 + BF16),
+    }
+
+
+def _made_of_latents(latent: LatentSizes, model: ModelShape, setting: Setting, w: Widths) -> float:
+    """Return the bytes of a block's keys and values: what the projection gives, which has the values, and keys."""
+    return w.kv + BF16 * w.tokens * model.heads / setting.tensor * latent.own_dim
 
 
 def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
@@ -342,6 +391,10 @@ def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
         moment["out, in the end"] = w.kept_attention
     if setting.ulysses > 1:
         moment["q, k and v before heads are exchanged, or later out"] = w.q + w.kv
+    latent = latents_sent(model, setting)
+    if latent is not None:
+        made = 2 * _made_of_latents(latent, model, setting, w)
+        moment["k and v made of latents, of the own block and another"] = made
     return moment
 
 
@@ -351,8 +404,12 @@ def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
     # other; with tensor parallelism their input, gathered again, and its gradient before it is scattered.
     w = Widths(model, setting)
     input_gradients = 2 * w.gathered + w.row if w.gathered else 2 * w.row
+    latent = latents_sent(model, setting)
+    if latent is not None:
+        gradients = FP32 * w.tokens * sum(latent.sent) + FP32 * latent.up_weights(model.heads) / setting.tensor
+        return {_GRADIENTS: w.q, "gradients of latents": gradients, _ROTATED: max(2 * w.q, input_gradients)}
     return {
-        "dq, dk and dv": w.q + w.kv,
+        _GRADIENTS: w.q + w.kv,
         _ROTATED: max(2 * w.q, input_gradients),
     }
 

@@ -173,7 +173,7 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
         if setting.keep:
             times *= model.attention_layers / model.layers
             share, chunks = setting.kept_share / setting.head_chunks, setting.head_chunks
-            host["attention, kept"] = (whole_pages(share * w.q) + whole_pages(share * w.lse)) * times * chunks
+            host["attention, kept"] = (whole_pages(share * w.out) + whole_pages(share * w.lse)) * times * chunks
     if setting.offload_optimizer:  # gradients too, in float32
         host["optimizer and gradients"] = 4 * FP32 * own * gpus
     return host

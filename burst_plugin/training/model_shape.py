@@ -16,6 +16,7 @@ from typing import Any
 
 from burst_plugin.checks import as_whole, shown
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, is_sparse, nemotron_kinds
+from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import defaults_of
 from burst_plugin.training.tower_families import Media, text_of
@@ -32,6 +33,7 @@ class ModelShape:
     wide_norms: whether weights of norms multiply in float32, of transformers' code.
     wide_stream: whether what passes from layer to layer is float32.
     windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
+    latent: what keys and values are made of in multi-head latent attention; every head has keys of its own then.
     mixer: what mixes tokens beside attention, or in its place, where `attends` is False.
     in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; those of experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
@@ -60,6 +62,7 @@ class ModelShape:
     window: int = 0
     windowed: int = 0
     attends: bool = True
+    latent: LatentSizes | None = None
     mixer: TokenMixer | None = None
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     extra: int = 0
@@ -95,10 +98,17 @@ class ModelShape:
         return tuple((window, layers) for window, layers in kinds if layers)
 
     @property
+    def value_dim(self) -> int:
+        """Return the dim of values, and of what attention returns, which may not be that of queries and keys."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def attention_parameters(self) -> int:
         """Return how many weights a layer's projections have, to q, k, v, the gate of queries and back."""
         if not self.attends:
             return 0
+        if self.latent is not None:
+            return self.latent.weights(self.hidden, self.heads)
         return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.query_gate)
 
     @property
@@ -214,11 +224,11 @@ def model_shape(name: str) -> ModelShape:
     return replace(_from_config({**known, **text}, str(path)), config=config)
 
 
-# Keys of a config.json that say that a model is not what `ModelShape` describes; those of state spaces, and of
-# layers without attention, only where the `model_type` is not one of `HYBRIDS`.
+# Keys of a config.json that say that a model is not what `ModelShape` describes; some of them only where the
+# `model_type` is not one of `LATENT_FAMILIES`, or of `HYBRIDS`.
+_REFUSED_UNLESS_LATENT = MappingProxyType({"kv_lora_rank": "latent attention"})
 _REFUSED = MappingProxyType(
     {
-        "kv_lora_rank": "latent attention",
         "attention_chunk_size": "attention in chunks",
         "is_encoder_decoder": "an encoder",
         "num_kv_shared_layers": "layers that share keys and values",
@@ -239,8 +249,9 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 def _check(config: Mapping[str, Any], path: str) -> None:
     """Raise ValueError if a config.json has what no plan knows."""
-    is_hybrid = str(config.get("model_type")) in HYBRIDS
+    is_hybrid, has_latents = (str(config.get("model_type")) in table for table in (HYBRIDS, LATENT_FAMILIES))
     refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
+    refused = refused if has_latents else {**_REFUSED_UNLESS_LATENT, **refused}
     others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]
     if not is_hybrid:
         kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
@@ -248,28 +259,31 @@ def _check(config: Mapping[str, Any], path: str) -> None:
     if others:
         raise ValueError(
             f"{path} describes a model with {others[0]}, whose memory is not known; a plan takes decoders with "
-            f"attention and a gated MLP, or experts, in every layer, and the hybrids {', '.join(HYBRIDS)}"
+            f"attention and a gated MLP, or experts, in every layer, the hybrids {', '.join(HYBRIDS)}, and latent "
+            f"attention of {', '.join(LATENT_FAMILIES)}"
         )
 
 
 def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     _check(config, path)
     kind = str(config.get("model_type", "model"))
-    family = HYBRIDS.get(kind)
+    family = HYBRIDS.get(kind) or LATENT_FAMILIES.get(kind)
     config = config if family is None else {**family.defaults, **config}
     if kind == "nemotron_h":
         config = {**config, "num_hidden_layers": len(nemotron_kinds(config))}
     size = _Sizes(config, path)
     hidden, layers = size("hidden_size"), size("num_hidden_layers")
     heads = size("num_attention_heads", default=None if family is None else 1)
+    latent = latent_sizes(config, size) if kind in LATENT_FAMILIES else None
     base = ModelShape(
         name=kind,
         layers=1,
         hidden=hidden,
         ffn=0,
         heads=heads,
-        kv_heads=size("num_key_value_heads", default=heads),
-        head_dim=size("head_dim", default=hidden // heads),
+        kv_heads=size("num_key_value_heads", default=heads) if latent is None else heads,
+        head_dim=size("head_dim", default=hidden // heads) if latent is None else latent.qk_dim,
+        latent=latent,
         vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,

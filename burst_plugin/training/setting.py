@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from burst_plugin.strategy import AUTO
 from burst_plugin.topology import Topology
+from burst_plugin.training.latent_families import LatentSizes
 from burst_plugin.training.model_shape import ModelShape
 
 RECOMPUTE = ("none", "mlp", "full")
@@ -49,6 +51,7 @@ class Setting:
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
     recurrent: what layers with a state exchange, "state" or "heads".
+    latents: what ranks send in latent attention, keys and values with "expand", else see `latents_sent`.
     """
 
     tokens: int
@@ -71,6 +74,7 @@ class Setting:
     ulysses: int = 1
     parts: int = 1
     recurrent: str = "state"
+    latents: str = AUTO
 
     @property
     def gpus(self) -> int:
@@ -143,6 +147,15 @@ class Setting:
         return sum(min(1.0, max(0.0, i + 1 - (1 - self.keep) * chunks)) for i in (place, chunks - 1 - place))
 
 
+def latents_sent(model: ModelShape, setting: Setting) -> LatentSizes | None:
+    """Return the sizes of latents that a ring sends in place of keys and values; None if it sends keys and values.
+
+    See `Strategy.latents`.
+    """
+    cut = (setting.ulysses, setting.parts, setting.head_chunks)
+    return model.latent if setting.context > 1 and cut == (1, 1, 1) and setting.latents != "expand" else None
+
+
 def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
     """Return the options of `Strategy` that differ from their defaults, in the order of the page of options."""
     options: dict[str, object] = {}
@@ -162,6 +175,8 @@ def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
         options["offload"] = True
     if setting.context > 1 and any(mixer.by_heads for mixer, _ in model.mixers):
         options["recurrent"] = setting.recurrent
+    if setting.latents != AUTO:
+        options["latents"] = setting.latents
     return options
 
 

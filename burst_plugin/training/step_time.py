@@ -17,10 +17,11 @@ from burst_plugin.topology import Topology
 from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import MESSAGES, recurrent_seconds
-from burst_plugin.training.setting import Setting
+from burst_plugin.training.setting import Setting, latents_sent
 from burst_plugin.training.tower_costs import tower_seconds
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
+_EXPANDED = "attention, keys and values made of latents on every rank"
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
 
 
@@ -84,16 +85,35 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
     """
     shapes = ring_shapes(model, replace(setting, ulysses=1))
     strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
-    spent = dict.fromkeys((*_ATTENTION, "ring and exchange of heads, not hidden"), 0.0)
+    expansion_s = _expansion_seconds(model, setting, cluster)
+    spent = dict.fromkeys((*_ATTENTION, _EXPANDED, "ring and exchange of heads, not hidden"), 0.0)
     for window, layers in model.layers_by_window:
         within = window if window is not None and window < setting.tokens else None
-        forward, backward = _priced(strategy, setting.topology, shapes, cluster, within)
+        forward, backward = _priced(strategy, setting.topology, shapes, cluster, within, expansion_s)
         again = setting.again_share(within)
-        computed_s = forward.compute_s, again * forward.compute_s, backward.compute_s
-        waited_s = max(0.0, forward.time_s * (1 + again) + backward.time_s - sum(computed_s))
-        for name, seconds in zip(spent, (*computed_s, waited_s), strict=True):
+        expanded_s = [each * setting.ring_size for each in expansion_s]
+        forward_s, backward_s = forward.compute_s - expanded_s[0], backward.compute_s - expanded_s[1]
+        computed_s = forward_s, again * forward_s, backward_s, expanded_s[0] * (1 + (again > 0)) + expanded_s[1]
+        waited_s = (forward.time_s - forward.compute_s) * (1 + again) + backward.time_s - backward.compute_s
+        for name, seconds in zip(spent, (*computed_s, max(0.0, waited_s)), strict=True):
             spent[name] += seconds * layers * setting.head_chunks / setting.pipeline
-    return spent
+    return spent if any(expansion_s) else {name: seconds for name, seconds in spent.items() if name != _EXPANDED}
+
+
+def _expansion_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds in which a block's latents become keys and values, forward, and backward with gradients.
+
+    In zigzag a tile with other ranks' tokens has half of its keys in every other step.
+    """
+    latent = latents_sent(model, setting)
+    if latent is None:
+        return 0.0, 0.0
+    tokens = setting.micro_batch * setting.local_tokens
+    once_s = (
+        2 * latent.up_weights(model.heads) / setting.tensor * tokens / (cluster.peak_flops * cluster.matmul_share)
+    )
+    with_gradients = 1 - (setting.ring_size - 1) / (4 * setting.ring_size)
+    return once_s, once_s * (1 + 2 * with_gradients)
 
 
 def _recurrent(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
@@ -107,11 +127,20 @@ def _recurrent(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
 
 @lru_cache(maxsize=4096)
 def _priced(
-    strategy: Strategy, topology: Topology, shapes: Shapes, cluster: Cluster, window: int | None
+    strategy: Strategy,
+    topology: Topology,
+    shapes: Shapes,
+    cluster: Cluster,
+    window: int | None,
+    more_s: tuple[float, float],
 ) -> tuple[Price, Price]:
-    """Return the prices of both passes of one layer's attention, of one chunk of its heads."""
+    """Return the prices of both passes of one layer's attention, of one chunk of its heads.
+
+    more_s: seconds that every ring step takes beside its kernel, forward and backward.
+    """
     rate = cluster.peak_flops * cluster.attention_share
-    forward_s, backward_s = work_seconds(shapes, rate, causal=window is None)
+    of_kernels = work_seconds(shapes, rate, causal=window is None)
+    forward_s, backward_s = (kernel_s + other_s for kernel_s, other_s in zip(of_kernels, more_s, strict=True))
     return (
         pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links, window=window),
         pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links, window=window),
@@ -130,11 +159,13 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
     mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
     mlp = 2 * setting.tokens_at_once * model.active_mlp_parameters
     mixer = 0 if model.mixer is None else model.mixer.weights
-    projections = 2 * setting.tokens_at_once * (model.attention_parameters + mixer)
+    latent = latents_sent(model, setting) if model.attends else None
+    on_ring = 0 if latent is None else latent.up_weights(model.heads)
+    projections = 2 * setting.tokens_at_once * (model.attention_parameters - on_ring + mixer)
     of_chunks = 0.0
     if setting.head_chunks > 1 and model.attends:  # projected once more, but not back
         projected = 2 * setting.tokens_at_once * model.attention_parameters
-        of_chunks = projected - 2 * setting.tokens_at_once * model.hidden * model.heads * model.head_dim
+        of_chunks = projected - 2 * setting.tokens_at_once * model.hidden * model.heads * model.value_dim
     return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections + of_chunks, setting, cluster)
 
 

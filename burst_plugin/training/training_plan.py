@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy import AUTO
 from burst_plugin.training.layer_memory import ring_shapes
 from burst_plugin.training.memory import GIB, TrainingMemory, memory, surely_too_large
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import can_exchange_heads
-from burst_plugin.training.setting import Code, Setting
+from burst_plugin.training.setting import Code, Setting, latents_sent
 from burst_plugin.training.step_time import step_seconds, tokens_per_second
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
@@ -33,6 +34,7 @@ LEVERS = {
     "ulysses": 1,
     "parts": 1,
     "head_chunks": 1,
+    "latents": AUTO,
 }
 """What a plan may switch on, with the value that is off."""
 
@@ -101,9 +103,13 @@ def settings(goal: Goal) -> Iterator[Setting]:
             kv_heads = ring_shapes(goal.model, replace(setting, ulysses=degree)).kv_heads
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
-            ways = _recurrent_ways(goal, setting)
-            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads, ways)
-            for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks), way in switches:
+            ways, sent = _recurrent_ways(goal, setting), _latent_ways(goal, setting, degree)
+            switches = product(
+                keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads, ways, sent
+            )
+            for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks), way, latents in switches:
+                if latents != AUTO and parts > 1:  # with which keys and values are sent anyway
+                    continue
                 if mlp_chunk and (goal.model.has_experts or "mlp" not in goal.model.in_chunks):
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
@@ -124,6 +130,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
                     parts=parts,
                     head_chunks=head_chunks,
                     recurrent=way,
+                    latents=latents,
                 )
 
 
@@ -131,6 +138,12 @@ def _recurrent_ways(goal: Goal, setting: Setting) -> tuple[str, ...]:
     """Return what layers with a state can exchange."""
     mixers = [mixer for mixer, _ in goal.model.mixers]
     return ("state", "heads") if can_exchange_heads(mixers, setting.context, setting.tensor) else ("state",)
+
+
+def _latent_ways(goal: Goal, setting: Setting, degree: int) -> tuple[str, ...]:
+    """Return what a ring can send in latent attention: latents, or keys and values, which exchanging heads takes."""
+    can_send = latents_sent(goal.model, replace(setting, ulysses=degree)) is not None
+    return (AUTO, "expand") if can_send else (AUTO,)
 
 
 def _layouts(goal: Goal) -> Iterator[Setting]:

@@ -119,7 +119,9 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        q, k, v = (x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in (q, k, v))
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 

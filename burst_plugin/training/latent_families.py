@@ -1,0 +1,186 @@
+"""Models with multi-head latent attention (MLA, arXiv 2405.04434): its sizes, and their MLPs, by `model_type`.
+
+A row of `LATENT_FAMILIES` has what transformers takes keys for that are left out, and a function that returns the MLP
+or the experts of every layer. Attention is the same in all layers: see `latent_sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from burst_plugin.checks import shown
+from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """What keys and values of all heads are made of, `rank` + `shared_dim` numbers per token, and into what.
+
+    q_rank: numbers per token of which queries are made, 0 where one matrix projects them.
+    own_dim, shared_dim: dims of a head's keys that are its own, and that all heads share; value_dim: of its values.
+    """
+
+    q_rank: int
+    rank: int
+    own_dim: int
+    shared_dim: int
+    value_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """Return the dim of queries and keys."""
+        return self.own_dim + self.shared_dim
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Return the numbers per token that travel on a ring: latents, and the keys that heads share."""
+        return self.rank, self.shared_dim
+
+    def up_weights(self, heads: int) -> int:
+        """Return how many weights make keys and values of latents."""
+        return self.rank * heads * (self.own_dim + self.value_dim)
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Return how many weights a layer's projections have, up-projections included."""
+        queries = self.q_rank * (hidden + heads * self.qk_dim) if self.q_rank else hidden * heads * self.qk_dim
+        return queries + hidden * sum(self.sent) + self.up_weights(heads) + heads * self.value_dim * hidden
+
+
+def latent_sizes(config: Config, size: Size) -> LatentSizes:
+    """Return the sizes of a config.json's latent attention."""
+    return LatentSizes(
+        q_rank=size("q_lora_rank", default=0),
+        rank=size("kv_lora_rank"),
+        own_dim=size("qk_nope_head_dim"),
+        shared_dim=size("qk_rope_head_dim"),
+        value_dim=size("v_head_dim", default=size("hidden_size") // size("num_attention_heads")),
+    )
+
+
+def _of_attention(config: Config, size: Size) -> int:
+    """Return the parameters of a layer's attention that are in no product: norms of latents, and biases."""
+    sizes = latent_sizes(config, size)
+    biases = sizes.q_rank + sum(sizes.sent) + size("hidden_size") if config.get("attention_bias") else 0
+    return sizes.q_rank + sizes.rank + biases
+
+
+def _mlp(config: Config, size: Size) -> Layer:
+    """Return a layer with a plain MLP."""
+    width = size("intermediate_size")
+    return dense(width, _of_attention(config, size) + _mlp_biases(config, size, width))
+
+
+def _mlp_biases(config: Config, size: Size, width: int) -> int:
+    has = config.get("mlp_bias") and config.get("model_type") in _WITH_MLP_BIASES and width
+    return 2 * width + size("hidden_size") if has else 0
+
+
+def _all_dense(config: Config, size: Size) -> list[Layer]:
+    return [_mlp(config, size)] * size("num_hidden_layers")
+
+
+def _with_experts(config: Config, size: Size) -> list[Layer]:
+    layers, ffn = size("num_hidden_layers"), size("moe_intermediate_size")
+    shared = size("n_shared_experts", default=0) * ffn
+    sparse: Layer = {
+        "ffn": ffn,
+        "experts": size("n_routed_experts", "num_local_experts", "num_experts"),
+        "active": size("num_experts_per_tok"),
+        "shared_ffn": shared,
+        "extra": _of_attention(config, size) + _mlp_biases(config, size, shared),
+    }
+    return [sparse if kind == "sparse" else _mlp(config, size) for kind in _mlp_kinds(config, size, layers)]
+
+
+def _mlp_kinds(config: Config, size: Size, layers: int) -> list[str]:
+    """Return "dense" or "sparse" for every layer. Raise ValueError for another list than that."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        first = size("first_k_dense_replace", default=0)
+        return ["dense" if layer < first else "sparse" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
+        raise ValueError(
+            f'mlp_layer_types is {shown(kinds)}, expected a list with "dense" or "sparse" for each of {layers} layers'
+        )
+    return list(kinds)
+
+
+_DEEPSEEK = MappingProxyType(
+    {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+)
+
+_IN_CHUNKS = ("mlp",)
+_WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which changes nothing in others
+
+LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
+    {
+        "deepseek_v2": HybridFamily(
+            layers=_with_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={**_DEEPSEEK, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2},
+        ),
+        "deepseek_v3": HybridFamily(
+            layers=_with_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK,
+                "moe_intermediate_size": 2048,
+                "n_routed_experts": 256,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "first_k_dense_replace": 3,
+            },
+        ),
+        "glm4_moe_lite": HybridFamily(
+            layers=_with_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "moe_intermediate_size": 1536,
+                "n_routed_experts": 64,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 4,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        "mistral4": HybridFamily(
+            layers=_with_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK,
+                "kv_lora_rank": 256,
+                "q_lora_rank": 1024,
+                "qk_nope_head_dim": 64,
+                "moe_intermediate_size": 2048,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 4,
+            },
+        ),
+        "minicpm3": HybridFamily(
+            layers=_all_dense,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                "kv_lora_rank": 256,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "youtu": HybridFamily(
+            layers=_all_dense, in_chunks=_IN_CHUNKS, defaults={**_DEEPSEEK, "tie_word_embeddings": True}
+        ),
+    }
+)
