@@ -21,7 +21,7 @@ from burst_plugin.schedule.rings import default_schedule_name
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import RECOMPUTE, Code, Setting, strategy_options
+from burst_plugin.training.setting import RECOMPUTE, Code, Setting, latents_sent, strategy_options
 from burst_plugin.training.training_plan import Space
 from burst_plugin.types import DIRECTIONS
 
@@ -107,9 +107,13 @@ _SIZES = """
     tensor-model-parallel-size context-parallel-size pipeline-model-parallel-size
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
     vocab-size num-experts moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size
+    q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
     """.split()  # noqa: SIM905
-_WORDS = ("recompute-method", "window-size", "window-attn-skip-freq")
-_SWITCHES = "optimizer-cpu-offload sequence-parallel use-distributed-optimizer bf16 group-query-attention".split()  # noqa: SIM905
+_WORDS = ("recompute-method", "window-size", "window-attn-skip-freq", "moe-layer-freq")
+_SWITCHES = """
+    optimizer-cpu-offload sequence-parallel use-distributed-optimizer bf16 group-query-attention
+    multi-latent-attention
+    """.split()  # noqa: SIM905
 # Flags with a value that a plan has no price for, and the value with which they change nothing.
 _OTHER_VALUES = MappingProxyType(
     {
@@ -131,7 +135,7 @@ _OTHER_VALUES = MappingProxyType(
 )
 _OTHER_SWITCHES = """
     fp16 use-megatron-fsdp use-torch-fsdp2 hybrid-context-parallel fine-grained-activation-offloading
-    recompute-activations multi-latent-attention defer-embedding-wgrad-compute
+    recompute-activations defer-embedding-wgrad-compute
     """.split()  # noqa: SIM905
 _PRICED_OPTIONS = ("backward", "forward", "mesh_degree", "ulysses_placement")  # with their usual values
 _LAYOUTS = ("zigzag", "striped")  # in which all ranks have as much of causal attention
@@ -208,6 +212,7 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
         offload_optimizer=args.optimizer_cpu_offload,
         ulysses=strategy.on(Topology(context // inner, inner)).degree,
         parts=max(map(strategy.parts_of, DIRECTIONS)),
+        latents="expand" if strategy.latents == "expand" else AUTO,
     )
 
 
@@ -275,12 +280,13 @@ def _unpriced_options(args: argparse.Namespace, strategy: Strategy, setting: Set
 
 def check_model(text: str, model: ModelShape, setting: Setting) -> None:
     """Raise ValueError if a command line is for another model, or the model cannot be cut as it says."""
-    if model.mixers or model.kinds:
+    if model.mixers or len({kind.attends for kind in model.kinds}) > 1:
         raise ValueError(
             f"the layers of {model.name} are not alike, or have other parts than attention, of which flags are not "
             "read; give --seq in place of --flags"
         )
-    differences = [*_other_sizes(_parsed(text), model), *_other_windows(_parsed(text), model)]
+    args = _parsed(text)
+    differences = [*_other_sizes(args, model), *_other_windows(args, model), *_other_latents(args, model)]
     if differences:
         raise ValueError(
             f"the flags are for another model than {model.name}: {', '.join(differences)}; give --model the "
@@ -292,6 +298,12 @@ def check_model(text: str, model: ModelShape, setting: Setting) -> None:
     ):
         if count % degree:
             raise ValueError(f"{flag} {degree} does not divide the {count} {what} of {model.name}")
+    asks_to_send = model.latent is not None and strategy_of(args).latents == "send"
+    if asks_to_send and setting.context > 1 and latents_sent(model, setting) is None:
+        raise ValueError(
+            f"--burst-latents send does not go with --burst-ulysses-degree {setting.ulysses} and --burst-parts "
+            f"{setting.parts}, which cut heads; leave these at 1, or use --burst-latents auto"
+        )
 
 
 def _other_sizes(args: argparse.Namespace, model: ModelShape) -> list[str]:
@@ -300,18 +312,27 @@ def _other_sizes(args: argparse.Namespace, model: ModelShape) -> list[str]:
         "num_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
-        "kv_channels": model.head_dim,
         "vocab_size": model.vocab,
-        "num_experts": model.experts,
-        "moe_router_topk": model.active,
-        "moe_shared_expert_intermediate_size": model.shared_ffn,
-        "moe_ffn_hidden_size" if model.experts else "ffn_hidden_size": model.ffn,
+        "num_experts": 0,
     }
+    for kind in model.by_kind:
+        sizes |= {"moe_ffn_hidden_size" if kind.experts else "ffn_hidden_size": kind.ffn}
+        if kind.experts:
+            sizes |= {"num_experts": kind.experts, "moe_router_topk": kind.active}
+            sizes["moe_shared_expert_intermediate_size"] = kind.shared_ffn
+    if model.latent is None:
+        sizes["kv_channels"] = model.head_dim
     differences = [
         f"{flag_of(name, value)} (the model has {size})"
         for name, size in sizes.items()
         if (value := getattr(args, name)) not in (None, size)
     ]
+    if args.num_experts is not None and (found := _layers_with_experts(args, model.layers)) != _experts_in(model):
+        differences.append(
+            f"experts in {found} of {model.layers} layers (the model has them in {_experts_in(model)})"
+        )
+    if model.latent is not None:
+        return differences
     if args.kv_channels is None and (args.hidden_size, args.num_attention_heads) == (model.hidden, model.heads):
         usual = model.hidden // model.heads
         if usual != model.head_dim:
@@ -323,6 +344,49 @@ def _other_sizes(args: argparse.Namespace, model: ModelShape) -> list[str]:
         written = "no --num-query-groups" if args.num_query_groups is None else f"--num-query-groups {groups}"
         differences.append(f"{written} (the model has {model.kv_heads} key/value heads)")
     return differences
+
+
+def _experts_in(model: ModelShape) -> int:
+    """Return how many layers have experts."""
+    return sum(kind.layers for kind in model.by_kind if kind.experts)
+
+
+def _layers_with_experts(args: argparse.Namespace, layers: int) -> int:
+    """Return how many layers have experts, as Megatron reads its flags."""
+    try:
+        frequency = 1 if args.moe_layer_freq is None else _pattern(args.moe_layer_freq)
+    except (SyntaxError, TypeError, ValueError):
+        frequency = 0
+    if isinstance(frequency, int) and frequency > 0:
+        return -(-layers // frequency)
+    if isinstance(frequency, int) or len(frequency) != layers:
+        raise ValueError(
+            f"--moe-layer-freq {args.moe_layer_freq} cannot be read; write a number from 1 on, or a list with 0 or 1 "
+            f"for each of {layers} layers such as [0]*1+[1]*{layers - 1}"
+        )
+    return sum(map(bool, frequency))
+
+
+def _other_latents(args: argparse.Namespace, model: ModelShape) -> list[str]:
+    """Return what flags say of latent attention that is not so in the model, if there are sizes of a model at all."""
+    latent = model.latent
+    if latent is None or not args.multi_latent_attention:
+        if args.multi_latent_attention:
+            return ["--multi-latent-attention (the model has none)"]
+        says_sizes = latent is not None and args.num_layers is not None
+        return ["no --multi-latent-attention (the model has it)"] if says_sizes else []
+    sizes = {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.own_dim,
+        "qk_pos_emb_head_dim": latent.shared_dim,
+        "v_head_dim": latent.value_dim,
+    }
+    return [
+        f"{flag_of(name, value) if value else f'no {flag_of(name)}'} (the model has {size or 'none'})"
+        for name, size in sizes.items()
+        if (value := getattr(args, name) or 0) != size
+    ]
 
 
 def _other_windows(args: argparse.Namespace, model: ModelShape) -> list[str]:

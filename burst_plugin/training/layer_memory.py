@@ -133,10 +133,13 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return what is saved of heads, all or those of a chunk, from the projections on."""
     saved = {"q": w.q, "k and v": w.kv_inside}
+    latent = latents_sent(model, setting)
     if model.latent is not None:
         saved |= _saved_of_latents(model.latent, setting, w)
-        if latents_sent(model, setting):
-            del saved["k and v"]
+    if latent is not None:
+        del saved["k and v"]
+        if setting.code.sums_weights:  # which a layer makes a copy of, out of its module
+            saved["weight of the up-projection"] = BF16 * latent.up_weights(model.heads) / setting.tensor
     if model.qk_norm:  # before and after the norm, or with copies
         saved["norms of q and k"] = (w.q + w.kv / 2) * (_copies(model) if setting.copying_norms else 1)
     return saved
@@ -365,8 +368,8 @@ def _latents_backward(latent: LatentSizes, model: ModelShape, setting: Setting, 
         "dk and dv of a tile and the kernel's workspace, or end results": max(
             of_tile, w.q if _all_wait(setting, w.q) else 0.0
         ),
-        "gradients of latents": 2 * sent,  # of the own block, and of a tile
-        "gradient of the up-projection": weights * (FP32 + BF16),
+        "gradients of the own block's latents": sent,
+        "gradient of the up-projection": FP32 * weights,
     }
 
 

@@ -108,7 +108,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
                 keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads, ways, sent
             )
             for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks), way, latents in switches:
-                if latents != AUTO and parts > 1:  # with which keys and values are sent anyway
+                if len(sent) > 1 and latents == AUTO and parts > 1:  # with which keys and values are sent anyway
                     continue
                 if mlp_chunk and (goal.model.has_experts or "mlp" not in goal.model.in_chunks):
                     continue

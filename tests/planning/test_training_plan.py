@@ -274,7 +274,7 @@ def test_experts_count_whole_in_memory_and_by_use_in_time(tmp_path: Path) -> Non
     ("config", "message"),
     [
         (
-            CONFIG | {"kv_lora_rank": 512},
+            CONFIG | {"kv_lora_rank": 512, "model_type": "deepseek_v32"},
             r"a model with latent attention \(kv_lora_rank=512\), whose memory is not known",
         ),
         (CONFIG | {"layer_types": ["linear_attention", "full_attention"]}, "layers of the type linear_attention"),

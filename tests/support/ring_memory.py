@@ -37,6 +37,22 @@ class _Pass:
         return VirtualRingAttention.forward(self, plans, number, *tensors)
 
 
+def _attend(ring: VirtualRing, shapes: Shapes, tokens: int) -> None:
+    """Run a forward pass on as many tokens of all ranks, with latents if the shapes have some."""
+
+    def made(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, tokens, heads, dim, dtype=shapes.dtype, device=GPU)
+
+    q = made(shapes.q_heads, shapes.qk_dim)
+    if shapes.latent is None:
+        ring.attention(q, made(shapes.kv_heads, shapes.qk_dim), made(shapes.kv_heads, shapes.v_dim), mask=Full())
+        return
+    rank, shared = shapes.latent
+    rows = shapes.q_heads * (shapes.qk_dim - shared + shapes.v_dim)
+    weight = torch.empty(rows, rank, dtype=shapes.dtype, device=GPU)
+    ring.latent_attention(q, made(1, rank), made(1, shared), weight=weight, mask=Full())
+
+
 def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBytes:
     """Return what the last rank holds that it made itself: out, lse, gradients, buffers; not its q, k, v and dout.
 
@@ -65,13 +81,10 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
         mock.patch.object(virtual, "lockstep", of_all),
     ):
         live.counts = False
-        heads, tokens = (shapes.q_heads, shapes.kv_heads, shapes.kv_heads), topology.ranks * shapes.q_len
-        q, k, v = (torch.empty(1, tokens, n, shapes.qk_dim, dtype=shapes.dtype, device=GPU) for n in heads)
         ring = VirtualRing(
             topology, Strategy(kernel="torch_flash", **options), network=CopyNetwork(topology.ranks, GPU)
         )
-        ring.attention(q, k, v, mask=Full())
-        del q, k, v
+        _attend(ring, shapes, topology.ranks * shapes.q_len)
         live.reset()
         shape = (1, shapes.q_len, shapes.q_heads, shapes.v_dim)
         douts: list[Any] = []
