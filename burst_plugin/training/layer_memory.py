@@ -27,7 +27,6 @@ from burst_plugin.training.setting import Setting, latents_sent
 
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
-_COPIES = 3  # of a norm in single operations: see `_copies`
 _PIECES = 2  # of a sequence on a rank, in zigzag
 _ROTATED = "rotated back, or gradients of the projections' input"
 _GRADIENTS = "dq, dk and dv"
@@ -135,7 +134,7 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     saved = {"q": w.q, "k and v": w.kv_inside}
     latent = latents_sent(model, setting)
     if model.latent is not None:
-        saved |= _saved_of_latents(model.latent, setting, w)
+        saved["latents, and before their norms"] = _saved_of_latents(model.latent, model, setting, w)
     if latent is not None:
         del saved["k and v"]
         if setting.code.sums_weights:  # which a layer makes a copy of, out of its module
@@ -145,11 +144,11 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     return saved
 
 
-def _saved_of_latents(latent: LatentSizes, setting: Setting, w: Widths) -> Moment:
-    """Return what is saved of latents of queries, keys and values: before and after their norms, or with copies."""
+def _saved_of_latents(latent: LatentSizes, model: ModelShape, setting: Setting, w: Widths) -> float:
+    """Return the bytes saved of latents of queries, keys and values, before and after their norms, or with copies."""
     normalized = latent.q_rank + latent.rank
-    before = _COPIES * normalized if setting.copying_norms else normalized + latent.shared_dim
-    return {"latents, and before their norms": BF16 * w.outside * (before + normalized + latent.shared_dim)}
+    before = _copies(model) * normalized if setting.copying_norms else normalized + latent.shared_dim
+    return BF16 * w.outside * (before + normalized + latent.shared_dim)
 
 
 def _copies(model: ModelShape) -> int:

@@ -27,7 +27,7 @@ from burst_plugin.training.memory import memory
 from burst_plugin.training.model_shape import ModelShape, model_shape
 from burst_plugin.training.setting import Code, Setting, latents_sent, strategy_options
 from burst_plugin.training.step_time import step_seconds
-from burst_plugin.training.training_plan import Goal, Space, plans_that_fit
+from burst_plugin.training.training_plan import Goal, Space, plans_that_fit, settings
 from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
 
@@ -315,6 +315,17 @@ def test_latents_are_sent_where_links_are_slow_and_not_where_they_are_fast() -> 
         both = [sum(step_seconds(model, way, cluster).values()) for way in ways]
         assert (both[0] < both[1]) == chosen[rate]
     assert chosen == {1e9: True, 1e12: False}
+
+
+def test_both_ways_are_tried_and_parts_of_heads_say_that_keys_and_values_are_sent() -> None:
+    goal = Goal(model=published("minicpm3_4b"), tokens=2**16, cluster=Cluster(gpus_per_node=4), space=SHARDED)
+    tried = {(each.context, each.ulysses, each.parts, each.latents) for each in settings(goal)}
+    assert {latents for context, ulysses, parts, latents in tried if (context, ulysses, parts) == (4, 1, 1)} == {
+        AUTO,
+        "expand",
+    }
+    assert {latents for _, ulysses, parts, latents in tried if (ulysses, parts > 1) == (1, True)} == {"expand"}
+    assert {latents for context, ulysses, _, latents in tried if context == 1 or ulysses > 1} == {AUTO}
 
 
 def test_options_say_what_is_not_usual() -> None:
