@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
-from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_among, shard_of_forward
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sparse import select_keys
 
 LAYER_TYPE = "indexed_attention"
+_SHARD = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's forward
 _MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
 _USED = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "index_topk", "topk")
 
@@ -103,12 +104,34 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
         if not hasattr(owner.forward, _MARK):
             around: Callable[..., Any] = torch.compiler.disable(partial(_take_over, known))  # type: ignore[no-untyped-call]
             setattr(wrap(owner, "forward", around), _MARK, True)
+    for layer in text_modules(pretrained):
+        has_known = _known(type(getattr(layer, "indexer", None))) is not None
+        if has_known and _note_shard not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_note_shard, with_kwargs=True)
+            layer.register_forward_hook(_forget_shard, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_shard(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell an indexer the shard that its layer is given, also where a checkpoint computes it again."""
+    setattr(layer.indexer, _SHARD, shard_among(args, kwargs))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Note the end of a layer, also of one that failed."""
+    vars(layer.indexer).pop(_SHARD, None)
 
 
 def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of an indexer's `forward`. Return positions of keys, int32 [B, S, top k]."""
     given = by_name(partial(original, module), args, kwargs)
-    recipe = given["attention_mask"]
+    recipe, shard = given["attention_mask"], vars(module).get(_SHARD)
+    if shard is not None and not isinstance(recipe, MaskRecipe):
+        raise ValueError(
+            f"{type(module).__name__} got a sharded batch and a mask of its own, a {type(recipe).__name__}, by which "
+            "it would select among this rank's tokens only; hand on the mask that the model has made"
+        )
     if not isinstance(recipe, MaskRecipe):
         if cache_of_forward() is not None:
             raise ValueError(
@@ -116,7 +139,7 @@ def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *ar
                 "indexers; generate with a cache of transformers, on one rank"
             )
         return original(module, *args, **kwargs)
-    shard = shard_of_forward() if recipe.shard is None else recipe.shard
+    shard = shard or recipe.shard or shard_of_forward()
     if shard is None:  # torch.compile hands on recipes of whole batches, too
         dense = recipe.tensor(always=True)
         assert dense is not None, "always"
@@ -129,11 +152,9 @@ def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[st
     """Return what the queries of a shard select, of all ranks' keys."""
     recipe = given["attention_mask"]
     problem = problem_of_call(module, recipe, {})
-    if given.get("cache", given.get("past_key_values")) is not None:
-        problem = (
-            f"{type(module).__name__} got a cache with a sharded batch: give whole texts, without a cache of tokens "
-            "before them"
-        )
+    cache = given.get("cache", given.get("past_key_values"))
+    if cache is not None and cache.get_seq_length(module.layer_idx) > given["hidden_states"].shape[1]:
+        problem = f"{type(module).__name__} got a cache of earlier tokens with a sharded batch: give whole texts"
     if problem:
         raise ValueError(problem)
     q, k = _queries_and_keys(module, known, given)

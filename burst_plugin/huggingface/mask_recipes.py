@@ -138,6 +138,7 @@ class MaskRecipe:
         self.shard = shard
         self._group_rule = rule
         self._asked = asked
+        self._batch_is_known = not torch.compiler.is_compiling()
         self._made: dict[bool, Tensor | None] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -160,8 +161,8 @@ class MaskRecipe:
         every = (slice(None), slice(0, None))
         if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
             return self
-        is_cut = self.shard is not None or torch.compiler.is_compiling()
-        if is_cut and str(index) in _OF_ALL_HEADS:
+        may_be_cut = self.shard is not None or not self._batch_is_known
+        if may_be_cut and str(index) in _OF_ALL_HEADS:
             return self
         whole = self.tensor(always=True)
         assert whole is not None, "always"

@@ -1,0 +1,73 @@
+"""Models with indexers as people run them: compiled, in checkpoints, and with the cache that transformers makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import prepare, register
+from burst_plugin.huggingface.indexers import _SHARD
+from tests.support.deepspeed_run import draw, worst
+from tests.support.ranks import run_ranks
+from tests.support.sparse_families import build, sparse_families
+
+pytestmark = pytest.mark.huggingface
+
+BATCH = draw(1, rows=2, length=32)[0]
+NAME = "deepseek_v32"
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "no checkpoints": {},
+    "checkpoints": {"use_reentrant": False},
+    "reentrant checkpoints": {"use_reentrant": True},
+}
+
+
+def _gradients(model: Any, batch: dict[str, Any], labels: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    logits = model(**batch, **options).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    names = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in names.items()}
+
+
+def _on_ring(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    register()
+    cp, found = ContextParallel(dist.group.WORLD), {}
+
+    def step(name: str, model: Any, **options: Any) -> None:
+        local = shard_batch(BATCH, cp)
+        found[name] = _gradients(model, local, local.pop("shift_labels"), **options)
+        for grad in found[name].values():
+            dist.all_reduce(grad)
+
+    for name, checkpoints in CHECKPOINTS.items():
+        model = prepare(build(sparse_families()[NAME])).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable(checkpoints)
+        step(f"compiled, {name}", torch.compile(model, backend="eager"), use_cache=False)
+    step("with a cache", prepare(build(sparse_families()[NAME])).train())
+    step("with a cache, in evaluation", prepare(build(sparse_families()[NAME])).eval())
+    return found
+
+
+def test_gradients_equal_those_of_one_rank() -> None:
+    labels = torch.nn.functional.pad(BATCH["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    inputs = {name: x for name, x in BATCH.items() if name != "labels"}
+    truth = _gradients(build(sparse_families()[NAME]), inputs, labels, use_cache=False)
+    for name, grads in run_ranks(_on_ring, 2, timeout_s=60.0)[0].items():
+        error, parameter = worst(grads, truth)
+        assert error <= 1e-5, (name, parameter, error)
+
+
+def test_a_mask_of_its_own_is_refused_on_a_shard() -> None:
+    register()
+    model = prepare(build(sparse_families()[NAME]))
+    indexer = model.model.layers[0].self_attn.indexer
+    setattr(indexer, _SHARD, shard_batch(BATCH, ContextParallel())["burst"])
+    x = torch.zeros(2, 32, 8)
+    with pytest.raises(ValueError, match="got a sharded batch and a mask of its own, a Tensor, by which it would"):
+        indexer(x, x, (x, x), torch.zeros(2, 32, 32), None)
