@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from burst_plugin.strategy import AUTO
 from burst_plugin.training.layer_memory import ring_shapes
-from burst_plugin.training.memory import GIB, memory
+from burst_plugin.training.memory import GIB
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import can_exchange_heads
 from burst_plugin.training.setting import Setting, latents_sent, layout_in_words, strategy_options
@@ -21,6 +21,7 @@ _RECOMPUTED = {
     "mlp": "MLPs are computed again",
     "full": "layers are computed again",
 }
+_ALIKE = 1e-3  # shares of a step that are none
 _NAMES = {
     "keep": "keep_attention",
     "head_chunks": "head_chunk",
@@ -149,12 +150,13 @@ def _latents(goal: Goal, best: Candidate) -> str:
         other = "latents sent"
     if not others:
         return f"{chosen:<26}ranks cannot share heads"
-    seconds = {each: sum(step_seconds(model, each, goal.cluster).values()) for each in others}
-    nearest = min(others, key=seconds.__getitem__)
-    more_s, needed = seconds[nearest] - best.step_s, memory(model, nearest, goal.cluster)
-    comparison = f"{seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
-    room = "" if fits(needed, goal.cluster) else f" and a GPU {needed.gpu_bytes / GIB:.1f} GiB"
-    return f"{chosen:<26}with {other.format(nearest.ulysses)} a step takes {comparison}{room}"
+    priced = [Candidate.of(goal, each) for each in others]
+    nearest = min(priced, key=lambda each: (not fits(each.memory, goal.cluster), each.step_s))
+    more_s, gib = nearest.step_s - best.step_s, nearest.memory.gpu_bytes / GIB
+    difference = f"{seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    takes = "as long" if abs(more_s) < _ALIKE * best.step_s else difference
+    needs = "" if fits(nearest.memory, goal.cluster) else f", and a GPU needs {gib:.1f} GiB"
+    return f"{chosen:<26}with {other.format(nearest.setting.ulysses)} a step takes {takes}{needs}"
 
 
 def _in_words(setting: Setting) -> str:
