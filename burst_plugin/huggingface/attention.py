@@ -14,9 +14,12 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.block_indexers import BlockChoice
 from burst_plugin.huggingface.latents import attend_to_latents, held_latents, up_weight
 from burst_plugin.huggingface.llama4 import chunk_mask, with_temperature
+from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
 from burst_plugin.huggingface.mask_recipes import (
+    NO_CACHE,
     MaskRecipe,
     cache_of_forward,
     mask_recipe,
@@ -26,7 +29,6 @@ from burst_plugin.huggingface.mask_recipes import (
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
-ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 # An attribute of modules, in models where tokens meet in attention only: the number of the module in the model.
 EXAMINED = "_burst_plugin_examined"
 
@@ -125,20 +127,27 @@ def forward(
         seed=_seed(shard, module) if dropout else 0,
     )
     query = with_temperature(module, query, shard)
-    latents = held_latents(module, key)
+    latents, mask = held_latents(module, key), mask_of_call(module, shard, attention_mask, options)
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, *(latents or (key, value))))
     terms: dict[str, Any] = {
-        "mask": mask_of_call(module, shard, attention_mask, options),
+        "mask": mask,
         "tokens": shard.tokens,
         "scores": scores,
         "sink": _sink(options, q),
-        "selection": options.get("indices"),
+        "selection": _selection(options, shard, mask),
         "tag": (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard),
     }
     if latents is None:
         return burst_attention(q, k, v, shard.cp, **terms), None
     weight = _cast(up_weight(module, latents.c))
     return attend_to_latents((q, k, v), weight, shard.cp, terms), None
+
+
+def _selection(options: Mapping[str, Any], shard: SequenceShard, mask: Mask) -> Tensor | None:
+    """Return the keys that a layer's indexer has selected; None if it has none."""
+    choice = options.get("block_indices")
+    selected: Tensor | None = options.get("indices")
+    return choice.on_shard(shard, mask) if isinstance(choice, BlockChoice) else selected
 
 
 def _problem_of_lengths(module: torch.nn.Module, shard: SequenceShard, lengths: tuple[int, int]) -> str:
@@ -165,6 +174,8 @@ def _cached(
     assert cache is not None
     options = {name: value for name, value in options.items() if value is not cache}
     problem = problem_of_call(module, recipe, options)
+    if isinstance(options.get("block_indices"), BlockChoice):
+        problem = NO_CACHE.format(type(module).__name__)
     if problem:
         raise ValueError(problem)
     q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
@@ -299,9 +310,12 @@ def _whole(
 ) -> Tensor:
     """Attend to whole sequences on this rank alone, for evaluation and generation."""
     softcap, sink, selected = options.get("softcap"), options.get("s_aux"), options.get("indices")
-    plain = softcap is None and sink is None
+    plain, choice = softcap is None and sink is None, options.get("block_indices")
     if isinstance(attention_mask, MaskRecipe):
-        attention_mask = attention_mask.tensor(always=not plain or selected is not None)
+        attention_mask = attention_mask.tensor(always=not (plain and selected is None and choice is None))
+    if choice is not None:
+        keeps = choice.on_whole_batch(tensors[0].shape[2], tensors[1].shape[2])
+        attention_mask = attention_mask & keeps.repeat_interleave(tensors[0].shape[1] // keeps.shape[1], 1)
     if selected is not None:
         shape = (*selected.shape[:2], tensors[1].shape[2])
         keys = torch.zeros(shape, dtype=torch.bool, device=selected.device).scatter_(2, selected.long(), True)

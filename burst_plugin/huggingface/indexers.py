@@ -22,7 +22,15 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
-from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_among, shard_of_forward
+from burst_plugin.huggingface.block_indexers import LAYER_TYPE as BLOCK_LAYER_TYPE
+from burst_plugin.huggingface.block_indexers import block_indexers, problems_of_block_indexers, use_block_indexers
+from burst_plugin.huggingface.mask_recipes import (
+    NO_CACHE,
+    MaskRecipe,
+    cache_of_forward,
+    shard_among,
+    shard_of_forward,
+)
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sparse import select_keys
 
@@ -71,16 +79,20 @@ def _known(kind: type) -> Indexer | None:
     return next((INDEXERS[each.__name__] for each in kind.__mro__ if each.__name__ in INDEXERS), None)
 
 
-def has_known_indexers(pretrained: PreTrainedModel) -> bool:
-    """Return whether a model has indexers, all of a known kind."""
+def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
+    """Return the types of the layers with indexers, if a model has some, all of a known kind."""
     named = {type(module) for module in text_modules(pretrained) if type(module).__name__.endswith("Indexer")}
-    return bool(named) and all(_known(kind) is not None for kind in named)
+    of_blocks = {type(module) for module in block_indexers(pretrained)}
+    of_keys = {kind for kind in named if _known(kind) is not None}
+    if named > of_keys | of_blocks:
+        return ()
+    return (*((LAYER_TYPE,) if of_keys else ()), *((BLOCK_LAYER_TYPE,) if of_blocks else ()))
 
 
 def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
     """Return why a model's indexers cannot run on a ring: their code is not what is known of it."""
     found = {type(module): known for module, known in indexers(pretrained)}
-    return [
+    return problems_of_block_indexers(pretrained) + [
         f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
         "use one of these"
         for kind, known in found.items()
@@ -97,6 +109,7 @@ def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
 
 def use_indexers(pretrained: PreTrainedModel) -> None:
     """Let the indexers of a model select among the keys of all ranks, on shards; once and for all its forwards."""
+    use_block_indexers(pretrained)
     for module, known in indexers(pretrained):
         if _missing(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue
@@ -134,10 +147,7 @@ def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *ar
         )
     if not isinstance(recipe, MaskRecipe):
         if cache_of_forward() is not None:
-            raise ValueError(
-                f"{type(module).__name__} selects among the keys of all tokens, and a RingCache has no keys of "
-                "indexers; generate with a cache of transformers, on one rank"
-            )
+            raise ValueError(NO_CACHE.format(type(module).__name__))
         return original(module, *args, **kwargs)
     shard = shard or recipe.shard or shard_of_forward()
     if shard is None:  # torch.compile hands on recipes of whole batches, too

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.sequence.mask import Both
-from burst_plugin.sequence.masks import Documents, Keys, Mask, PerRow
+from burst_plugin.sequence.masks import Documents, Mask, PerRow, document_starts
 
 
 def chunk_mask(shard: SequenceShard, size: int) -> Mask:
@@ -34,19 +33,10 @@ def _chunks(mask: Mask | None, length: int, size: int) -> Mask:
     rows = 1 if mask is None or mask.rows is None else mask.rows
     masks = []
     for row in range(rows):
-        bounds = [*sorted({0} if mask is None else _starts(mask.of_row(row)) | {0}), length]
+        bounds = [*sorted({0} if mask is None else document_starts(mask.of_row(row)) | {0}), length]
         starts = [at for start, end in pairwise(bounds) for at in range(start, end, size)]
         masks.append(Documents((*starts, length)))
     return masks[0] if len(set(masks)) == 1 else PerRow(tuple(masks))
-
-
-def _starts(mask: Mask) -> set[int]:
-    """Return where documents of a row start, and its first real token is."""
-    if isinstance(mask, Both):
-        return _starts(mask.one) | _starts(mask.other)
-    if isinstance(mask, Documents):
-        return set(mask.cu_seqlens[:-1])
-    return {mask.spans[0][0]} if isinstance(mask, Keys) and mask.spans else set()
 
 
 def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShard) -> Tensor:

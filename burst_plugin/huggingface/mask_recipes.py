@@ -27,6 +27,12 @@ from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, S
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
 
+ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
+NO_CACHE = (
+    "{} selects among the keys of all tokens, and a RingCache has no keys of indexers; generate with a cache of "
+    "transformers, on one rank"
+)
+
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"

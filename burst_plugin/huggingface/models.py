@@ -21,7 +21,7 @@ from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunke
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
-from burst_plugin.huggingface.indexers import LAYER_TYPE, has_known_indexers, problems_of_indexers, use_indexers
+from burst_plugin.huggingface.indexers import layer_types_of_indexers, problems_of_indexers, use_indexers
 from burst_plugin.huggingface.latents import use_latents
 from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
@@ -379,7 +379,7 @@ def _problems_of_config(config: Any, makes_masks: bool, known_kinds: tuple[str, 
 
 def _known_kinds(pretrained: PreTrainedModel) -> tuple[str, ...]:
     """Return the kinds of layers besides attention of all or some keys that can run on a ring in a model."""
-    return (*LAYER_TYPES, LAYER_TYPE) if has_known_indexers(pretrained) else LAYER_TYPES
+    return (*LAYER_TYPES, *layer_types_of_indexers(pretrained))
 
 
 def _kinds_of_layers(config: Any) -> set[str]:

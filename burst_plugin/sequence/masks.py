@@ -16,8 +16,8 @@ from torch import Tensor
 
 from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
+from burst_plugin.sequence.mask import Both, Region, TreeMask
 from burst_plugin.sequence.mask import Mask as Mask
-from burst_plugin.sequence.mask import Region, TreeMask
 
 _TRUE = re.compile(b"\1+")
 
@@ -392,6 +392,15 @@ def key_padding(valid: Tensor) -> PerRow:
     """
     check_flags("key padding is a bool tensor [batch, keys]", valid)
     return PerRow(tuple(Keys(tuple(true_ranges(row)), len(row)) for row in flag_rows(valid)))
+
+
+def document_starts(mask: Mask) -> set[int]:
+    """Return where documents of a row start, and its first real token is, by the mask of one batch row."""
+    if isinstance(mask, Both):
+        return document_starts(mask.one) | document_starts(mask.other)
+    if isinstance(mask, Documents):
+        return set(mask.cu_seqlens[:-1])
+    return {mask.spans[0][0]} if isinstance(mask, Keys) and mask.spans else set()
 
 
 def flag_rows(flags: Tensor) -> list[bytes]:

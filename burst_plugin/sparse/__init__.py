@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
+from burst_plugin.sparse.blocks import keys_of_blocks as keys_of_blocks
+from burst_plugin.sparse.blocks import select_blocks as select_blocks
 from burst_plugin.sparse.selection import select_keys as select_keys

@@ -28,15 +28,20 @@ class BestKeys(ABC):
         """Return the positions of the keys of each row in their order, int32 [rows, count], -1 for none."""
 
 
-def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> BestKeys:
-    """Return `count` places for keys of each of `rows` queries, for scores of a type, float32 or float64."""
-    return BestOfFloat64(rows, count, device) if dtype == torch.float64 else BestOfFloat32(rows, count, device)
+def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device, repeats: bool = False) -> BestKeys:
+    """Return `count` places for keys of each of `rows` queries, for scores of a type, float32 or float64.
+
+    repeats: a position may come in several calls of `add`, once in each; the highest of its scores is its score.
+    """
+    kind = BestOfFloat64 if dtype == torch.float64 else BestOfFloat32
+    return kind(rows, count, device, repeats)
 
 
 class BestOfFloat32(BestKeys):
     """Keys as one int64 each, which compares as they do: the score's bits above, how far from the end below."""
 
-    def __init__(self, rows: int, count: int, device: torch.device) -> None:
+    def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
+        self._repeats = repeats
         self._best = torch.full((rows, count), _NO_KEY, dtype=torch.int64, device=device)
 
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
@@ -47,7 +52,19 @@ class BestOfFloat32(BestKeys):
         if allowed is not None:
             found.masked_fill_(~allowed, _NO_KEY)
         best = self._best[rows]
-        best.copy_(torch.cat([best, found], 1).topk(best.shape[1], sorted=False).values)
+        both = torch.cat([best, found], 1)
+        if self._repeats:
+            both = self._without_repeats(both)
+        best.copy_(both.topk(best.shape[1], sorted=False).values)
+
+    @staticmethod
+    def _without_repeats(both: Tensor) -> Tensor:
+        """Return what is highest [rows, keys], each position once; it is in `both` at most twice."""
+        highest = both.sort(1, descending=True).values
+        positions, places = (highest & _LAST).sort(dim=1, stable=True)
+        highest = highest.gather(1, places)
+        highest[:, 1:].masked_fill_(positions[:, 1:] == positions[:, :-1], _NO_KEY)
+        return highest
 
     def positions(self) -> Tensor:
         """Return the positions of keys in their order; see `BestKeys.positions`."""
@@ -62,7 +79,8 @@ class BestOfFloat32(BestKeys):
 class BestOfFloat64(BestKeys):
     """Keys as a score and a position each, sorted by one, then by the other."""
 
-    def __init__(self, rows: int, count: int, device: torch.device) -> None:
+    def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
+        self._repeats = repeats
         self._scores = torch.full((rows, count), -torch.inf, dtype=torch.float64, device=device)
         self._positions = torch.full((rows, count), _LAST, dtype=torch.int64, device=device)
 
@@ -73,6 +91,12 @@ class BestOfFloat64(BestKeys):
             scores, positions = scores.masked_fill(~allowed, -torch.inf), positions.masked_fill(~allowed, _LAST)
         both = torch.cat([self._scores[rows], scores], 1), torch.cat([self._positions[rows], positions], 1)
         scores, positions = in_order(*both)
+        if self._repeats:
+            positions, places = positions.sort(dim=1, stable=True)
+            scores, again = scores.gather(1, places), positions.diff(dim=1) == 0
+            scores[:, 1:].masked_fill_(again, -torch.inf)
+            positions[:, 1:].masked_fill_(again, _LAST)
+            scores, positions = in_order(scores, positions)
         count = self._scores.shape[1]
         self._scores[rows], self._positions[rows] = scores[:, :count], positions[:, :count]
 

@@ -43,14 +43,10 @@ class ScoreTiles:
 
         It takes k [keys, D] and returns [queries, keys].
         """
-        queries, heads, _ = q.shape
-        rows = self._filled(q.flatten(0, 1), self._rows)
-        weights = weights.to(self.dtype).unsqueeze(2)
+        products, weights = self._products(q), weights.to(self.dtype).unsqueeze(2)
 
         def scores(k: Tensor) -> Tensor:
-            products = rows @ self._filled(k, self.keys).t()
-            by_head = products[: queries * heads].view(queries, heads, -1)[..., : len(k)].relu_().mul_(weights)
-            left = heads
+            by_head, left = products(k).relu_().mul_(weights), q.shape[1]
             while left > 1:  # halves are added, since the order of a sum over heads would be the library's
                 half = (left + 1) // 2
                 by_head[:, : left - half] += by_head[:, half:left]
@@ -58,6 +54,25 @@ class ScoreTiles:
             return by_head[:, 0] + 0.0  # which makes 0 of -0: they are a tie
 
         return scores
+
+    def of_heads(self, q: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what computes the products of q [queries, H, D] with keys, by themselves: no relu, no weights.
+
+        It takes k [keys, D] and returns [queries, H, keys].
+        """
+        products = self._products(q)
+        return lambda k: products(k) + 0.0  # which makes 0 of -0: they are a tie
+
+    def _products(self, q: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what multiplies q [queries, H, D] with keys [keys, D], to [queries, H, keys]."""
+        queries, heads, _ = q.shape
+        rows = self._filled(q.flatten(0, 1), self._rows)
+
+        def products(k: Tensor) -> Tensor:
+            found = rows @ self._filled(k, self.keys).t()
+            return found[: queries * heads].view(queries, heads, -1)[..., : len(k)]
+
+        return products
 
     def _filled(self, x: Tensor, rows: int) -> Tensor:
         """Return a new tensor with the rows of x [n, D], then zeros; libraries heed where in memory one begins."""

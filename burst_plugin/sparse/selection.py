@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from burst_plugin.types import Rows
 from burst_plugin.virtual import VirtualRing
 
 _KNOWN = 8  # sequences and masks of a ring whose blocks are kept
-_WHAT = "selection of keys"
 
 
 @between_graphs
@@ -78,45 +77,53 @@ def select_keys(
         ValueError: on every rank, before data moves, for shapes, types or options that do not fit, here or between
             ranks.
     """
+    return selected(
+        Indexed(index_q, index_k, weights), SelectionOptions(RankSelection, top_k, mask, tokens, scale), cp, tag
+    )
+
+
+def selected(given: Indexed, asked: SelectionOptions, cp: ContextParallel | VirtualRing, tag: object) -> Tensor:
+    """Return what a call selects, after ranks have agreed on it; see `select_keys`."""
     if not isinstance(cp, ContextParallel | VirtualRing):
         raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
     passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
-    given = Indexed(index_q, index_k, weights)
 
     def prepare() -> SelectionCall:
-        return _prepared(passes, cp.plans, given, (top_k, scale), (mask, tokens))
+        return _prepared(passes, cp.plans, given, asked)
 
     selection, call = passes.agree(prepare, SelectionCall.signature, tag)
-    kept = next_kept_tensors(passes.states[0].strategy, _WHAT)
+    kept = next_kept_tensors(passes.states[0].strategy, asked.kind.what)
     if kept is not None and kept.found is not None:
         found: Tensor = kept.found
         return found
     with torch.no_grad(), unseen_by_selective_checkpoints():
-        selected = _run(passes, selection, call, given)
+        result = _run(passes, selection, call, given)
     if kept is not None:
-        kept.found = selected
-    return selected
+        kept.found = result
+    return result
 
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
-    """What an indexer has computed of tokens: queries [B, S, H, D], keys [B, S, D] and weights [B, S, H]."""
+    """What an indexer has computed of tokens: queries [B, S, H, D], keys [B, S, D] and perhaps weights [B, S, H]."""
 
     q: Tensor
     k: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
 
     def check(self) -> None:
         """Raise ValueError for tensors that do not fit each other."""
         for name, x, dims in (("index_q", self.q, 4), ("index_k", self.k, 3), ("weights", self.weights, 3)):
+            if x is None and name == "weights":
+                continue
             if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
                 what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else shown(x)
                 raise ValueError(f"{name} is {what}; give a floating point tensor of {dims} dimensions")
-        q, k, weights = self.q, self.k, self.weights
+        q, k, weights = self.q, self.k, self.q[..., 0] if self.weights is None else self.weights
         if k.shape != (*q.shape[:2], q.shape[3]) or weights.shape != q.shape[:3]:
             raise ValueError(
                 f"index_q {list(q.shape)}, index_k {list(k.shape)} and weights {list(weights.shape)} do not fit; "
-                "give [B, S, H, D], [B, S, D] and [B, S, H]"
+                "give [B, S, H, D], [B, S, D] and, if any, [B, S, H]"
             )
         if min(q.shape[0], *q.shape[2:]) == 0:
             raise ValueError(f"index_q {list(q.shape)} has a dimension of 0; give 1 or more rows, heads and numbers")
@@ -125,6 +132,22 @@ class Indexed:
                 f"index_q is {q.dtype} on {q.device}, index_k {k.dtype} on {k.device}, weights are on "
                 f"{weights.device}; give both one type, and all one device"
             )
+
+
+class SelectionOptions(NamedTuple):
+    """What a call asks for; see `select_keys`.
+
+    kind: of selection. block: of how many keys one is selected, or a block of keys.
+    forced: how many blocks before a query are selected in any case, its own included.
+    """
+
+    kind: type[RankSelection]
+    top_k: object
+    mask: object
+    tokens: object
+    scale: object = None
+    block: int = 1
+    forced: int = 0
 
 
 class _Work(NamedTuple):
@@ -173,37 +196,34 @@ class SelectionCall:
     count: int
     scale: float
     given: Indexed
+    asked: SelectionOptions
 
     def signature(self) -> Mapping[str, object]:
         """Return what is equal on all ranks."""
         given = self.given
         return {
-            "call": _WHAT,
+            "call": self.asked.kind.what,
             "batch": given.q.shape[0],
             "heads": list(given.q.shape[2:]),
-            "dtype": [given.q.dtype, given.weights.dtype],
+            "dtype": [given.q.dtype, None if given.weights is None else given.weights.dtype],
             "top_k": self.count,
+            "block": self.asked.block,
+            "forced": self.asked.forced,
             "scale": self.scale,
             "tokens": self.tokens,
             "mask": self.mask,
         }
 
 
-def _prepared(
-    passes: Passes,
-    plans: dict[Any, Any],
-    given: Indexed,
-    numbers: tuple[object, object],
-    which: tuple[object, object],
-) -> SelectionCall:
+def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: SelectionOptions) -> SelectionCall:
     """Return the call that is asked for. Raise ValueError for what does not fit."""
     given.check()
-    states, (top_k, scale), (mask, tokens) = passes.states, numbers, which
+    states, (top_k, mask, tokens, scale) = passes.states, asked[1:5]
     check_mask(mask)
     assert isinstance(mask, Mask), "it is checked"
     for state in states:
         state.check_usable(given.q.device)
-    count = whole_number("top_k={}", top_k, "give how many keys each query selects, 1 or more", 1)
+    count = whole_number("top_k={}", top_k, f"give how many {asked.kind.units} each query selects, 1 or more", 1)
     expected = "give what products are multiplied by, above 0, or None"
     factor = given.q.shape[3] ** -0.5 if scale is None else number("scale={}", scale, expected)
     if factor <= 0:
@@ -223,7 +243,8 @@ def _prepared(
             f"rank {states[0].rank} holds {expected_rows} of {sequence.length} tokens, but index_q "
             f"{list(given.q.shape)} has {held}; pass the tokens= of its shard"
         )
-    return SelectionCall(blocks, sequence, mask, min(count, sequence.length), factor, given)
+    asked.kind.check(asked, mask)
+    return SelectionCall(blocks, sequence, mask, min(count, -(-sequence.length // asked.block)), factor, given, asked)
 
 
 def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
@@ -247,11 +268,10 @@ def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed)
     layout = states[0].route_table.layout(tokens)
     if is_virtual:
         places = [(rank, len(states)) for rank in range(len(states))]
-        cut = [[layout.shard(x, 1, at, tokens) for x in (given.q, given.k, given.weights)] for at in places]
-        parts = [Indexed(*each) for each in cut]
-    programs = [
-        RankSelection(state, selection, part).program(call) for state, part in zip(states, parts, strict=True)
-    ]
+        tensors = [x for x in (given.q, given.k, given.weights) if x is not None]
+        parts = [Indexed(*(layout.shard(x, 1, at, tokens) for x in tensors)) for at in places]
+    kind = selection.asked.kind
+    programs = [kind(state, selection, part).program(call) for state, part in zip(states, parts, strict=True)]
     found = passes.run("forward", call, programs, given.q.device)
     return layout.unshard(found, 1, tokens) if is_virtual else found[0]
 
@@ -259,20 +279,26 @@ def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed)
 class RankSelection:
     """One rank's part: blocks come, and its queries select among their keys."""
 
+    what: ClassVar[str] = "selection of keys"
+    units: ClassVar[str] = "keys"
+
+    @staticmethod
+    def check(asked: SelectionOptions, mask: Mask) -> None:
+        """Raise ValueError for what this kind of selection does not have."""
+
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
-        self._rank, self._state, self._given = state.rank, state, given
-        self._blocks, self._count = selection.blocks, selection.count
+        self._rank, self._state, self.given = state.rank, state, given
+        self._blocks, self.count = selection.blocks, selection.count
         dtype = torch.promote_types(given.q.dtype, torch.float32)
-        self._tiles = ScoreTiles(given.q.shape[2], dtype, given.q.device)
-        self._weights = given.weights.detach().to(dtype) * selection.scale  # above 0, so that relu lets it pass
+        self.tiles = ScoreTiles(given.q.shape[2], dtype, given.q.device)
+        self._scale = selection.scale
         self._keys = given.k.detach()
 
     def program(self, call: CallId) -> Generator[None, None, Tensor]:
         """Return the selected keys, int32 [B, S_local, count]."""
         ranks, device = len(self._blocks.shards), self._keys.device
-        messages = Messages(self._state, device, _WHAT, "forward", call)
-        batch, held = self._given.q.shape[:2]
-        best = best_keys(batch * held, self._count, self._tiles.dtype, device)
+        messages = Messages(self._state, device, self.what, "forward", call)
+        best = self.places()
         block = self._taken(self._keys, self._blocks.rows(self._rank, self._rank))
         moving = self._keys  # that goes on to the next rank
         for step in range(ranks):
@@ -281,7 +307,16 @@ class RankSelection:
             if in_flight is not None:
                 received = (yield from in_flight) or {}
                 block = moving = next((x for (x,) in received.values()), self._keys[:, :0])
-        return best.positions().view(batch, held, self._count)
+        return best.positions().view(*self.queries, self.count)
+
+    @property
+    def queries(self) -> torch.Size:
+        """Return the shape of what selects by itself: queries [B, S_local]."""
+        return self.given.q.shape[:2]
+
+    def places(self, repeats: bool = False) -> BestKeys:
+        """Return places for what each query selects; `repeats` as for `best_keys`."""
+        return best_keys(self.queries.numel(), self.count, self.tiles.dtype, self._keys.device, repeats)
 
     def _begun(self, messages: Messages, step: int, moving: Tensor) -> Generator[None, None, dict[int, list[Tensor]]]:
         """Return the exchange of a step, with messages under way: after it, this rank has the block of `step` ago.
@@ -308,26 +343,28 @@ class RankSelection:
 
     def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
         """Select among the keys [B, n, D] of an owner."""
-        blocks, (batch, held) = self._blocks, self._given.q.shape[:2]
+        blocks, (batch, held) = self._blocks, self.given.q.shape[:2]
         if not keys.shape[1] or not held:
             return
-        work = blocks.work(self._rank, owner, self._tiles.queries, keys.device)
+        work = blocks.work(self._rank, owner, self.tiles.queries, keys.device)
         for chunk, parts in work.chunks.items():
-            first = chunk * self._tiles.queries
-            rows = slice(first, min(held, first + self._tiles.queries))
+            first = chunk * self.tiles.queries
+            rows = slice(first, min(held, first + self.tiles.queries))
             for row in range(batch):
                 mine = [part for part in parts if part.batch is None or part.batch[0] <= row < part.batch[1]]
                 if mine:
-                    self._score_chunk(row, rows, ChunkMask(mine, rows.stop - first), (keys[row], work.places), best)
+                    self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), (keys[row], work.places), best)
 
-    def _score_chunk(
+    def score_chunk(
         self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
     ) -> None:
         """Select for some queries of a batch row among the keys of a block and their positions."""
-        scores_of = self._tiles.of_queries(self._given.q[row, rows].detach(), self._weights[row, rows])
+        assert self.given.weights is not None, "`select_keys` has them"
+        weights = self.given.weights[row, rows].detach().to(self.tiles.dtype) * self._scale  # above 0, as relu's is
+        scores_of = self.tiles.of_queries(self.given.q[row, rows].detach(), weights)
         keys, places = (mask.packed(x) for x in block)
-        held, each = self._given.q.shape[1], self._tiles.keys
-        window = max(1, -(-self._count // each)) * each  # of so many keys it is worth it to look for the best
+        held, each = self.given.q.shape[1], self.tiles.keys
+        window = max(1, -(-self.count // each)) * each  # of so many keys it is worth it to look for the best
         into = slice(row * held + rows.start, row * held + rows.stop)
         for start in range(0, mask.columns, window):
             stop = min(mask.columns, start + window)

@@ -1,6 +1,7 @@
 """Models of transformers with indexers: a ring against one rank without it, selections first.
 
-Documents of a packed batch are compared with each text alone.
+Documents of a packed batch are compared with each text alone; and with blocks of keys, which transformers counts from
+the first slot of a row, so are rows that are padded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.block_indexers import BlockChoice, block_indexers
 from burst_plugin.huggingface.indexers import INDEXERS, indexers
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.huggingface.models import problems
@@ -41,7 +43,10 @@ BY_DEFAULT = (
     "hy_v4",
     "hy_v4_vl",
     "mistral_large4",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
 )
+HEAD = 10_000  # by so much the selections of an indexer's heads are apart, of which each selects by itself
 
 
 class Found(NamedTuple):
@@ -68,6 +73,15 @@ def _padded() -> Batch:
     return {"input_ids": batch["input_ids"] * mask, "labels": labels, "attention_mask": mask}
 
 
+def _whole(model: Any) -> Batch:
+    """A padded batch without labels: on the right for blocks of keys.
+
+    On the left, padding takes part in their scores, so that eager and sdpa attention of transformers differ.
+    """
+    on_right = any(block_indexers(model))
+    return {name: x.flip(1) if on_right else x for name, x in _padded().items() if name != "labels"}
+
+
 BATCHES = {
     "plain": draw(1, rows=2, length=32)[0],
     "packed": _packed(),
@@ -77,22 +91,44 @@ BATCHES = {
 }
 
 
-def _texts(batch: Batch) -> list[tuple[int, Batch]]:
-    """What is computed by itself: documents of a packed batch, each with its begin, or the whole batch."""
-    if "position_ids" not in batch:
-        return [(0, batch)]
-    starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
-    return [(a, {name: batch[name][:, a:b] for name in ("input_ids", "labels")}) for a, b in pairwise(starts)]
+def _texts(batch: Batch, by_row: bool) -> list[tuple[int, int, Batch]]:
+    """What is computed by itself, with row and begin: documents of a packed batch, rows, or the whole batch."""
+    if "position_ids" in batch:
+        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
+        return [(0, a, {name: batch[name][:, a:b] for name in ("input_ids", "labels")}) for a, b in pairwise(starts)]
+    if not by_row or "attention_mask" not in batch:
+        return [(0, 0, batch)]
+    found = []
+    for row, mask in enumerate(batch["attention_mask"]):
+        begin = int(mask.argmax())
+        found.append((row, begin, {name: batch[name][row : row + 1, begin:] for name in ("input_ids", "labels")}))
+    return found
+
+
+def _keys(module: Any, output: Any) -> Tensor:
+    """What an indexer has selected, [B, S, k]: keys, or where blocks start, `HEAD` more for each further head."""
+    if isinstance(output, BlockChoice):
+        assert output.starts is not None
+        starts = output.starts
+    elif output.dim() == 3:
+        return output
+    else:
+        starts = torch.where(output < 0, -1, output * module.block_size)
+    heads = HEAD * torch.arange(starts.shape[1]).view(-1, 1, 1)
+    return torch.where(starts < 0, -1, starts + heads).transpose(1, 2).flatten(2)
 
 
 def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
     """Run a step, and note what indexers select in the forward pass."""
-    selections: list[Tensor] = []
-    layers = [module for module, _ in indexers(model)]
-    hooks = [each.register_forward_hook(lambda _, args, output: selections.append(output)) for each in layers]
+    outputs: list[tuple[Any, Any]] = []
+    layers = [*(module for module, _ in indexers(model)), *block_indexers(model)]
+    hooks = [
+        each.register_forward_hook(lambda module, _, output: outputs.append((module, output))) for each in layers
+    ]
     logits = model(**inputs, use_cache=False).logits
     for hook in hooks:
         hook.remove()
+    selections = [_keys(*each) for each in outputs]
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -101,28 +137,28 @@ def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
 
 
 @cache
-def _on_one_rank(name: str, kind: str) -> tuple[Found, dict[int, list[Tensor]]]:
-    """Sums over all texts of a batch, without the ring; and the selections of each text by its begin."""
+def _on_one_rank(name: str, kind: str) -> tuple[Found, dict[tuple[int, int], list[Tensor]]]:
+    """Sums over all texts of a batch, without the ring; and the selections of each text by its row and begin."""
     model, total, summed, selections = build(FAMILIES[name]), 0.0, dict[str, Tensor](), {}
-    for begin, text in _texts(BATCHES[kind]):
+    for row, begin, text in _texts(BATCHES[kind], any(block_indexers(model))):
         labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         found = _run(model, {each: x for each, x in text.items() if each != "labels"}, labels)
         total += found.loss
         summed = {each: grad + summed.get(each, 0) for each, grad in found.grads.items()}
-        selections[begin] = found.selections
+        selections[row, begin] = found.selections
     return Found(total, summed, []), selections
 
 
-def _unlike(ours: list[Tensor], texts: dict[int, list[Tensor]], batch: Batch) -> int:
+def _unlike(ours: list[Tensor], texts: dict[tuple[int, int], list[Tensor]], batch: Batch) -> int:
     """How many queries select other keys than on one rank, where masked keys fill up what is selected."""
     real, wrong = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist(), 0
-    for begin, theirs in texts.items():
+    for (first, begin), theirs in texts.items():
         for selected, truth in zip(ours, theirs, strict=True):
             for row, query in torch.nonzero(torch.ones(truth.shape[:2])).tolist():
-                if real[row][query]:
-                    keys = {begin + key for key in truth[row, query].tolist() if key <= query}
-                    keys = {key for key in keys if real[row][key]}
-                    wrong += set(selected[row, begin + query].tolist()) - {-1} != keys
+                if real[first + row][begin + query]:
+                    keys = {begin + key for key in truth[row, query].tolist() if 0 <= key % HEAD <= query}
+                    keys = {key for key in keys if real[first + row][key % HEAD]}
+                    wrong += set(selected[first + row, begin + query].tolist()) - {-1} != keys
     return wrong
 
 
@@ -183,8 +219,7 @@ def test_no_mask_is_made_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whole_batches_are_computed_and_texts_generated_as_ever(name: str) -> None:
     eager = build(FAMILIES[name]).eval()
-    ring = prepare(copy.deepcopy(eager))
-    batch = {each: x for each, x in _padded().items() if each != "labels"}
+    ring, batch = prepare(copy.deepcopy(eager)), _whole(eager)
     with torch.no_grad():
         real = batch["attention_mask"].bool()
         expected, logits = (model(**batch, use_cache=False).logits[real] for model in (eager, ring))
@@ -197,8 +232,7 @@ def test_whole_batches_are_computed_and_texts_generated_as_ever(name: str) -> No
 def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
     for name, config in FAMILIES.items():
         eager = build(config)
-        ring = prepare(copy.deepcopy(eager))
-        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        ring, batch = prepare(copy.deepcopy(eager)), _whole(eager)
         real = batch["attention_mask"].bool()
         found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
         expected = eager(**batch, use_cache=False).logits
@@ -209,8 +243,12 @@ def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
 def test_default_configurations_are_accepted(name: str) -> None:
     from tools.families import families
 
+    config = transformers.CONFIG_MAPPING[name]()
+    if name.startswith("minimax_m3"):  # which has no sparse layers by default
+        text = config.get_text_config()
+        text.layer_types = ["full_attention", *["minimax_m3_sparse"] * (text.num_hidden_layers - 1)]
     with torch.device("meta"):
-        model = getattr(transformers, families()[name])(transformers.CONFIG_MAPPING[name]())
+        model = getattr(transformers, families()[name])(config)
     assert problems(model) == []
 
 
@@ -224,8 +262,8 @@ def test_indexers_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "it has layers of type indexed_attention" in "; ".join(problems(model))
 
 
-def test_a_cache_of_a_ring_is_refused() -> None:
-    model = prepare(build(FAMILIES["glm_moe_dsa"])).eval()
-    cache = RingCache(ContextParallel())
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3_vl_text"])
+def test_a_cache_of_a_ring_is_refused(name: str) -> None:
+    model = prepare(build(FAMILIES[name])).eval()
     with pytest.raises(ValueError, match="a RingCache has no keys of indexers"):
-        model.generate(BATCHES["plain"]["input_ids"], past_key_values=cache, max_new_tokens=2)
+        model.generate(BATCHES["plain"]["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2)

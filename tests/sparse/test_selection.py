@@ -188,9 +188,9 @@ def test_nothing_is_as_large_as_queries_by_keys() -> None:
     ):
         given = room.Indexed(torch.randn(1, rows, heads, 32), torch.randn(1, rows, 32), torch.randn(1, rows, heads))
         blocks = room.known_blocks({}, state, Tokens(length), Causal())
-        part = room.RankSelection(
-            state, room.SelectionCall(blocks, Tokens(length), Causal(), count, 1.0, given), given
-        )
+        asked = room.SelectionOptions(room.RankSelection, count, Causal(), Tokens(length))
+        call = room.SelectionCall(blocks, Tokens(length), Causal(), count, 1.0, given, asked)
+        part = room.RankSelection(state, call, given)
         best = best_keys.best_keys(rows, count, torch.float32, torch.device("cpu"))
         for owner in (3, 0):
             part.score(owner, given.k, best)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -22,7 +24,8 @@ from burst_plugin import (
     key_padding,
 )
 from burst_plugin.sequence.mask import allowed
-from burst_plugin.sparse import select_keys
+from burst_plugin.sequence.masks import document_starts
+from burst_plugin.sparse import select_blocks, select_keys
 
 MANY = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4)]
 
@@ -82,6 +85,14 @@ def drawn_selection(number: int) -> DrawnSelection:
     else:
         tensors = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
     mask = _mask(draws, length, batch)
+    ring, tokens = _ring(draws, topology, length, mask, number)
+    top_k = draws.choice([1, 2, 5, length, length + 3, draws.randrange(1, length + 1)])
+    return DrawnSelection(ring, (tensors[0], tensors[1], tensors[2]), mask, tokens, top_k, scale)
+
+
+def _ring(
+    draws: random.Random, topology: Topology, length: int, mask: Mask, number: int
+) -> tuple[VirtualRing, Tokens | None]:
     layout = draws.choice(["zigzag", "contiguous", "striped", "auto"])
     ring, tokens = VirtualRing(topology, Strategy(layout=layout), seed=number), None
     if layout == "auto":
@@ -92,20 +103,81 @@ def drawn_selection(number: int) -> DrawnSelection:
         tokens = Tokens(length, holders=tuple(chunks), bounds=draws.choice([None, (0, *cuts, length)]))
     elif draws.random() < 0.2 and mask.documents is not None:
         tokens = Tokens(length, cu_seqlens=mask.documents)
-    top_k = draws.choice([1, 2, 5, length, length + 3, draws.randrange(1, length + 1)])
-    return DrawnSelection(ring, (tensors[0], tensors[1], tensors[2]), mask, tokens, top_k, scale)
+    return ring, tokens
 
 
-def _mask(draws: random.Random, length: int, batch: int) -> Mask:
+@dataclass
+class DrawnBlocks:
+    """A selection of blocks on all ranks of a virtual ring."""
+
+    ring: VirtualRing
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    mask: Mask
+    tokens: Tokens | None
+    numbers: tuple[int, int, int]  # keys of a block, blocks to select, and forced
+
+    def expected(self) -> torch.Tensor:
+        """The definition, in float64: the starts of the best blocks of each query and head, int32 [B, H, S, n]."""
+        (q, k), (block, top_k, forced) = self.tensors, self.numbers
+        scores = torch.einsum("bthd,bsd->bhts", q.double(), k.double())
+        batch, heads, length, _ = scores.shape
+        at = torch.arange(length)
+        may = allowed(self.mask, (length, length), at, at).expand(batch, -1, -1)
+        result = torch.full((batch, heads, length, min(top_k, -(-length // block))), -1, dtype=torch.int32)
+        for row in range(batch):
+            documents = sorted({0} | document_starts(self.mask.of_row(row)))
+            starts = [a for a, b in pairwise([*documents, length]) for a in range(a, b, block)]
+            blocks = list(pairwise([*starts, length]))
+            for query in range(length):
+                document = max(start for start in documents if start <= query)
+                first = max(document, query - (query - document) % block - (forced - 1) * block)
+                for head in range(heads):
+                    found = []
+                    for start, stop in blocks:
+                        keys = [key for key in range(start, stop) if may[row, query, key]]
+                        if keys:
+                            best = max(float(scores[row, head, query, key]) for key in keys)
+                            found.append((-math.inf if forced and first <= start <= query else -best, start))
+                    best_blocks = [start for _, start in sorted(found)][:top_k]
+                    result[row, head, query, : len(best_blocks)] = torch.tensor(best_blocks, dtype=torch.int32)
+        return result
+
+    def found(self) -> torch.Tensor:
+        block, top_k, forced = self.numbers
+        options = {"forced": forced, "mask": self.mask, "tokens": self.tokens}
+        return select_blocks(*self.tensors, block, top_k, self.ring, **options)  # type: ignore[arg-type]
+
+
+def drawn_blocks(number: int) -> DrawnBlocks:
+    """Draw a selection of blocks; in two of three all scores are small whole numbers, so that most are ties."""
+    draws, generator = random.Random(number), torch.Generator().manual_seed(number)
+    topology = Topology(*draws.choice(MANY))
+    length, batch = draws.choice([1, 7, 17, 33, 48, 50]), draws.choice([1, 1, 2])
+    heads, size = draws.choice([1, 2]), draws.choice([1, 4, 8])
+    shapes = (batch, length, heads, size), (batch, length, size)
+    if draws.random() < 0.67:
+        most, dtype = draws.choice([1, 2, 3]), draws.choice([torch.float32, torch.float64, torch.bfloat16])
+        q, k = (torch.randint(-most, most + 1, each, generator=generator).to(dtype) for each in shapes)
+    else:
+        q, k = (torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes)
+    mask = _mask(draws, length, batch, of_blocks=True)
+    ring, tokens = _ring(draws, topology, length, mask, number)
+    numbers = draws.choice([1, 3, 4, 5, 8, 11]), draws.choice([1, 2, 3, 4, length]), draws.choice([0, 1, 1, 1, 2])
+    return DrawnBlocks(ring, (q, k), mask, tokens, numbers)
+
+
+def _mask(draws: random.Random, length: int, batch: int, of_blocks: bool = False) -> Mask:
+    kinds = ["causal", "causal", "documents", "documents", "window", "full", "tree", "tokens"]
+
     def one() -> Mask:
-        kind = draws.choice(["causal", "causal", "documents", "documents", "window", "full", "tree", "tokens"])
+        kind = draws.choice(kinds[:5] if of_blocks else kinds)
         if kind == "documents":
             cuts = sorted(draws.randrange(length + 1) for _ in range(draws.randrange(6)))
             return Causal() & Documents((0, *cuts, length))
         if kind == "tokens":
             return Causal() & Documents(tuple(range(length + 1)))
         if kind == "window":
-            return SlidingWindow(draws.randrange(length), draws.choice([0, 0, 2]))
+            return SlidingWindow(draws.randrange(length), 0 if of_blocks else draws.choice([0, 0, 2]))
         if kind == "tree" and length >= 7:
             cuts = sorted(draws.randrange(length + 1) for _ in range(3))
             sizes = [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]

@@ -43,6 +43,32 @@ _LATENT = {
 _SHARED = {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3}
 _MILD = {**_SHARED, "initializer_range": 0.06}  # with more, gradients of one rank round by 1e-4
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# Blocks of 3 keys: no shard and no document is a whole number of them.
+_BLOCKS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "dense_intermediate_size": 48,
+    "shared_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 3,
+    "index_topk_blocks": 3,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "experts_implementation": "eager",
+}
 _FIELDS: dict[str, dict[str, Any]] = {
     "DeepseekV32Config": {},
     "AXK2Config": {},
@@ -51,9 +77,15 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "HYV4Config": _MILD,
     "HYV4VLConfig": {**_MILD, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "MistralLarge4Config": _MILD,
+    "MiniMaxM3VLTextConfig": _BLOCKS,
+    "MiniMaxM3VLConfig": _BLOCKS,
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
-_WITH_TOWERS = {"HYV4VLConfig": {"num_key_value_heads": 4, "out_hidden_size": 32}, "MistralLarge4Config": {}}
+_WITH_TOWERS: dict[str, dict[str, Any]] = {
+    "HYV4VLConfig": {"num_key_value_heads": 4, "out_hidden_size": 32},
+    "MistralLarge4Config": {},
+    "MiniMaxM3VLConfig": {},
+}
 # Of a fresh model they are all alike, or 0; alike streams of hyper-connections have gradients of rounding alone.
 _DRAWN = {"k_norm.bias": 1.0, "q_input_norm.bias": 1.0, "sinks": 1.0, "softmax_scaling.scale": 0.4}
 _STREAMS = 0.6
@@ -63,12 +95,12 @@ def sparse_families() -> dict[str, Any]:
     """Configurations by model type, of the families that the release of transformers has."""
     found = {}
     for name, own in _FIELDS.items():
-        kind, fields = getattr(transformers, name, None), {**_LATENT, **own}
+        kind, fields = getattr(transformers, name, None), own if "index_block_size" in own else {**_LATENT, **own}
         if name in _WITH_TOWERS:
             fields = {"text_config": fields, "vision_config": {**_TOWER, **_WITH_TOWERS[name]}}
         if kind is not None:
             config = kind(**fields)
-            found[config.model_type.removesuffix("_text")] = config
+            found[config.model_type] = config
     return found
 
 

@@ -1,0 +1,137 @@
+"""Indexers of transformers' models that select blocks of keys (MiniMax M3): on shards among those of all ranks.
+
+    layer -> indexer(hidden_states, ...)       returns a `BlockChoice`, in place of blocks
+          -> attention(..., block_indices=)    `attention.forward` knows the mask, and asks for what is selected
+                 shard:       positions of the keys of blocks, by sparse.select_blocks
+                 whole batch: the family's own blocks
+
+transformers counts blocks from slot 0 of a row, and compares slots with position_ids. On a ring they begin anew with
+every document and after padding, so that each text has the blocks that it would have alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION
+from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.sequence.masks import Mask
+from burst_plugin.sparse import keys_of_blocks, select_blocks
+
+LAYER_TYPE = "minimax_m3_sparse"
+KINDS = ("MiniMaxM3VLIndexer",)
+_ROTARY = "apply_rotary_pos_emb"
+_USED = ("q_proj", "k_proj", "q_norm", "k_norm", _ROTARY, "block_size", "topk_blocks", "local_blocks")
+_MARK = "_burst_plugin_block_indexer"  # of a `forward` that has been replaced
+
+
+class BlockChoice:
+    """What an indexer is given; the blocks that it selects are found where the mask is known.
+
+    starts: where the selected blocks of the last shard start, int32 [B, groups, S_local, blocks]; None before.
+    """
+
+    def __init__(self, own: Callable[..., Tensor], module: Any, given: dict[str, Any]) -> None:
+        self._own, self._module, self._given = own, module, given
+        self.starts: Tensor | None = None
+
+    @torch.no_grad()
+    def on_shard(self, shard: SequenceShard, mask: Mask) -> Tensor:
+        """Return the positions of all keys that the queries of a shard select, int32 [B, groups, S_local, keys]."""
+        module = self._module
+        q, k = self._queries_and_keys()
+        kind = torch.promote_types(q.dtype, k.dtype)
+        self.starts = select_blocks(
+            q.to(kind),
+            k.to(kind),
+            module.block_size,
+            module.topk_blocks,
+            shard.cp,
+            forced=module.local_blocks,
+            mask=mask,
+            tokens=shard.tokens,
+            tag=(f"indexer of layer {module.layer_idx}", shard),
+        )
+        return keys_of_blocks(self.starts, module.block_size, shard.tokens.length)
+
+    @torch.no_grad()
+    def on_whole_batch(self, queries: int, keys: int) -> Tensor:
+        """Return which keys the family's own indexer selects, bool [B, groups, queries, keys]."""
+        blocks, size = self._own(**self._given), self._module.block_size
+        count = -(-keys // size)
+        chosen = torch.zeros((*blocks.shape[:2], queries, count + 1), dtype=torch.bool, device=blocks.device)
+        chosen.scatter_(3, blocks.masked_fill(blocks < 0, count), True)
+        return chosen[..., :count].repeat_interleave(size, 3)[..., :keys]
+
+    def _queries_and_keys(self) -> tuple[Tensor, Tensor]:
+        """Return queries [B, S, H, D] and keys [B, S, D] as the family computes them."""
+        module, hidden = self._module, self._given["hidden_states"]
+        rotate = inspect.unwrap(type(module).forward).__globals__[_ROTARY]
+        shape = (*hidden.shape[:2], -1, module.head_dim)
+        q, k = module.q_norm(module.q_proj(hidden).view(shape)), module.k_norm(module.k_proj(hidden).view(shape))
+        angles = (x[..., : module.head_dim] for x in self._given["position_embeddings"])
+        q, k = rotate(q, k, *angles, unsqueeze_dim=2)
+        return q, k.squeeze(2)
+
+
+def block_indexers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the indexers of a model that select blocks of keys."""
+    return (each for each in text_modules(model) if _owner(type(each)) is not None)
+
+
+def problems_of_block_indexers(pretrained: PreTrainedModel) -> list[str]:
+    """Return why a model's indexers of blocks cannot run on a ring: by their code, or their heads."""
+    reasons = {}
+    for module in block_indexers(pretrained):
+        name, groups = type(module).__name__, module.num_heads
+        kv_heads: Any = module.config.num_key_value_heads
+        if missing := _missing(type(module)):
+            reasons[name] = (
+                f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
+                "use one of these"
+            )
+        elif kv_heads % groups:
+            reasons[name] = (
+                f"its {name} has index_n_heads={groups}, which do not divide its "
+                f"num_key_value_heads={kv_heads} into groups; set one for each, or fewer"
+            )
+    return list(reasons.values())
+
+
+def use_block_indexers(pretrained: PreTrainedModel) -> None:
+    """Let the indexers of a model select among the blocks of all ranks, on shards; once and for all its forwards."""
+    for module in block_indexers(pretrained):
+        owner: Any = _owner(type(module))
+        if not _missing(type(module)) and not hasattr(owner.forward, _MARK):
+            around: Callable[..., Any] = torch.compiler.disable(_take_over)  # type: ignore[no-untyped-call]
+            setattr(wrap(owner, "forward", around), _MARK, True)
+
+
+def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of an indexer's `forward`. Return a `BlockChoice` for attention of the ring."""
+    if module.config._attn_implementation != ATTN_IMPLEMENTATION:
+        return original(module, *args, **kwargs)
+    own = partial(original, module)
+    return BlockChoice(own, module, dict.fromkeys(inspect.signature(own).parameters) | by_name(own, args, kwargs))
+
+
+def _owner(kind: type) -> type | None:
+    """Return the class of a known name among a class and its bases that has the `forward`; None if none is known."""
+    if not any(each.__name__ in KINDS for each in kind.__mro__):
+        return None
+    return next(each for each in kind.__mro__ if "forward" in vars(each))
+
+
+def _missing(kind: type) -> list[str]:
+    """Return what the code of a class does not use, though others of its name do."""
+    function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    return [name for name in _USED if name not in function.__code__.co_names]

@@ -1,0 +1,171 @@
+"""Blocks of keys selected by their best key, for each group of heads, as by the indexer of MiniMax M3.
+
+    starts = sparse.select_blocks(index_q, index_k, 128, 16, cp)        where the selected blocks of each query start
+    out = burst_attention(q, k, v, cp, selection=sparse.keys_of_blocks(starts, 128, length))
+
+    blocks of 3, of documents a ... e and f ... i:    a b c | d e | f g h | i
+    the same on two ranks, zigzag:                    a b           h i           rank 0
+                                                          c   d e   f g           rank 1
+
+Blocks begin anew with every document, and after padding. A query's score on a block is the maximum of its scores on
+the keys of the block that the mask allows; it is found however a block is cut into parts, since the parts of a
+block are selected as if they were blocks, and only the best part of each stays (`best_keys`, `repeats`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import whole_number
+from burst_plugin.context import ContextParallel
+from burst_plugin.ring.graph_breaks import between_graphs
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.sequence.layout import Tokens, positions
+from burst_plugin.sequence.masks import Causal, Mask, document_starts
+from burst_plugin.sparse.best_keys import BestKeys
+from burst_plugin.sparse.selection import Indexed, RankSelection, SelectionCall, SelectionOptions, selected
+from burst_plugin.sparse.tiled_masks import ChunkMask
+from burst_plugin.virtual import VirtualRing
+
+
+@between_graphs
+def select_blocks(
+    index_q: Tensor,
+    index_k: Tensor,
+    block: int,
+    top_k: int,
+    cp: ContextParallel | VirtualRing,
+    *,
+    forced: int = 1,
+    mask: Mask = Causal(),
+    tokens: Tokens | None = None,
+    tag: object = None,
+) -> Tensor:
+    """Return the blocks of highest score for each query of this rank and each head of an indexer; collective.
+
+    The score of query t on a block is the maximum of `index_q[t, h] . index_k[s]` over the keys s of the block that
+    the mask allows, in float32, or in float64 for float64. Of equal scores the block that starts at the lower
+    position comes first. So the result is the same, to the bit, on any number of ranks and in any layout.
+
+    Args:
+        index_q: [B, S_local, H, D], floating point; each head selects by itself, for a group of key/value heads.
+        index_k: [B, S_local, D], of the same tokens and type.
+        block: how many keys a block has, 1 or more; the last one of a document may have fewer.
+        top_k: how many blocks a query selects, 1 or more.
+        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, as what is returned.
+        forced: so many blocks of a query's document, back from its own, come before all others.
+        mask: which keys a query may select, none of them later than the query; without a prefix tree.
+        tokens: the sequence that rows are taken from, as for `burst_attention`.
+        tag: a name for this call that is the same on every rank.
+
+    Returns:
+        Positions in the whole sequence at which blocks start, int32 [B, H, S_local, min(top_k, blocks of S)], the
+        highest score first; -1 in the places of a query that may select fewer blocks. Without gradient.
+
+    Raises:
+        ValueError: on every rank, before data moves, for shapes, types or options that do not fit, here or between
+            ranks.
+    """
+    asked = SelectionOptions(BlockSelection, top_k, mask, tokens, 1.0, block, forced)
+    found = selected(Indexed(index_q, index_k), asked, cp, tag)
+    return found.transpose(1, 2)
+
+
+def keys_of_blocks(starts: Tensor, block: int, length: int) -> Tensor:
+    """Return the positions of the keys of blocks that start at `starts` [..., n], int32 [..., n * block].
+
+    -1 where a start is, and beyond the `length` of the sequence. Keys that follow a document's last block are of the
+    next document, which masks leave out.
+    """
+    inside = torch.arange(block, dtype=torch.int32, device=starts.device)
+    keys = starts.unsqueeze(-1) + inside
+    return keys.masked_fill_((starts.unsqueeze(-1) < 0) | (keys >= length), -1).flatten(-2)
+
+
+class BlockStarts:
+    """Where blocks of `size` keys start in a batch row with the padding and the documents of a mask."""
+
+    def __init__(self, mask: Mask, size: int, device: torch.device) -> None:
+        self._size = size
+        self._documents = torch.tensor(sorted({0} | document_starts(mask)), device=device)
+
+    def documents(self, places: Tensor) -> Tensor:
+        """Return where the documents of tokens at `places` start, int64, of the same shape."""
+        return self._documents[torch.searchsorted(self._documents, places, right=True) - 1]
+
+    def blocks(self, places: Tensor) -> Tensor:
+        """Return where the blocks of tokens at `places` start, int64, of the same shape."""
+        return places - (places - self.documents(places)) % self._size
+
+
+class BlockSelection(RankSelection):
+    """One rank's part: its queries select among blocks, of which it gets a part at a time."""
+
+    what: ClassVar[str] = "selection of blocks of keys"
+    units: ClassVar[str] = "blocks"
+
+    @staticmethod
+    def check(asked: SelectionOptions, mask: Mask) -> None:
+        """Raise ValueError for numbers that are not valid, and masks by which blocks are not known."""
+        whole_number("block={}", asked.block, "give how many keys a block has, 1 or more", 1)
+        whole_number("forced={}", asked.forced, "give how many blocks are selected in any case, 0 or more", 0)
+        if mask.trees:
+            raise ValueError(
+                "blocks of keys are not supported with a prefix tree, whose tokens have several places; leave it out"
+            )
+        if mask.looks_ahead:
+            raise ValueError("blocks of keys are selected among earlier tokens alone; give Causal() & the mask")
+
+    def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
+        super().__init__(state, selection, given)
+        asked, device = selection.asked, given.q.device
+        self._size, self._forced = asked.block, asked.forced
+        mask, self._starts = selection.mask, list[BlockStarts]()
+        for row in range(given.q.shape[0] if mask.rows else 1):
+            self._starts.append(BlockStarts(mask.of_row(row), self._size, device))
+        self._places = positions(selection.blocks.shards[state.rank], device)
+
+    @property
+    def queries(self) -> torch.Size:
+        """Return the shape of what selects by itself: queries by heads [B, S_local, H]."""
+        return self.given.q.shape[:3]
+
+    def places(self, repeats: bool = True) -> BestKeys:
+        """Return places for what each query and head selects, of blocks that come in parts."""
+        return super().places(repeats)
+
+    def score_chunk(
+        self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
+    ) -> None:
+        """Select for some queries of a batch row among the parts of blocks that an owner has; see `RankSelection`."""
+        scores_of = self.tiles.of_heads(self.given.q[row, rows].detach())
+        keys, places = (mask.packed(x) for x in block)
+        (_, held, heads), starts = self.queries, self._starts[row % len(self._starts)]
+        into = slice((row * held + rows.start) * heads, (row * held + rows.stop) * heads)
+        for start in range(0, mask.columns, self.tiles.keys):
+            stop = min(mask.columns, start + self.tiles.keys)
+            scores = scores_of(keys[start:stop])
+            allowed = mask.allowed(start, stop, scores.device)
+            if allowed is not None:
+                scores.masked_fill_(~allowed.unsqueeze(1), -torch.inf)
+            found, maxima = self.maxima(scores, starts.blocks(places[start:stop]))
+            may = maxima > -torch.inf
+            maxima.masked_fill_(may & self._is_forced(starts, rows, found).unsqueeze(1), torch.inf)
+            best.add(into, maxima.flatten(0, 1), found, may.flatten(0, 1))
+
+    @staticmethod
+    def maxima(scores: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return blocks by their starts, [blocks], and the maximum of scores [queries, H, keys] on each."""
+        found, number = torch.unique(starts, return_inverse=True)
+        none = scores.new_full((*scores.shape[:2], len(found)), -torch.inf)
+        return found, none.scatter_reduce_(2, number.expand_as(scores), scores, "amax")
+
+    def _is_forced(self, starts: BlockStarts, rows: slice, found: Tensor) -> Tensor:
+        """Return which blocks are a query's own one, or one of those before it, bool [queries, blocks]."""
+        queries = self._places[rows].unsqueeze(1)
+        own = starts.blocks(queries)
+        back = own - found
+        return (back >= 0) & (back < self._forced * self._size) & (found >= starts.documents(queries))
