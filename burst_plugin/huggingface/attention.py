@@ -312,6 +312,8 @@ def _whole(
     softcap, sink, selected = options.get("softcap"), options.get("s_aux"), options.get("indices")
     plain, choice = softcap is None and sink is None, options.get("block_indices")
     if isinstance(attention_mask, MaskRecipe):
+        if choice is not None:
+            _check_blocks(module, choice, attention_mask)
         attention_mask = attention_mask.tensor(always=not (plain and selected is None and choice is None))
     if choice is not None:
         keeps = choice.on_whole_batch(tensors[0].shape[2], tensors[1].shape[2])
@@ -328,6 +330,18 @@ def _whole(
         out: Tensor = sdpa_attention_forward(module, *tensors, attention_mask, **given)[0]
         return out
     return _written_out(tensors, attention_mask, options)
+
+
+def _check_blocks(module: torch.nn.Module, choice: Any, recipe: MaskRecipe) -> None:
+    """Raise ValueError where the blocks of a whole batch cannot be had of the layer's indexer."""
+    name = type(module).__name__
+    if not isinstance(choice, BlockChoice):
+        raise ValueError(f"{name} passes block_indices: call burst_plugin.huggingface.prepare(model) first")
+    if recipe.keeps_documents_apart:
+        raise ValueError(
+            f"{name} got packed documents as a whole batch, where its indexer takes positions for places in the row; "
+            "give what burst_plugin.shard_batch(batch, cp) returns, or a row for each document"
+        )
 
 
 def _written_out(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -237,6 +237,32 @@ def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
         found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
         expected = eager(**batch, use_cache=False).logits
         torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=2e-5, msg=name)
+
+
+def test_blocks_on_a_ring_of_one_rank_are_those_of_each_text_alone() -> None:
+    eager = build(FAMILIES["minimax_m3_vl_text"]).eval()
+    ring = prepare(copy.deepcopy(eager))
+    for kind in ("packed", "padded"):
+        batch = {name: x for name, x in BATCHES[kind].items() if name != "labels"}
+        found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
+        for row, begin, text in _texts(BATCHES[kind], True):
+            expected = eager(text["input_ids"], use_cache=False).logits
+            torch.testing.assert_close(
+                found[row : row + 1, begin : begin + expected.shape[1]], expected, rtol=2e-5, atol=2e-5
+            )
+    batch = {name: x for name, x in BATCHES["packed"].items() if name != "labels"}
+    with pytest.raises(ValueError, match="takes positions for places in the row; give what"):
+        ring(**batch, use_cache=False)
+    layer = next(block_indexers(ring))
+    layer.forward = partial(type(layer).forward.__wrapped__, layer)  # as of a model that has not been prepared
+    with pytest.raises(ValueError, match="passes block_indices: call burst_plugin"):
+        ring(batch["input_ids"], use_cache=False)
+
+
+def test_heads_of_an_indexer_that_are_no_groups_are_refused() -> None:
+    config = copy.deepcopy(FAMILIES["minimax_m3_vl_text"])
+    config.index_n_heads = 4
+    assert "index_n_heads=4, which do not divide its num_key_value_heads=2" in "; ".join(problems(build(config)))
 
 
 @pytest.mark.parametrize("name", [name for name in BY_DEFAULT if name in transformers.CONFIG_MAPPING])
