@@ -43,7 +43,7 @@ _LATENT = {
 _SHARED = {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3}
 _MILD = {**_SHARED, "initializer_range": 0.06}  # with more, gradients of one rank round by 1e-4
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# Blocks of 3 keys: no shard and no document is a whole number of them.
+# Blocks of 4 keys: documents, shards and what pads rows are no whole number of them.
 _BLOCKS = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -60,7 +60,7 @@ _BLOCKS = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "index_n_heads": 2,
     "index_head_dim": 16,
-    "index_block_size": 3,
+    "index_block_size": 4,
     "index_topk_blocks": 3,
     "max_position_embeddings": 256,
     "initializer_range": 0.15,
