@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import SHARD_KEY
+from burst_plugin.batch import MEDIA, SHARD_KEY
 from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.cached_media import FEATURES, features_of_rank, marked_turn
+from burst_plugin.huggingface.image_groups import group_rule
 from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.positions import problem_with_cache
 from burst_plugin.huggingface.recurrent import begin_turn, end_turn, is_recurrent_alone, mixers
@@ -27,7 +29,8 @@ from burst_plugin.huggingface.ring_cache import CACHES, RingCache, ring_cache_of
 from burst_plugin.inference import Turn
 from burst_plugin.inference.columns import Columns
 
-_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")  # tensors [B, n, ...] that are cut
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_TOKENS = ("input_ids", "inputs_embeds", *_TYPES)  # tensors [B, n, ...] that are cut
 _KNOWN = (*_TOKENS, "attention_mask", "position_ids")
 _SLIDING = "sliding_attention"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
@@ -59,6 +62,8 @@ class _NewTokens(NamedTuple):
         if problem:
             raise ValueError(f"{type(model).__name__} with a RingCache: {problem}")
         tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        # Gemma 3 has types of the whole text.
+        given = {name: x[:, -tokens.shape[1] :] if name in _TYPES else x for name, x in given.items()}
         mask = given.get("attention_mask")
         if mask is None and len(cache.seen) and is_recurrent_alone(model):  # which generate leaves out
             mask = torch.nn.functional.pad(cache.seen, (0, tokens.shape[1]), value=True)
@@ -77,16 +82,31 @@ class _NewTokens(NamedTuple):
         real = x[self.real.to(x.device)]
         return real.view(_BITS[x.element_size()]) if x.is_floating_point() else real
 
-    def cut(self, turn: Turn | Columns, has_positions: bool) -> dict[str, Any]:
+    def types(self, model: PreTrainedModel) -> Tensor | None:
+        """Return the types of all new tokens, [B, n], by which a model makes groups of them."""
+        rule = group_rule(model)
+        return None if rule is None else self.given.get(rule.name)
+
+    def cut(self, model: PreTrainedModel, turn: Turn | Columns) -> dict[str, Any]:
         """Return the arguments with this rank's tokens alone, and their positions."""
         cut = {name: x for name, x in self.given.items() if name not in ("attention_mask", "position_ids")}
         order = None if bool(self.real.all()) else (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
-        for name in cut.keys() & set(_TOKENS):
-            x: Tensor = cut[name]
+
+        def take(x: Tensor) -> Tensor:
             rows = x if order is None else torch.stack([row[at] for row, at in zip(x, order, strict=True)])
-            cut[name] = turn.take(rows)
-            if has_positions:
-                cut["position_ids"] = turn.positions.to(x.device)
+            return turn.take(rows)
+
+        if cut.get(FEATURES):
+            cut[FEATURES] = features_of_rank(model, cut, take)
+        for name in cut.keys() & set(_TOKENS):
+            cut[name] = take(cut[name])
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            tokens = cut["input_ids"] if "input_ids" in cut else cut["inputs_embeds"]
+            positions = self.given.get("position_ids")
+            if positions is not None and positions.dim() == 3:
+                cut["position_ids"] = torch.stack([take(axis.expand(self.real.shape)) for axis in positions])
+            else:
+                cut["position_ids"] = turn.positions.to(tokens.device)
         return cut
 
 
@@ -112,6 +132,16 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
         return "return_dict=False is not supported; leave it out"
     if not any(name in given for name in ("input_ids", "inputs_embeds")):
         return "got neither input_ids nor inputs_embeds"
+    media = sorted(name for name in given if name.startswith(MEDIA) and given[name] is not None)
+    if media:
+        return (
+            f"got {', '.join(media)}, but ranks have a part of the tokens each: give images to generate, which "
+            f"encodes them before, or a forward the features of all of them ({FEATURES})"
+        )
+    if given.get(FEATURES) and hasattr(model.base_model, "compute_3d_position_ids"):
+        positions = given.get("position_ids")
+        if positions is None or positions.dim() != 3:
+            return "got features of images without their position_ids in three axes; give these, as generate does"
     strange = sorted(name for name, x in given.items() if isinstance(x, Tensor) and name not in _KNOWN)
     if strange:
         return f"does not know how to cut {', '.join(strange)}; leave it out"
@@ -170,7 +200,9 @@ def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> No
         return
     starts = seen.sum(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.int64, device="cpu")
     expected = starts + real.cumsum(1) - 1
-    got = positions.cpu()
+    if positions.dim() == 3 and len(positions) != 4:  # in three axes alone, in which images stand still
+        return
+    got = positions[0].cpu() if positions.dim() == 3 else positions.cpu()
     if got.dim() != 2 or got.shape[1] != expected.shape[1] or bool(((got != expected) & real).any()):
         raise ValueError(
             f"position_ids {shown(got.flatten()[:8].tolist())}... do not count the tokens of each row from "
@@ -204,8 +236,8 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
                 "before generate"
             ) from error
         raise
-    parameters = inspect.signature(model.forward).parameters
-    local = _named(tokens.cut(turn, "position_ids" in parameters), cache, parameters)
+    cache.mark(marked_turn(model, tokens.types(model), tokens.real, turn), group_rule(model))
+    local = _named(tokens.cut(model, turn), cache, inspect.signature(model.forward).parameters)
     return (), begin_turn(model, cache, local)
 
 

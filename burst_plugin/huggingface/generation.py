@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
+from burst_plugin.batch import MEDIA
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import by_name, wrap
@@ -105,6 +107,7 @@ def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any])
         if problem:
             raise ValueError(f"{type(model).__name__}.generate with a RingCache: {problem}")
         compared = {"generation": mode.value, "config": config.to_json_string(use_diff=True)}
+        compared |= {name: _digest(x) for name, x in given.items() if name.startswith(MEDIA) and x is not None}
         if _MODES[mode] and config.do_sample:
             compared["random numbers (torch.manual_seed(n) on every rank)"] = _random_state(model.device)
         return compared
@@ -140,4 +143,16 @@ def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: Generation
 def _random_state(device: torch.device) -> str:
     """Return a digest of the state from which a rank draws."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return blake2b(bytes(state.tolist()), digest_size=8).hexdigest()
+    return _digest(state)
+
+
+def _digest(x: Any) -> str:
+    """Return a digest of the tensors in an argument, by which ranks compare images."""
+    found = blake2b(digest_size=8)
+    for leaf in tree_leaves(x):
+        is_tensor = isinstance(leaf, Tensor)
+        text = f"{leaf.dtype} {list(leaf.shape)}" if is_tensor else repr(leaf)
+        found.update(text.encode())
+        if is_tensor:
+            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -50,6 +50,19 @@ MAKES_MASKS = ("paligemma",)
 """Kinds of models that make all masks themselves, causal ones, whatever their language models are configured for."""
 
 
+class MarkedTurn(NamedTuple):
+    """The types of new tokens that come to a cache, as those of a batch are in its `SequenceShard`.
+
+    token_types: by the name of the entry, for each row its runs of one type, in positions of the whole row.
+    positions: of this rank's tokens in their rows, [B, n], int64 on the CPU.
+    length: of the longest row.
+    """
+
+    token_types: Mapping[str, tuple[TypeRuns, ...]]
+    positions: Tensor
+    length: int
+
+
 def group_rule(model: torch.nn.Module) -> GroupRule | None:
     """Return the rule by which a model of transformers groups tokens; None if it is not known to have one."""
     config: Any = getattr(model, "config", None)
@@ -73,7 +86,7 @@ def _mask_of_types(rule: GroupRule, types: Mapping[str, tuple[TypeRuns, ...]]) -
     return _mask(rows, rule, None) if any(_spans(row, rule) for row in rows) else Causal()
 
 
-def group_mask(shard: SequenceShard, rule: GroupRule, left: int | None = None) -> Mask | None:
+def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | None = None) -> Mask | None:
     """Return the mask of a whole batch in which tokens attend to those before them and to their group.
 
     left: how many tokens before it a token attends to besides its group; None is no bound.
@@ -84,18 +97,22 @@ def group_mask(shard: SequenceShard, rule: GroupRule, left: int | None = None) -
     return _mask(rows, rule, left) if any(_spans(row, rule) for row in rows) else None
 
 
-def groups_agree(shard: SequenceShard, rule: GroupRule, blocks: Tensor) -> bool:
+def groups_agree(shard: SequenceShard | MarkedTurn, rule: GroupRule, blocks: Tensor) -> bool:
     """Return whether a model has put the tokens of this rank into groups that `rule` does: `blocks`, -1 for none.
 
     blocks: [B, S_local], numbers that mean something only among tokens of one rank; it is waited for.
     """
     rows = shard.token_types[rule.name]
-    grouped = torch.full((len(rows), shard.tokens.length), 0 in rule.types, dtype=torch.bool, device="cpu")
+    length = shard.length if isinstance(shard, MarkedTurn) else shard.tokens.length
+    grouped = torch.full((len(rows), length), 0 in rule.types, dtype=torch.bool, device="cpu")
     for row, runs in zip(grouped, rows, strict=True):
         row[: shard.length] = False
         for start, stop in _spans(runs, rule):
             row[start:stop] = True
-    local = shard.cp.shard(grouped, 1, shard.tokens)
+    if isinstance(shard, MarkedTurn):
+        local = grouped.gather(1, shard.positions)
+    else:
+        local = shard.cp.shard(grouped, 1, shard.tokens)
     theirs = blocks.cpu()
     numbers = theirs[theirs >= 0]
     return torch.equal(local, theirs >= 0) and not (rule.is_one and bool((numbers != 0).any()))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.batch import SHARD_KEY, SequenceShard
-from burst_plugin.huggingface.image_groups import GroupRule, group_mask, group_rule, groups_agree
+from burst_plugin.huggingface.image_groups import GroupRule, MarkedTurn, group_mask, group_rule, groups_agree
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
 
@@ -135,14 +135,24 @@ class MaskRecipe:
     shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
         hand on the mask, also in recomputation, so that attention finds the shard here.
     rule: how the model of that forward groups tokens that attend to each other both ways.
+    turn: the types of new tokens, in a forward with a cache.
     """
 
     ndim = 4
     __iter__ = None  # otherwise `__getitem__` would make it iterable
 
-    def __init__(self, *, shard: SequenceShard | None = None, rule: GroupRule | None = None, **asked: Any) -> None:
+    def __init__(
+        self,
+        *,
+        shard: SequenceShard | None = None,
+        rule: GroupRule | None = None,
+        turn: MarkedTurn | None = None,
+        **asked: Any,
+    ) -> None:
         self.shard = shard
         self._group_rule = rule
+        self._turn = turn
+        self._marked = turn or shard
         self._asked = asked
         self._batch_is_known = not torch.compiler.is_compiling()
         self._made: dict[bool, Tensor | None] = {}
@@ -184,7 +194,7 @@ class MaskRecipe:
 
         within = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
         asked = {**self._asked, "mask_function": within, "local_size": window}
-        return MaskRecipe(shard=self.shard, rule=self._group_rule, **asked)
+        return MaskRecipe(shard=self.shard, rule=self._group_rule, turn=self._turn, **asked)
 
     def tensor(self, *, always: bool) -> Tensor | None:
         """Return the mask [B, 1, S_q, S_k], True where a query may attend; None for a causal one unless `always`."""
@@ -222,7 +232,7 @@ class MaskRecipe:
 
         A rank may have no token of any group where another one has.
         """
-        found, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self.shard
+        found, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self._marked
         if not self._has_groups or len(found) != 1:
             return None
         assert rule is not None
@@ -233,7 +243,7 @@ class MaskRecipe:
     @cached_property
     def _has_groups(self) -> bool:
         """Return whether the model has groups of tokens, and the batch marks; other ranks may have all of them."""
-        shard, rule = self.shard, self._group_rule
+        shard, rule = self._marked, self._group_rule
         is_marked = shard is not None and rule is not None and rule.name in shard.token_types
         return is_marked and any(True for _ in _groups(self._asked["mask_function"]))
 
@@ -262,10 +272,10 @@ class MaskRecipe:
         """Return the mask of a layer in one sequence, apart from padding, documents and chunks."""
         causal, window, groups = _CAUSAL in self._rules, self.window, self._groups
         if groups is not None:
-            assert self.shard is not None
+            assert self._marked is not None
             assert self._group_rule is not None
             left = None if window is None or not groups.is_windowed else window - 1
-            spans = group_mask(self.shard, self._group_rule, left)
+            spans = group_mask(self._marked, self._group_rule, left)
             if spans is not None:
                 return spans if window is None or left is not None else spans & SlidingWindow(window - 1, None)
         if window is None:
@@ -283,7 +293,8 @@ def mask_recipe(**asked: Any) -> Any:
         return MaskRecipe(**asked)
     rules = (group_rule(forward.model) for forward in reversed(_FORWARDS.get()))
     rule = next((rule for rule in rules if rule is not None), None)
-    recipe = MaskRecipe(shard=shard_of_forward(), rule=rule, **asked)
+    cache = cache_of_forward()
+    recipe = MaskRecipe(shard=shard_of_forward(), rule=rule, turn=None if cache is None else cache.marked, **asked)
     _tell_of_documents(recipe)
     return recipe
 

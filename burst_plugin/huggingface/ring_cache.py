@@ -11,12 +11,14 @@ from transformers.cache_utils import Cache
 
 from burst_plugin.batch import SequenceShard
 from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.image_groups import GroupRule, MarkedTurn
 from burst_plugin.huggingface.recurrent.states import XLSTM, LayerStates
 from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.columns import Columns
 from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.masks import Mask, SlidingWindow
+from burst_plugin.sequence.mask import Both
+from burst_plugin.sequence.masks import BidirectionalSpans, Mask, PerRow, SlidingWindow
 
 OWN_NAME = "cache_params"  # of Mamba's argument in earlier releases, in which `generate` hands on all tokens so far
 CACHES = ("cache", "past_key_values", OWN_NAME)  # the argument, by release
@@ -69,6 +71,9 @@ class RingCache(Cache):
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
         self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
+        self.marked: MarkedTurn | None = None  # types of the turn's tokens, by which masks are made
+        self._in_groups: frozenset[int] = frozenset()  # rows that end in a group, the rest of which must not follow
+        self._ending_in_groups = self._in_groups  # after the turn
         self.longest = 0  # position in the forward in progress, of any rank
         self.gets_all_tokens = False  # whether `generate` may hand on tokens that it has
         self.in_forward = False  # whether a forward began and has not ended well
@@ -159,6 +164,27 @@ class RingCache(Cache):
         self.shard = SequenceShard(columns.cp, columns.total, columns.tokens, columns.mask, real=real)
         return columns
 
+    def mark(self, marked: MarkedTurn | None, rule: GroupRule | None) -> None:
+        """Note the types of the turn's tokens, by which groups attend to each other both ways.
+
+        Raises ValueError for a group of tokens in two turns, of which the first have attended without the others.
+        """
+        before, self.marked = self._in_groups, marked
+        found = [] if marked is None or rule is None else marked.token_types[rule.name]
+        assert self._turn is not None
+        begin, end = set[int](), set[int]()
+        for row, runs in enumerate(found):
+            groups = [(start, stop) for start, stop, kind in runs if rule is not None and kind in rule.types]
+            is_one = rule is not None and rule.is_one and bool(groups)
+            begin |= {row} if is_one or (groups and groups[0][0] == self._turn.starts[row]) else set()
+            end |= {row} if is_one or (groups and groups[-1][1] == self._turn.stops[row]) else set()
+        if before & begin:
+            raise ValueError(
+                "tokens of an image, which attend to each other both ways, came in two turns: give all tokens of an "
+                "image at once, and leave prefill_chunk_size out"
+            )
+        self._ending_in_groups = frozenset(end) if rule is None or not rule.is_one else before | end
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -191,7 +217,7 @@ class RingCache(Cache):
         layer, self._layer = self._layer, None
         if layer not in self._windows:
             raise ValueError(f"{name} of layer {layer} attends, but its config has no attention in that layer")
-        window, left = self._windows[layer], mask.left if isinstance(mask, SlidingWindow) else None
+        window, left = self._windows[layer], _reach(mask)
         if window is not None and (left is None or left > window):
             raise ValueError(
                 f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
@@ -264,6 +290,7 @@ class RingCache(Cache):
     def end_turn(self) -> bool:
         """End the turn of a forward, and return whether all is there. One that failed leaves nothing."""
         turn, new, self._turn, self._new, self._layer, self.shard = self._turn, self._new, None, None, None, None
+        self.marked = None
         if self.states is not None:
             self.states.end()
         if self._kv is None or turn is None or new is None:
@@ -273,7 +300,7 @@ class RingCache(Cache):
         if self.in_forward:
             self._undo(turn)
         else:
-            self._seen = torch.cat([self._seen, new], 1)
+            self._seen, self._in_groups = torch.cat([self._seen, new], 1), self._ending_in_groups
         return self._is_whole and not self.in_forward
 
     # ---------------------------------------------------------------------------------------------- between forwards
@@ -321,6 +348,7 @@ class RingCache(Cache):
         copy = RingCache(self.cp, **self._options)
         if self._kv is not None:
             copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
+            copy._in_groups = self._in_groups
             copy._set_states(None if self.states is None else self.states.fork())
         return copy
 
@@ -338,6 +366,7 @@ class RingCache(Cache):
         if self._kv is None or list(rows) == list(range(len(self.lengths))):
             return
         self._sent = self.bytes_sent
+        self._in_groups = frozenset(number for number, row in enumerate(rows) if row in self._in_groups)
         self._kv, self._seen = self._kv.fork(rows), self._seen[torch.tensor(rows, device="cpu")]
         if self.states is not None:
             self.states.select(rows)
@@ -346,6 +375,22 @@ class RingCache(Cache):
         """Have these states, which transformers finds in `layers`."""
         self.states = states
         self.layers = [] if states is None else states.layers
+
+
+def _reach(mask: Mask) -> int | None:
+    """Return how many tokens before itself a token attends to at most; None if that is not known."""
+    if isinstance(mask, SlidingWindow):
+        return mask.left
+    if isinstance(mask, Both):
+        reaches = [reach for part in (mask.one, mask.other) if (reach := _reach(part)) is not None]
+        return min(reaches, default=None)
+    if isinstance(mask, PerRow):
+        reaches = [reach for part in mask.masks if (reach := _reach(part)) is not None]
+        return max(reaches) if len(reaches) == len(mask.masks) else None
+    if isinstance(mask, BidirectionalSpans) and mask.left is not None and mask.spans:
+        ends = mask.spans if mask.groups is None else ((mask.spans[0][0], mask.spans[-1][1]),)
+        return max(mask.left, *(stop - start - 1 for start, stop in ends))
+    return None
 
 
 def ring_cache_of(values: Iterable[Any]) -> RingCache | None:

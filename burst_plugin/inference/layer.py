@@ -67,8 +67,10 @@ class LayerCache:
         return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
 
     def masked(self, mask: Mask) -> Mask:
-        """Return what tokens attend to: `mask`, within the window."""
-        return mask if self.left is None else mask & SlidingWindow(self.left)
+        """Return what tokens attend to: `mask`, within the window, which bounds what comes before a token."""
+        if self.left is None:
+            return mask
+        return mask & SlidingWindow(self.left, None if mask.looks_ahead else 0)
 
     def check_reach(self, layer: int, mask: Mask, turn: Turn) -> None:
         """Raise ValueError if `mask`, within the window, lets new tokens attend to keys that have been dropped.

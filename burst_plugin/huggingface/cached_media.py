@@ -1,0 +1,68 @@
+"""Images in a forward with a `RingCache`: features of this rank's tokens, and groups of tokens in whole rows.
+
+`generate` encodes images before the first forward, on every rank all of them; each rank keeps the rows of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.huggingface.image_groups import MarkedTurn, group_mask, group_rule
+from burst_plugin.huggingface.media.families import modalities_of, token_of
+from burst_plugin.huggingface.media.features import OutputRows
+from burst_plugin.inference import Turn
+from burst_plugin.inference.columns import Columns
+from burst_plugin.sequence.batch_masks import type_runs
+
+FEATURES = "mm_encoder_outputs"  # the argument of a forward
+
+
+def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Callable[[Tensor], Tensor]) -> Any:
+    """Return features of images and videos with the rows of this rank's tokens.
+
+    take: returns what this rank has of a tensor [B, n] of all new tokens.
+
+    Raises ValueError for features that are not as many as their tokens.
+    """
+    features, ids, found = given[FEATURES], given.get("input_ids"), {}
+    for modality, out in features.items():
+        module = next((each for each in model.modules() if modality in modalities_of(each)), None)
+        if out is None or module is None:
+            continue
+        if ids is None:
+            raise ValueError("a RingCache finds the places of images by input_ids; give these, not inputs_embeds")
+        placeholders = ids == token_of(module, modality)
+        rows = OutputRows.of(out)
+        x = torch.cat(rows.tensors, 1)
+        if len(x) != int(placeholders.sum()):
+            raise ValueError(
+                f"the prompt has {int(placeholders.sum())} tokens of {modality}s, but {type(module).__name__} makes "
+                f"{len(x)} features of the {modality}s; give what its processor returns for this prompt"
+            )
+        numbers = (placeholders.flatten().cumsum(0) - 1).view(ids.shape)
+        found[modality] = rows.put(x[take(numbers)[take(placeholders)].to(x.device)])
+    return {**features, **found}
+
+
+def marked_turn(
+    model: PreTrainedModel, types: Tensor | None, real: Tensor, turn: Turn | Columns
+) -> MarkedTurn | None:
+    """Return what makes groups of a turn's tokens; None for a model, or tokens, without.
+
+    types: of all new tokens, [B, n]. real: which of them are no padding.
+    """
+    rule = group_rule(model)
+    if rule is None or types is None:
+        return None
+    inner = turn.turn if isinstance(turn, Columns) else turn
+    rows = []
+    for row, kept, start in zip(types.cpu(), real, inner.starts, strict=True):
+        (runs,) = type_runs(row[kept].unsqueeze(0))
+        rows.append(tuple((first + start, stop + start, kind) for first, stop, kind in runs))
+    marked = MarkedTurn({rule.name: tuple(rows)}, turn.positions, max(inner.stops))
+    return None if group_mask(marked, rule) is None else marked
