@@ -120,8 +120,8 @@ def burst_attention(
         tag: a name for this call that is the same on every rank: the number of the layer, say, or several such things
             in a tuple. Ranks compare it, and on CPUs messages carry it, so that a rank that skipped a call, or made
             one twice, is found there and then. See also `ContextParallel.step`.
-        return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, without
-            gradient, with the sink.
+        return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, with
+            the sink; differentiable, but in float16.
         return_max_logits: also return, last, the largest score of every query head [Hq] among those that this rank
             worked on, for qk-clip (arXiv 2507.20534): the maximum over ranks is that of the sequence. It takes a
             second multiplication of queries by keys.

@@ -3,7 +3,7 @@
 To check on a laptop what a cluster will compute:
 
     ring = burst_plugin.VirtualRing(burst_plugin.Topology(nodes=2, ranks_per_node=4))
-    out, lse = ring.attention(q, k, v)        # whole sequences; out is differentiable, lse not
+    out, lse = ring.attention(q, k, v)        # whole sequences; both are differentiable
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class VirtualRing:
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
-        As `burst_attention`: lse has no gradient. Extras are its `sink`, whose gradient is the sum over ranks, and
+        As `burst_attention`. Extras are its `sink`, whose gradient is the sum over ranks, and
         its `bias` and `selection`, here of all queries. `tokens` are needed only to cut every document by itself.
         """
         if torch.compiler.is_compiling():
@@ -232,19 +232,22 @@ class VirtualRingAttention(torch.autograd.Function):
             ctx.save_for_backward(
                 *(x for _, saved in results for x in (*cut_loose(saved.given), saved.out, saved.lse))
             )
-        ctx.plans, ctx.call = plans, call
-        ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
+        ctx.plans, ctx.call, ctx.shapes = plans, call, [outputs.out.shape for outputs, _ in results]
+        ctx.mark_non_differentiable(*(outputs.max_logits for outputs, _ in results if outputs.max_logits is not None))
+        ctx.set_materialize_grads(False)
         return tuple(x for outputs, _ in results for x in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         plans, call, programs = ctx.plans, ctx.call, []
-        douts = [of_rank[0] for of_rank in by_rank(grad_outputs, len(plans))]
+        upstream = by_rank(grad_outputs, len(plans))
         saved = [Saved(Inputs(*of_rank[:-2]), *of_rank[-2:]) for of_rank in by_rank(ctx.saved_tensors, len(plans))]
         wanted = ctx.needs_input_grad[2:]
-        for plan, dout, kept, wants in zip(plans, douts, saved, by_rank(wanted, len(plans)), strict=True):
-            programs.append(backward_program(plan, call, dout, kept, Wanted.of(wants)))
+        for n, wants in enumerate(by_rank(wanted, len(plans))):
+            dout, dlse, _ = upstream[n]
+            dout = saved[n].given.q.new_zeros(ctx.shapes[n]) if dout is None else dout
+            programs.append(backward_program(plans[n], call, (dout, dlse), saved[n], Wanted.of(wants)))
         with ExitStack() as passes:
             for plan in plans:
                 passes.enter_context(plan.rank_state.one_pass("backward", call, plan.device))

@@ -43,12 +43,13 @@ def test_only_wanted_gradients_are_given(cp: ContextParallel) -> None:
     assert v.grad is None
 
 
-def test_no_grad_saves_nothing_and_lse_has_no_gradient(cp: ContextParallel) -> None:
+def test_no_grad_saves_nothing_and_largest_scores_have_no_gradient(cp: ContextParallel) -> None:
     q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
     with torch.no_grad():
         assert not burst_attention(q, k, v, cp).requires_grad
-    _, lse = burst_attention(q, k, v, cp, return_lse=True)
-    assert not lse.requires_grad
+    _, lse, largest = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True)
+    assert lse.requires_grad
+    assert not largest.requires_grad
 
 
 def test_second_derivatives_are_refused(cp: ContextParallel) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
+_LEAST_DOUT = 2.0**-4  # of a row beside the gradient of its lse, in roundings of the accumulators' type
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
@@ -100,6 +101,27 @@ def project(dout: Tensor, factor: Tensor) -> Tensor:
         return torch.mul(dout, factor, out=torch.empty_like(dout))
     wide = dout.to(factor.dtype)
     return wide * factor if wide is dout else wide.mul_(factor)
+
+
+def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, dout), [B, S, H, D], with which any backward kernel adds the gradient `dlse` [B, H, S] of lse.
+
+    lse grows by a key's probability p with its score: `dscore = p * (dout . v - rowsum(out * dout) + dlse)`. So `out`
+    is made anew, as the multiple of `dout` that has a row sum less by `dlse`. A row of `dout` too small to have one
+    becomes a number next to which it is a rounding error: one that changes no digit of the gradient. Rows without
+    `dlse` stay as they are. Not for float16, which has no room for such an `out`. Source: design of this package.
+    """
+    wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
+    dlse = dlse.to(wide.dtype).masked_fill(lse == -torch.inf, 0.0)  # no key, no score
+    least = dlse.abs().mul_(_LEAST_DOUT * torch.finfo(wide.dtype).eps).transpose(1, 2)
+    is_small = torch.linalg.vector_norm(wide, dim=-1) < least
+    spread = (least / wide.shape[-1] ** 0.5).unsqueeze(-1)
+    dout = torch.where(is_small.unsqueeze(-1), spread, wide).to(dout.dtype)
+    delta = row_delta(out, dout) - dlse
+    wide = dout.to(wide.dtype)
+    norm = _row_norm(wide).transpose(1, 2)
+    projected = project(dout, (delta / norm).div_(norm).to(wide.dtype))
+    return torch.where(dlse.transpose(1, 2).unsqueeze(-1) == 0, out.to(projected.dtype), projected), dout
 
 
 def _row_norm(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.accumulators import BlockAccumulators, Tensors
-from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
+from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad, with_lse_grad
 from burst_plugin.compute.passes import NO_POSITIONS, Part, bias_grad
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.executor import Visit
@@ -145,17 +145,33 @@ def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
 
 
 def backward_program(
-    plan: Plan, call: CallId, dout: Tensor, saved: Saved, wanted: Wanted = ALL_WANTED
+    plan: Plan,
+    call: CallId,
+    upstream: tuple[Tensor, Tensor | None],
+    saved: Saved,
+    wanted: Wanted = ALL_WANTED,
 ) -> Generator[None, None, Inputs]:
     """Run a rank's backward pass: around the ring, between the exchanges of its group if there are any.
 
-    Returns the gradients of its inputs, in their types.
+    `upstream` are the gradients of out and of lse, None if nothing depends on lse. Returns the gradients of the
+    rank's inputs, in their types.
     """
     given, out, lse = saved
     exchange = None if plan.exchange_kind is None else plan.exchange("backward", call)
     if exchange is not None:
         wanted = wanted._replace(bias=True)  # others of the group may want theirs
-    dout = dout.contiguous() if exchange is None else (yield from exchange.dout(dout))
+    dout, dlse = upstream
+    is_half = given.q.dtype is torch.float16
+    if dlse is not None and is_half:
+        raise RuntimeError(
+            "lse has no gradient in float16, whose largest number is too small for it; compute attention in bfloat16 "
+            "or float32, or call lse.detach()"
+        )
+    if exchange is not None:
+        dout, dlse = yield from exchange.upstream(dout, dlse, plan.lse and not is_half)
+    dout = dout.contiguous()
+    if dlse is not None:
+        out, dout = with_lse_grad(out, dout, lse, dlse)
     factor = row_factor(out, dout) if plan.sends_row_factor else None
     operands = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
     if exchange is not None:
@@ -166,7 +182,7 @@ def backward_program(
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(bias, parts) if bias is not None and wanted.bias else None
     grads = Inputs(dq, dk, dv, dsink, dbias, weight=getattr(parts[0], "dweight", None))
-    del dout, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
+    del dout, dlse, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
     if exchange is not None:
         grads = yield from exchange.summed(grads)
     grads = _rounded(given, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())

@@ -39,24 +39,28 @@ class RingAttention(torch.autograd.Function):
             inputs = dense(Inputs(*tensors))  # type: ignore[arg-type]
             outputs, saved = completed(forward_program(plan, call, inputs, kept))
             ctx.save_for_backward(*cut_loose(saved.given), saved.out, saved.lse)
-        ctx.plan, ctx.call, ctx.agreement = plan, call, agreement
-        ctx.mark_non_differentiable(*filter(torch.is_tensor, outputs[1:]))
+        ctx.plan, ctx.call, ctx.agreement, ctx.shape = plan, call, agreement, outputs.out.shape
+        if outputs.max_logits is not None:
+            ctx.mark_non_differentiable(outputs.max_logits)
+        ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dmax: None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
             *inputs, out, lse = ctx.saved_tensors
             saved = Saved(Inputs(*inputs), out, lse)
+            if dout is None:  # only lse is used
+                dout = saved.given.q.new_zeros(ctx.shape)
             if plan.device.type == "cuda" and plan.warms_up:
                 from burst_plugin.ring.warm_up import warm_up_backward
 
-                warm_up_backward(plan, saved, dout)
+                warm_up_backward(plan, saved, (dout, dlse))
         ctx.agreement.before_backward(call)
         with plan.rank_state.one_pass("backward", call, plan.device):
-            grads = completed(backward_program(plan, call, dout, saved, Wanted.of(wanted)))
+            grads = completed(backward_program(plan, call, (dout, dlse), saved, Wanted.of(wanted)))
         returned: list[Tensor | None] = [None, None, None, None]
         for grad, is_wanted in zip(grads, wanted, strict=True):
             returned.append(grad if is_wanted else None)

@@ -48,18 +48,18 @@ def warm_up_forward(plan: Plan, inputs: Inputs) -> None:
             _forward(plan, inputs)
 
 
-def warm_up_backward(plan: Plan, saved: Saved, dout: Tensor) -> None:
+def warm_up_backward(plan: Plan, saved: Saved, upstream: tuple[Tensor, Tensor | None]) -> None:
     """Run the backward pass without its messages in this thread, on its own tensors, which take no memory more."""
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.backward):
-            lockstep([backward_program(_alone(plan, "backward"), _CALL, dout, saved)])
+            lockstep([backward_program(_alone(plan, "backward"), _CALL, upstream, saved)])
 
 
 def _both(plan: Plan, inputs: Inputs) -> None:
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.forward):
             out, saved = _forward(plan, inputs)
-        warm_up_backward(plan, saved, out)
+        warm_up_backward(plan, saved, (out, None))
 
 
 def _forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Saved]:

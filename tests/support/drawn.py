@@ -76,9 +76,9 @@ class Drawn:
     """One call of attention by all ranks of a ring in one process.
 
     `lengths`, `heads` and `dims` are those of (queries, keys), (queries, keys) and (keys, values); the batch is 2.
-    `bias` is its shape, (1 or 2, 1 or query heads); `selection` are groups of heads, and keys per query. `seed` is
-    that of tensors and of the network. `at_once` results wait for each other, as on GPUs; blocks of which a rank
-    needs more than `most_rows` go to all ranks.
+    `bias` is its shape, (1 or 2, 1 or query heads); `selection` are groups of heads, and keys per query; `upstream`
+    says what the loss depends on, "out", "lse" or "both". `seed` is that of tensors and of the network. `at_once`
+    results wait for each other, as on GPUs; blocks of which a rank needs more than `most_rows` go to all ranks.
     """
 
     topology: Topology
@@ -93,6 +93,7 @@ class Drawn:
     has_sink: bool = False
     bias: tuple[int, int] | None = None
     selection: tuple[int, int] | None = None
+    upstream: str = "out"
     seed: int = 0
     at_once: int = 1
     most_rows: float = required_rows._MOST_ROWS
@@ -112,7 +113,8 @@ class Drawn:
         problem = Problem.draw(self.lengths, self.heads, self.dims, self.dtype, self.seed)
         problem = problem.with_sink() if self.has_sink else problem
         problem = problem if self.bias is None else problem.with_bias(self.bias)
-        return problem if self.selection is None else problem.with_selection(*self.selection)
+        problem = problem if self.selection is None else problem.with_selection(*self.selection)
+        return problem if self.upstream == "out" else problem.with_dlse()
 
     def check(self) -> str:
         """Compare with float64 on one process; return why the call is refused, or nothing.
@@ -123,14 +125,14 @@ class Drawn:
         ring, problem = VirtualRing(self.topology, self.strategy, seed=self.seed), self.problem
         inputs = [x if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:6])]
         try:
-            result, lse = self._attend(ring, inputs, problem.dout)
+            result, lse = self._attend(ring, inputs)
         except ValueError as error:
             refusal = str(error)
             sent = sum(sum(link.values()) for rank in self._ranks for link in ring.traffic(rank).values())
             if sent or not any(re.match(reason, refusal) for reason in REFUSALS):
                 raise
             return refusal
-        truth = reference(problem, self.mask, self.scores)
+        truth = reference(problem, self.mask, self.scores, self.upstream != "lse")
         for name in NAMES:
             self._compare(name, getattr(result, name), getattr(truth, name))
         self._compare_lse(lse, reference_lse(problem, self.mask, self.scores))
@@ -142,28 +144,32 @@ class Drawn:
     def _ranks(self) -> range:
         return range(self.topology.ranks)
 
-    def _attend(self, ring: VirtualRing, inputs: list[Tensor | None], dout: Tensor) -> tuple[Result, Tensor]:
+    def _attend(self, ring: VirtualRing, inputs: list[Tensor | None]) -> tuple[Result, Tensor]:
         """What the ring gives."""
         q, k, v, sink, bias = inputs
         assert q is not None
         assert k is not None
         assert v is not None
         options: dict[str, Any] = {"mask": self.mask, "scores": self.scores, "tokens": self.tokens}
-        options["selection"] = self.problem.selection
+        problem = self.problem
+        options["selection"] = problem.selection
         with (
             mock.patch.object(sums, "fan_in", return_value=self.at_once),
             mock.patch.object(required_rows, "_MOST_ROWS", self.most_rows),
         ):
             out, lse = ring.attention(q, k, v, sink=sink, bias=bias, **options)
-            grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], dout))
-        return Result(out.detach(), *(None if x is None else next(grads) for x in inputs)), lse
+            pairs = [(out, problem.dout)] if self.upstream != "lse" else []
+            pairs += [] if problem.dlse is None else [(lse, problem.dlse)]
+            outputs, upstream = zip(*pairs, strict=True)
+            grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], upstream))
+        return Result(out.detach(), *(None if x is None else next(grads) for x in inputs)), lse.detach()
 
     @cached_property
     def _alone(self) -> Result:
         """What one rank gives, with the same kernel."""
         alone = replace(self, topology=Topology(1, 1), strategy=Strategy(kernel=self.strategy.kernel), tokens=None)
         inputs = [x if x is None else x.clone().requires_grad_() for x in (*self.problem[:3], *self.problem[4:6])]
-        return alone._attend(VirtualRing(alone.topology, alone.strategy), inputs, self.problem.dout)[0]
+        return alone._attend(VirtualRing(alone.topology, alone.strategy), inputs)[0]
 
     def _compare(self, name: str, found: Tensor | None, truth: Tensor | None) -> None:
         """Raise AssertionError unless one is the other.

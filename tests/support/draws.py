@@ -298,6 +298,7 @@ def calls(draw: st.DrawFn) -> Drawn:
         draw(st.sampled_from([False, False, True])),
         bias,
         selection,
+        "out" if dtype is torch.float16 else draw(st.sampled_from(["out", "out", "lse", "both"])),
         draw(st.integers(0, 9)),
         draw(st.sampled_from([1, 1, 2, 3, 4])),
         draw(st.sampled_from([0.4, 2.0])),

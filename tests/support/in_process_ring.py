@@ -74,7 +74,10 @@ class InProcessRing:
     def backward(self, saved: Any, douts: Sequence[Tensor]) -> list[Any]:
         """Run the backward pass of a forward one on every rank's dout; returns every rank's gradients."""
         call_id, each = saved
-        programs = (backward_program(*x) for x in zip(self._plans, [call_id] * len(each), douts, each, strict=True))
+        upstream = [(dout, None) for dout in douts]
+        programs = (
+            backward_program(*x) for x in zip(self._plans, [call_id] * len(each), upstream, each, strict=True)
+        )
         return lockstep(list(programs))
 
     def buffer_bytes(self) -> int:

@@ -79,6 +79,9 @@ class _Node:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         pass
 

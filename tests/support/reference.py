@@ -34,7 +34,10 @@ NAMES = ("out", "dq", "dk", "dv", "dsink", "dbias")
 
 
 class Problem(NamedTuple):
-    """Whole sequences: q [B, Sq, Hq, D], dout [B, Sq, Hq, Dv], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]."""
+    """Whole sequences: q [B, Sq, Hq, D], dout [B, Sq, Hq, Dv], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
+
+    `dout` and `dlse` [B, Hq, Sq] are the gradients of out and of lse, None if the loss does not depend on lse.
+    """
 
     q: Tensor
     k: Tensor
@@ -43,6 +46,7 @@ class Problem(NamedTuple):
     sink: Tensor | None = None
     bias: Tensor | None = None
     selection: Tensor | None = None
+    dlse: Tensor | None = None
 
     @classmethod
     def draw(
@@ -74,6 +78,17 @@ class Problem(NamedTuple):
         generator = torch.Generator().manual_seed(11)
         bias = torch.randn(*shape, self.q.shape[1], self.k.shape[1], generator=generator)
         return self._replace(bias=bias.to(self.q.dtype))
+
+    def with_dlse(self) -> Problem:
+        """Return the same problem with a gradient of lse, and a dout that is 0 or tiny in two thirds of the rows."""
+        generator = torch.Generator().manual_seed(13)
+        batch, q_len, heads = self.q.shape[:3]
+        dlse = torch.randn(batch, heads, q_len, generator=generator, dtype=torch.float64)
+        dlse = dlse.to(torch.promote_types(self.q.dtype, torch.float32))
+        dlse.masked_fill_(torch.rand(dlse.shape, generator=generator) < 1 / 3, 0.0)
+        size = torch.tensor([0.0, 1e-12, 1.0]).to(self.dout.dtype)
+        dout = self.dout * size[torch.randint(3, (batch, q_len, heads, 1), generator=generator)]
+        return self._replace(dlse=dlse, dout=dout)
 
     def with_selection(self, groups: int, count: int) -> Problem:
         """Return the same problem with lists of keys: as many as `count` for each query, some of them fewer."""
@@ -218,17 +233,27 @@ def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tenso
     return found
 
 
-def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Result:
-    """Compute attention in float64 from its definition, with PyTorch's autograd: 0 where nothing is attended to."""
+def reference(problem: Problem, mask: Mask, scores: Scores | None = None, uses_out: bool = True) -> Result:
+    """Compute attention in float64 from its definition, with PyTorch's autograd: 0 where nothing is attended to.
+
+    Without `uses_out` the loss depends on lse alone.
+    """
     scores = scores or Scores()
     inputs = [None if x is None else x.detach().double().requires_grad_() for x in (*problem[:3], *problem[4:6])]
     q, k, v, sink, bias = inputs
     assert q is not None
     assert k is not None
     assert v is not None
-    out = attention(Problem(q, k, v, problem.dout, sink, bias, problem.selection), mask, scores)
+    traced = Problem(q, k, v, problem.dout, sink, bias, problem.selection)
+    out = attention(traced, mask, scores)
+    loss = out.new_zeros(())
+    if uses_out:
+        loss = loss + (out * problem.dout.double()).sum()
+    if problem.dlse is not None:
+        lse = _logits(traced, mask, scores).logsumexp(-1)
+        loss = loss + (lse.where(lse > -torch.inf, 0.0) * problem.dlse.double()).sum()
     wanted = [x for x in inputs if x is not None]
-    grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
+    grads = iter(_without_nan(torch.autograd.grad(loss, wanted, materialize_grads=True)))
     return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
 
 
@@ -250,7 +275,7 @@ def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) ->
 
 def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
     """Return the logits, [B, Hq, Sq, Sk], -inf where nothing attends; the last column is the sink's, if any."""
-    q, k, _, _, sink, bias, selection = problem
+    q, k, _, _, sink, bias, selection = problem[:7]
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
     logits = logits * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)

@@ -29,6 +29,9 @@ class _Pass:
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
     def mark_non_differentiable(self, *tensors: Any) -> None:
         pass
 

@@ -4,7 +4,7 @@ A `GroupExchange` surrounds the ring. At each of its places a kind of exchange m
 what is there goes on as it is:
 
     forward     inputs -> (kept for the backward pass) -> gathered -> the ring -> merged -> outputs
-    backward    dout -> gathered_backward -> the ring -> summed -> grads
+    backward    upstream -> gathered_backward -> the ring -> summed -> grads
 
 Tensors are on both sides of an exchange as *pieces*, which say how messages are filled, and where they belong: member
 by member, a copy for every run of rows; or, where launching that many takes longer than the copies do, all members at
@@ -82,10 +82,15 @@ class GroupExchange:
 
     # --------------------------------------------------------------------------------------------- backward, in order
 
-    def dout(self, dout: Tensor) -> Generator[None, None, Tensor]:
-        """Return the gradient of what `merged` returned, from that of the output."""
+    def upstream(
+        self, dout: Tensor, dlse: Tensor | None, with_lse: bool
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """Return the gradients of what `merged` returned, from the gradients of out and lse.
+
+        `with_lse` says whether lse was asked for, on all ranks. None is the gradient of an lse that nothing uses.
+        """
         yield from ()
-        return dout.contiguous()
+        return dout, dlse
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
         """Return what the ring reads in the backward pass."""

@@ -68,10 +68,19 @@ class HeadExchange(GroupExchange):
             else group.spread(outputs.max_logits, -torch.inf),  # others' were not seen
         )
 
-    def dout(self, dout: Tensor) -> Generator[None, None, Tensor]:
-        """Return the gradient of the output, as the ring takes it."""
-        (dout,) = yield from self.run(True, [dout], ["q"])
-        return dout
+    def upstream(
+        self, dout: Tensor, dlse: Tensor | None, with_lse: bool
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """Return the gradients of out and lse, as the ring takes them; zeros for an lse that only others use."""
+        tensors = [dout]
+        if with_lse:
+            batch, length, heads, _ = dout.shape
+            if dlse is None:
+                wide = torch.promote_types(dout.dtype, torch.float32)
+                dlse = torch.zeros((batch, heads, length), dtype=wide, device=dout.device)
+            tensors.append(dlse.transpose(1, 2).unsqueeze(3))
+        dout, *rows = yield from self.run(True, tensors, ["q"] * len(tensors))
+        return dout, rows[0].squeeze(3).transpose(1, 2) if rows else None
 
     def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
         """Return the gradients of the inputs; `shared_bias` says that heads share theirs."""
