@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -142,9 +142,9 @@ class SequenceShard:
             return self
         return replace(self, seed=(self.seed + number * _DRAW) % _SEEDS)
 
-    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole tensor without padding, on every rank; collective, without gradient."""
-        return self.cp.unshard(local, dim, self.tokens).narrow(dim, 0, self.length)
+    def unshard(self, local: Tensor, dim: int = 1, *, loss: Literal["same", "own"] | None = None) -> Tensor:
+        """Return the whole tensor without padding, on every rank; collective. See `ContextParallel.unshard`."""
+        return self.cp.unshard(local, dim, self.tokens, loss=loss).narrow(dim, 0, self.length)
 
 
 @between_graphs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
+from burst_plugin.checks import shown
 from burst_plugin.comm.process_groups import as_group, levels_of, place_in
 from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.moved_tokens import HeldTokens, WholeSequence, crosses_documents, shifted
 from burst_plugin.ring.agreement import Agreement, consistency_check, prepared_together
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.connections import Connections, find_topology
@@ -27,7 +29,7 @@ from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, 
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, positions, token_count
-from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sequence.masks import Causal, Full, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
 from burst_plugin.topology import Topology
 
@@ -220,42 +222,100 @@ class ContextParallel:
         return self.rank_state.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
     @between_graphs
-    def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
+    def unshard(
+        self,
+        local: Tensor,
+        dim: int = 1,
+        tokens: Tokens | None = None,
+        *,
+        loss: Literal["same", "own"] | None = None,
+    ) -> Tensor:
         """Return the whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
 
-        For looking at results: raises RuntimeError where gradients would be lost. Raises ValueError on every rank if
-        any does not hold its part of `tokens`, or if ranks pass different arguments.
-        """
-        if getattr(local, "requires_grad", False) and torch.is_grad_enabled():
-            raise RuntimeError(
-                "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
-                "the shard"
-            )
+        Args:
+            local: this rank's tokens along `dim`, of any dtype.
+            dim: the dimension of tokens.
+            tokens: the sequence, if it is not cut evenly.
+            loss: what is made of it where gradients are wanted. "same": every rank computes the same loss of the
+                whole sequence, which counts once: the gradient of `local` is this rank's part of its own gradient.
+                "own": every rank computes a loss of its own, and what counts is their sum, so that the gradient is
+                this rank's part of the sum of all ranks' gradients, for which they communicate.
 
-        def agree(held: tuple[int, Tokens, list[int]] | None, problem: str) -> int:
+        Raises:
+            RuntimeError: where there is a gradient and no `loss`.
+            ValueError: on every rank if any does not hold its part of `tokens`, or if ranks pass different arguments.
+        """
+        if loss not in (None, "same", "own"):
+            raise ValueError(f"loss={shown(loss)} is not valid; use 'same' or 'own', or leave it out")
+        has_gradient = getattr(local, "requires_grad", False) and torch.is_grad_enabled()
+        if has_gradient and loss is None:
+            raise RuntimeError(
+                "unshard has to know what is made of a tensor with a gradient: pass loss='same' if every rank "
+                "computes the same loss of the whole sequence, loss='own' if the losses of ranks add up; or call "
+                "it on x.detach()"
+            )
+        held = self._held_together("unshard", local, dim, tokens, {"loss": loss, "has a gradient": has_gradient})
+        if not has_gradient:
+            return held.whole(local)
+        whole: Tensor = WholeSequence.apply(local, held, loss == "own")  # type: ignore[no-untyped-call]
+        return whole
+
+    @between_graphs
+    def shift(
+        self,
+        local: Tensor,
+        by: int,
+        dim: int = 1,
+        tokens: Tokens | None = None,
+        *,
+        mask: Mask | None = None,
+        fill: float = 0,
+    ) -> Tensor:
+        """Return this rank's tokens of the sequence shifted by `by` places along `dim`; collective, also backward.
+
+        By -1 every token takes the value of the next one, as labels of next tokens are made; by 1 that of the one
+        before. In any layout, with a gradient.
+
+        Args:
+            local: this rank's tokens along `dim`, of any dtype.
+            by: how many places, in the direction of `torch.roll`, which would let values in again at the other end.
+            dim: the dimension of tokens.
+            tokens: the sequence, if it is not cut evenly.
+            mask: its documents, with padding before a row's first token as one, keep their values to themselves; of
+                one sequence, or of each row of the first dimension of `local`.
+            fill: what tokens take for which there is no value in the sequence, or in their document.
+
+        Raises:
+            ValueError: on every rank if any does not hold its part of `tokens`, or if ranks pass different arguments.
+        """
+        state = self.rank_state
+        asked = {"by": by, "mask": mask, "fill": fill}
+        held = self._held_together("shift", local, dim, tokens, asked)
+        shards = state.route_table.shards(held.tokens)
+        empty = crosses_documents(shards[self.rank], held.tokens.length, by, mask or Full(), local.device)
+        moved = shifted(local, by, held.dim, shards, (self.rank, self.group))
+        sizes = [1] * local.dim()
+        sizes[held.dim] = empty.shape[1]
+        if empty.shape[0] > 1:
+            sizes[0] = empty.shape[0]
+        return moved.masked_fill(empty.view(sizes), fill)
+
+    def _held_together(
+        self, what: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
+    ) -> HeldTokens:
+        """Return how ranks hold the sequence of `local`, once all ranks do the same; collective."""
+
+        def agree(held: HeldTokens | None, problem: str) -> int:
             if held is None:
                 return self.agree({}, problem)
-            others = [*local.shape[: held[0]], *local.shape[held[0] + 1 :]]
-            return self.agree({"unshard": held[1], "dim": held[0], "other sizes": others, "dtype": local.dtype})
+            others = [*local.shape[: held.dim], *local.shape[held.dim + 1 :]]
+            named = {what: held.tokens, "dim": held.dim, "other sizes": others, "dtype": local.dtype}
+            return self.agree({**named, **asked})
 
-        (dim, tokens, lengths), _ = prepared_together(partial(self._held, local, dim, tokens), agree)
-        layout, held = self.rank_state.route_table.layout(tokens), lengths[self.rank]
-        if self.group is None:
-            return layout.unshard([local], dim, tokens)
-        padded = local.contiguous()
-        if held < max(lengths):
-            padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim + 1 :]))
-            padded.narrow(dim, 0, held).copy_(local)
-        shards = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(shards, padded, group=self.group)
-        whole = [shard.narrow(dim, 0, length) for shard, length in zip(shards, lengths, strict=True)]
-        return layout.unshard(whole, dim, tokens)
+        return prepared_together(partial(self._held, local, dim, tokens), agree)[0]
 
-    def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> tuple[int, Tokens, list[int]]:
-        """Return the dimension and the sequence that `local` is cut along, and how many tokens each rank holds.
-
-        Raises ValueError if this rank holds another number.
-        """
+    def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> HeldTokens:
+        """Return how ranks hold the sequence of `local`. Raise ValueError if this rank holds another number."""
         dim = token_dim("local", local, dim)
         # A rank without any token has to say so, too.
         tokens = Tokens(max(1, local.shape[dim] * self.ranks)) if tokens is None else as_tokens(tokens)
@@ -265,7 +325,8 @@ class ContextParallel:
                 f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
                 f"{list(local.shape)} has {local.shape[dim]} along dim {dim}; pass the tokens= of its shard"
             )
-        return dim, tokens, lengths
+        layout = self.rank_state.route_table.layout(tokens)
+        return HeldTokens(dim, layout, tokens, tuple(lengths), self.rank, self.group)
 
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length.

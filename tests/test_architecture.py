@@ -20,7 +20,7 @@ FLOORS = (
     ("checks",),
     ("types", "topology", "scores"),
     ("sequence", "schedule", "comm", "kernels"),
-    ("compute", "profiling"),
+    ("compute", "profiling", "moved_tokens"),
     ("strategy",),
     ("ring",),
     ("assignment",),

@@ -22,10 +22,10 @@ from torch import Tensor
 from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
-from burst_plugin.megatron.batches.rolled import roll_left
 from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions_that_cut
+from burst_plugin.moved_tokens import shifted
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.strategy import AUTO
 
@@ -272,7 +272,15 @@ class _LayoutHooks:
                 tokens = self._documents(starts, length, group)
             else:
                 tokens = by_document(tuple(starts.tolist()), group.size())
-        rolled = roll_left(local, dim, tokens, group, ends)
+        rank, ranks = group.rank(), group.size()
+        shards = [layout_of(tokens).runs(other, ranks, tokens) for other in range(ranks)]
+        rolled = shifted(local, -1, dim, shards, (rank, group))
+        if ends is not None:
+            held = positions(shards[rank], ends.device)
+            is_last = torch.isin(held + 1, ends)
+            sizes = [1] * local.dim()
+            sizes[dim] = -1
+            rolled = rolled.masked_fill(is_last.view(sizes), 0)
         return rolled, rolled.sum() if call.arguments.get("return_sum", True) else None
 
     def local_documents(self, original: Any, *args: Any, **kwargs: Any) -> Any:

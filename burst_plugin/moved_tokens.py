@@ -1,0 +1,177 @@
+"""Tokens that other ranks hold, with their gradients: whole sequences, and sequences shifted by some places.
+
+Shifted by -1, token p takes the value of token p + 1. With 8 tokens in stripes over 2 ranks every value travels:
+
+    rank 0 holds 0 2 4 6, gets 1 3 5 7        rank 1 holds 1 3 5 7, gets 2 4 6 and a zero
+
+In zigzag only values at the ends of chunks travel. Gradients travel the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.sequence.layout import Layout, Run, Tokens, positions
+from burst_plugin.sequence.masks import Mask, document_starts
+
+
+class HeldTokens(NamedTuple):
+    """How the ranks of a group hold a sequence along one dimension of their tensors; one rank needs no group."""
+
+    dim: int
+    layout: Layout
+    tokens: Tokens
+    lengths: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole sequence from what every rank holds; collective."""
+        if self.group is None:
+            return self.layout.unshard([local], self.dim, self.tokens)
+        dim, held, most = self.dim, self.lengths[self.rank], max(self.lengths)
+        padded = local.contiguous()
+        if held < most:
+            padded = local.new_zeros((*local.shape[:dim], most, *local.shape[dim + 1 :]))
+            padded.narrow(dim, 0, held).copy_(local)
+        shards = [torch.empty_like(padded) for _ in self.lengths]
+        dist.all_gather(shards, padded, group=self.group)
+        found = [shard.narrow(dim, 0, length) for shard, length in zip(shards, self.lengths, strict=True)]
+        return self.layout.unshard(found, dim, self.tokens)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return what a rank holds of a whole sequence."""
+        return self.layout.shard(whole, self.dim, (rank, len(self.lengths)), self.tokens)
+
+    def summed_part(self, whole: Tensor) -> Tensor:
+        """Return what this rank holds of the sum of all ranks' `whole`, added in the order of ranks; collective."""
+        if self.group is None:
+            return self.part(whole, self.rank)
+        parts = [self.part(whole, rank).movedim(self.dim, 0) for rank in range(len(self.lengths))]
+        leaving, held = torch.cat(parts), self.lengths[self.rank]
+        arrived = leaving.new_empty((held * len(self.lengths), *leaving.shape[1:]))
+        dist.all_to_all_single(arrived, leaving, [held] * len(self.lengths), list(self.lengths), group=self.group)
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        summed = arrived.view(len(self.lengths), held, *arrived.shape[1:]).sum(0, dtype=wide)
+        return summed.to(whole.dtype).movedim(0, self.dim)
+
+
+class WholeSequence(torch.autograd.Function):
+    """The whole sequence of all ranks' tokens; its gradient is this rank's part, of the sum over ranks if `sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, held: HeldTokens, sums: bool) -> Tensor:
+        ctx.held, ctx.sums = held, sums
+        return held.whole(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        held = ctx.held
+        return held.summed_part(grad) if ctx.sums else held.part(grad, held.rank), None, None
+
+
+class Rows(NamedTuple):
+    """This rank's local rows that are exchanged with every rank, in rank order: `counts` of each."""
+
+    rows: Tensor  # int64, on the host
+    counts: list[int]
+
+
+class Shift(NamedTuple):
+    """The local rows that leave this rank, and the rows that arrive from others; one rank needs no group."""
+
+    leaving: Rows
+    arriving: Rows
+    group: dist.ProcessGroup | None
+
+    def move(self, local: Tensor, *, back: bool = False) -> Tensor:
+        """Return rows, the first dimension of `local`, where they arrive, and zeros elsewhere; collective."""
+        sent, put = (self.arriving, self.leaving) if back else (self.leaving, self.arriving)
+        source = local.index_select(0, sent.rows.to(local.device))
+        arrived = source.new_empty((len(put.rows), *source.shape[1:]))
+        if self.group is None:
+            arrived.copy_(source)
+        else:  # gloo sends no bools
+            target, data = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (arrived, source))
+            dist.all_to_all_single(target, data, put.counts, sent.counts, group=self.group)
+        moved = torch.zeros_like(local, memory_format=torch.contiguous_format)
+        return moved.index_copy_(0, put.rows.to(local.device), arrived)
+
+
+class ShiftedRows(torch.autograd.Function):
+    """Rows of other ranks. The backward pass sends gradients where rows came from."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shift: Shift) -> Tensor:
+        ctx.shift = shift
+        return shift.move(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shift.move(grad, back=True), None
+
+
+def shifted(
+    local: Tensor, by: int, dim: int, shards: Sequence[Sequence[Run]], place: tuple[int, dist.ProcessGroup | None]
+) -> Tensor:
+    """Return this rank's tokens of a sequence that is shifted by `by` places along `dim`; collective, also backward.
+
+    Args:
+        local: this rank's tokens along `dim`, of any dtype.
+        by: how many places, as in `torch.roll`; zeros come in at the end.
+        dim: a dimension of `local`.
+        shards: the runs of every rank.
+        place: this rank, and the group, None if it is alone.
+    """
+    rank, group = place
+    shift = Shift(*exchanged_rows(tuple(map(tuple, shards)), rank, by), group)
+    rows: Tensor = ShiftedRows.apply(local.movedim(dim, 0), shift)  # type: ignore[no-untyped-call]
+    return rows.movedim(0, dim)
+
+
+@lru_cache(maxsize=16)  # all shifts of some microbatches that a pipeline has in flight
+def exchanged_rows(shards: tuple[tuple[Run, ...], ...], rank: int, by: int) -> tuple[Rows, Rows]:
+    """Return the rows that a rank sends for a shift by `by` places, and those that it gets."""
+    held = [positions(runs) for runs in shards]
+    ranks, length = len(shards), sum(map(len, held))
+    edge = abs(by)
+    holder = torch.full((length + 2 * edge,), ranks, device="cpu")  # no rank holds what is beyond the ends
+    for other, rows in enumerate(held):
+        holder[rows + edge] = other
+    order = held[rank].argsort()  # both sides name rows in the order of the sequence
+    own = held[rank][order] + edge
+    return _by_rank(order, holder[own + by], ranks), _by_rank(order, holder[own - by], ranks)
+
+
+def _by_rank(rows: Tensor, other: Tensor, ranks: int) -> Rows:
+    """Return local rows sorted by the rank that they are exchanged with, without rows that stay unused."""
+    by_rank = other.argsort(stable=True)
+    counts = torch.bincount(other, minlength=ranks + 1)[:ranks].tolist()
+    return Rows(rows[by_rank][: sum(counts)], counts)
+
+
+def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, device: torch.device) -> Tensor:
+    """Return which tokens a shift by `by` places would give a value of another document, or none.
+
+    bool [1 or B, S_local], of the rows of `mask`. Raises ValueError for a mask with a prefix tree.
+    """
+    if mask.trees:
+        raise ValueError(
+            "a shift is not defined with a prefix tree, where several tokens follow one; leave the mask out, or use "
+            "burst_plugin.trajectories"
+        )
+    held = positions(runs, device)
+    source = held - by
+    inside = (source >= 0) & (source < length)
+    by_row = []
+    for row in range(mask.rows or 1):
+        starts = torch.tensor(sorted({0} | document_starts(mask.of_row(row))), device=device)
+        same = torch.searchsorted(starts, source, right=True) == torch.searchsorted(starts, held, right=True)
+        by_row.append(~(inside & same))
+    return torch.stack(by_row)

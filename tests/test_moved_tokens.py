@@ -1,0 +1,154 @@
+"""Whole sequences and shifted ones: values and gradients of one rank, in any layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin import Causal, ContextParallel, Documents, PerRow, PrefixTree, Tokens
+from burst_plugin.sequence.masks import Mask, document_starts, key_padding
+from tests.support.ranks import run_ranks
+
+LAYOUTS = ("zigzag", "striped", "contiguous")
+CASES = 84  # for 1, 2 and 4 ranks, of both kinds: 504
+BOUND = 1e-12
+
+
+class Case(NamedTuple):
+    """A whole tensor, the dimension of its tokens, and how it is shifted."""
+
+    x: Tensor
+    dim: int
+    by: int
+    mask: Mask | None
+    tokens: Tokens | None
+    fill: float
+
+    @classmethod
+    def draw(cls, number: int, cp: ContextParallel) -> Case:
+        """Draw a case, the same on every rank."""
+        rng, generator = random.Random(number), torch.Generator().manual_seed(number)
+        length, dim = rng.randint(1, 40), rng.choice([0, 1, 2])
+        sizes = [rng.randint(1, 3), 3, 2]
+        sizes[dim] = length
+        x = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        mask = None if dim == 0 else _mask(rng, length, sizes[0])
+        tokens: Tokens | None = Tokens(length)
+        if rng.random() < 0.3:
+            tokens = cp.tokens(length, Causal())
+        elif length % (2 * cp.ranks) == 0:
+            tokens = None
+        return cls(x, dim, rng.choice([-1, 1, -3, 7, 0, -length]), mask, tokens, rng.choice([0, -100]))
+
+    def shifted(self) -> Tensor:
+        """Return the whole tensor shifted, by the definition."""
+        rows = self.x.movedim(self.dim, 0)
+        found = torch.full_like(rows, self.fill)
+        for row in range(self.mask.rows if self.mask is not None and self.mask.rows else 1):
+            mask = None if self.mask is None else self.mask.of_row(row)
+            for target in range(len(rows)):
+                source = target - self.by
+                if 0 <= source < len(rows) and _document(mask, source) == _document(mask, target):
+                    if self.mask is not None and self.mask.rows:
+                        found[target, row] = rows[source, row]
+                    else:
+                        found[target] = rows[source]
+        return found.movedim(0, self.dim)
+
+
+def _mask(rng: random.Random, length: int, rows: int) -> Mask | None:
+    def documents() -> Mask:
+        inner = sorted(rng.sample(range(1, length), min(length - 1, rng.randint(0, 4))))
+        return Documents((0, *inner, length))
+
+    kind = rng.choice(["none", "one", "rows", "padded"])
+    if kind == "none":
+        return None
+    if kind == "padded":
+        first = torch.tensor([rng.randrange(length) for _ in range(rows)])
+        return Causal() & key_padding(torch.arange(length) >= first.unsqueeze(1))
+    return PerRow(tuple(documents() for _ in range(rows))) if kind == "rows" else documents() & Causal()
+
+
+def _document(mask: Mask | None, token: int) -> int:
+    return 0 if mask is None else max((start for start in document_starts(mask) if start <= token), default=0)
+
+
+def _worst_errors(rank: int, cases: int) -> dict[str, float]:
+    """Return the largest error of values and gradients, of each kind of call."""
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    rings = [ContextParallel(group, layout=layout) for layout in LAYOUTS]
+    worst: dict[str, float] = {}
+    for number in range(cases):
+        cp = rings[number % len(rings)]
+        case = Case.draw(number, cp)
+        for kind, error in _errors(case, cp):
+            worst[kind] = max(worst.get(kind, 0.0), error)
+    return worst
+
+
+def _errors(case: Case, cp: ContextParallel) -> Sequence[tuple[str, float]]:
+    def local(x: Tensor) -> Tensor:
+        return cp.shard(x, case.dim, case.tokens)
+
+    def apart(found: Tensor, expected: Tensor) -> float:
+        return float((found - expected).abs().max()) if expected.numel() else 0.0
+
+    of_ranks = [torch.randn(case.x.shape, generator=torch.manual_seed(rank)).double() for rank in range(cp.ranks)]
+    found = []
+    for loss, weight, of_all in (("same", of_ranks[0], of_ranks[0]), ("own", of_ranks[cp.rank], sum(of_ranks))):
+        x = local(case.x).requires_grad_()
+        whole = cp.unshard(x, case.dim, case.tokens, loss=loss)  # type: ignore[arg-type]
+        (whole.sin() * weight).sum().backward()
+        assert x.grad is not None
+        found.append((f"whole, {loss}", apart(whole.detach(), case.x)))
+        found.append((f"gradient, {loss}", apart(x.grad, local(case.x.cos() * of_all))))
+    x, reference = local(case.x).requires_grad_(), case.x.clone().requires_grad_()
+    one = case._replace(x=reference).shifted()
+    moved = cp.shift(x, case.by, case.dim, case.tokens, mask=case.mask, fill=case.fill)
+    (moved.sin() * local(of_ranks[0])).sum().backward()
+    if one.requires_grad:  # not where every value is beyond the end
+        (one.sin() * of_ranks[0]).sum().backward()
+    assert x.grad is not None
+    expected = torch.zeros_like(case.x) if reference.grad is None else reference.grad
+    return [*found, ("shifted", apart(moved.detach(), local(one.detach()))), ("back", apart(x.grad, local(expected)))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tokens_of_other_ranks_come_with_their_gradients(ranks: int) -> None:
+    for worst in run_ranks(_worst_errors, ranks, CASES):
+        assert len(worst) == 6
+        assert all(error < BOUND for error in worst.values()), worst
+
+
+def _labels(rank: int) -> Any:
+    cp = ContextParallel(dist.group.WORLD, layout="striped")
+    ids = cp.shard(torch.arange(10, 18).view(1, 8))
+    flags = cp.shard(torch.tensor([[True, False] * 4]))
+    problems = []
+    for call in (
+        lambda: cp.unshard(ids, loss="other"),  # type: ignore[arg-type]
+        lambda: cp.shift(ids, 1 + rank),
+        lambda: cp.shift(ids, 1, mask=PrefixTree((-1, 0), (4, 4))),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            problems.append(str(error))
+    return cp.shift(ids, -1, fill=-100).tolist(), cp.shift(flags, 1).tolist(), problems
+
+
+def test_labels_of_next_tokens_are_ids_shifted() -> None:
+    (one, of_flags, problems), (other, _, _) = run_ranks(_labels, 2)
+    assert one == [[11, 13, 15, 17]]
+    assert other == [[12, 14, 16, -100]]
+    assert of_flags == [[False] * 4]
+    assert "use 'same' or 'own'" in problems[0]
+    assert "by" in problems[1]
+    assert "several tokens follow one" in problems[2]
