@@ -31,12 +31,13 @@ MOST_REFUSED = 0.1  # of the cases, so that it stays attention that is drawn
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 2 * SOAK)
 @pytest.mark.filterwarnings("ignore")
-def test_attention_is_exact_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("selects", [False, True], ids=["anything", "selections"])
+def test_attention_is_exact_whatever_is_asked_for(selects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
     outcomes: Counter[str] = Counter()
 
-    @DRAWN
-    @given(calls())
+    @settings(DRAWN, max_examples=SOAK or (60 if selects else 300))
+    @given(calls(selects))
     def check(case: Drawn) -> None:
         note(case.line)
         outcomes["refused" if case.check() else "exact"] += 1

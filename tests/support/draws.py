@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -245,20 +246,20 @@ def options(
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Drawn:
-    """Draw a call with any combination of options."""
+def calls(draw: st.DrawFn, selects: bool = False) -> Drawn:
+    """Draw a call with any combination of options; if it `selects`, one in float64 whose queries list their keys."""
     # Most have Ulysses groups and a mask under which few pairs attend, so that blocks travel in pieces.
-    in_pieces = draw(st.sampled_from([False, True, True]))
+    in_pieces = not selects and draw(st.sampled_from([False, True, True]))
     topology = Topology(*draw(st.sampled_from(MANY_RANKS if in_pieces else [*FEW_RANKS, *MANY_RANKS])))
     length = st.one_of(st.just(64), st.integers(32, 64)) if in_pieces else st.integers(1, 64)
     q_len = draw(length)
     lengths = (q_len, draw(st.one_of(st.just(q_len), st.just(q_len), length)))
     kv_heads = draw(st.sampled_from([4, 8, 2] if in_pieces else [1, 2, 3, 4, 8]))
     heads = (kv_heads * draw(st.sampled_from([1, 1, 2, 4])), kv_heads)
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = torch.float64 if selects else draw(st.sampled_from(DTYPES))
     bias = draw(st.sampled_from([None, None, None, None, (1, 1), (2, heads[0])]))
     selection = None
-    if not in_pieces and not draw(st.integers(0, 3)):
+    if selects or (not in_pieces and not draw(st.integers(0, 3))):
         lists = draw(st.sampled_from([1, 1, kv_heads, max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0)]))
         selection = lists, draw(st.sampled_from([1, 2, 5, lengths[1]]))
     mask = draw(masks(*lengths, least=in_pieces))
@@ -277,17 +278,13 @@ def calls(draw: st.DrawFn) -> Drawn:
             seed=draw(st.sampled_from([0, 5, 1 << 40])),
         )
     kernels = runnable(dtype, selection is not None) if scores == PLAIN and bias is None else []
+    has_rows = bias is not None or selection is not None
+    strategy = draw(options(topology, (heads[0] // groups, heads[1] // groups), kernels, has_rows, in_pieces))
+    if selects:  # which go with no exchange of heads or blocks
+        strategy = replace(strategy, ulysses_degree=1, mesh_degree=1)
     return Drawn(
         topology,
-        draw(
-            options(
-                topology,
-                (heads[0] // groups, heads[1] // groups),
-                kernels,
-                bias is not None or selection is not None,
-                in_pieces,
-            )
-        ),
+        strategy,
         lengths,
         heads,
         draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5), (1, 1)])),
