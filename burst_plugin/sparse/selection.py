@@ -9,7 +9,7 @@ that need them; a rank holds the block that it scores, and the next one on its w
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,7 +33,7 @@ from burst_plugin.sequence.tiles import Tile
 from burst_plugin.sparse.best_keys import BestKeys, best_keys
 from burst_plugin.sparse.index_scores import ScoreTiles
 from burst_plugin.sparse.tiled_masks import ChunkMask, by_chunk
-from burst_plugin.types import Rows
+from burst_plugin.types import Rows, row_count
 from burst_plugin.virtual import VirtualRing
 
 _KNOWN = 8  # sequences and masks of a ring whose blocks are kept
@@ -299,14 +299,13 @@ class RankSelection:
         ranks, device = len(self._blocks.shards), self._keys.device
         messages = Messages(self._state, device, self.what, "forward", call)
         best = self.places()
-        block = self._taken(self._keys, self._blocks.rows(self._rank, self._rank))
-        moving = self._keys  # that goes on to the next rank
+        block = self.taken(self._rank)  # and what moves on to the next rank, where blocks go to all
         for step in range(ranks):
-            in_flight = self._begun(messages, step + 1, moving) if step + 1 < ranks else None
+            in_flight = self._begun(messages, step + 1, block) if step + 1 < ranks else None
             self.score((self._rank - step) % ranks, block, best)
             if in_flight is not None:
                 received = (yield from in_flight) or {}
-                block = moving = next((x for (x,) in received.values()), self._keys[:, :0])
+                block = next((x for (x,) in received.values()), self._keys[:, :0])
         return best.positions().view(*self.queries, self.count)
 
     @property
@@ -327,19 +326,23 @@ class RankSelection:
         hops = blocks.required is None
         to, source = (rank + (1 if hops else step)) % ranks, (rank - (1 if hops else step)) % ranks
         if not hops:
-            moving = self._taken(self._keys, blocks.rows(to, rank))
-        arriving = sum(stop - start for start, stop in blocks.rows(rank, (rank - step) % ranks))
+            moving = self.taken(to)
+        arriving = self.arriving((rank - step) % ranks)
         spec = ((moving.shape[0], arriving, moving.shape[2]), moving.dtype)
         exchange = messages.exchange({to: [moving]} if moving.shape[1] else {}, {source: [spec]} if arriving else {})
         next(exchange, None)  # posts them
         return exchange
 
-    @staticmethod
-    def _taken(keys: Tensor, rows: Rows) -> Tensor:
-        """Return some rows of keys [B, S, D]."""
+    def taken(self, to: int) -> Tensor:
+        """Return the keys [B, n, D] of this rank that another rank gets, or itself."""
+        keys, rows = self._keys, self._blocks.rows(to, self._rank)
         if rows == ((0, keys.shape[1]),):
             return keys
         return torch.cat([keys[:, :0], *(keys[:, start:stop] for start, stop in rows)], 1)
+
+    def arriving(self, owner: int) -> int:
+        """Return how many keys of an owner this rank gets."""
+        return row_count(self._blocks.rows(self._rank, owner))
 
     def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
         """Select among the keys [B, n, D] of an owner."""
@@ -359,9 +362,7 @@ class RankSelection:
         self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
     ) -> None:
         """Select for some queries of a batch row among the keys of a block and their positions."""
-        assert self.given.weights is not None, "`select_keys` has them"
-        weights = self.given.weights[row, rows].detach().to(self.tiles.dtype) * self._scale  # above 0, as relu's is
-        scores_of = self.tiles.of_queries(self.given.q[row, rows].detach(), weights)
+        scores_of = self.scores_of(row, rows)
         keys, places = (mask.packed(x) for x in block)
         held, each = self.given.q.shape[1], self.tiles.keys
         window = max(1, -(-self.count // each)) * each  # of so many keys it is worth it to look for the best
@@ -371,3 +372,9 @@ class RankSelection:
             tiles = [scores_of(keys[at : min(stop, at + each)]) for at in range(start, stop, each)]
             scores = tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
             best.add(into, scores, places[start:stop], mask.allowed(start, stop, scores.device))
+
+    def scores_of(self, row: int, rows: slice) -> Callable[[Tensor], Tensor]:
+        """Return what computes the scores of some queries of a batch row on keys; see `ScoreTiles.of_queries`."""
+        assert self.given.weights is not None, "a selection by the scores of all heads has them"
+        weights = self.given.weights[row, rows].detach().to(self.tiles.dtype) * self._scale  # above 0, as relu's is
+        return self.tiles.of_queries(self.given.q[row, rows].detach(), weights)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ from burst_plugin import (
 )
 from burst_plugin.sequence.mask import allowed
 from burst_plugin.sequence.masks import document_starts
-from burst_plugin.sparse import select_blocks, select_keys
+from burst_plugin.sparse import keys_of_pools, pool, select_blocks, select_keys, select_pools
 
 MANY = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4)]
 
@@ -164,6 +166,96 @@ def drawn_blocks(number: int) -> DrawnBlocks:
     ring, tokens = _ring(draws, topology, length, mask, number)
     numbers = draws.choice([1, 3, 4, 5, 8, 11]), draws.choice([1, 2, 3, 4, length]), draws.choice([0, 1, 1, 1, 2])
     return DrawnBlocks(ring, (q, k), mask, tokens, numbers)
+
+
+@dataclass
+class DrawnPools:
+    """A selection of pools on all ranks of a virtual ring."""
+
+    ring: VirtualRing
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, gates, weights
+    mask: Mask
+    tokens: Tokens | None
+    numbers: tuple[int, int]  # tokens of a pool, and pools to select
+    pooled: Callable[[list[torch.Tensor]], torch.Tensor]
+
+    def pools(self, row: int) -> list[int]:
+        """The definition: where the whole pools of a row start."""
+        length, size = self.tensors[0].shape[1], self.numbers[0]
+        documents = sorted({0, length} | document_starts(self.mask.of_row(row)))
+        return [start for a, b in pairwise(documents) for start in range(a, b - size + 1, size)]
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The definition, in float64: the starts of the best pools of each query, int32 [B, S, n]; listed keys."""
+        (q, k, gate, weights), (size, top_k) = self.tensors, self.numbers
+        batch, length, at = len(q), q.shape[1], torch.arange(q.shape[1])
+        may = allowed(self.mask, (length, length), at, at).expand(batch, -1, -1)
+        result = torch.full((batch, length, min(top_k, -(-length // size))), -1, dtype=torch.int32)
+        listed = torch.zeros(batch, length, length, dtype=torch.bool)
+        for row in range(batch):
+            starts = self.pools(row)
+            keys = [self.pooled([x[row : row + 1, a : a + size].double() for x in (k, gate)])[0] for a in starts]
+            found = scores(q[[row]], torch.stack(keys)[None], weights[[row]], None)[0] if keys else None
+            documents = sorted({0} | document_starts(self.mask.of_row(row)))
+            for query in range(length):
+                seen = [n for n, a in enumerate(starts) if may[row, query, a + size - 1]]
+                seen.sort(key=lambda n: (-float(found[query, n]), n))  # type: ignore[index]
+                for place, n in enumerate(seen[:top_k]):
+                    result[row, query, place] = starts[n]
+                    listed[row, query, starts[n] : starts[n] + size] = True
+                document = max(start for start in documents if start <= query)
+                listed[row, query, query + 1 - (query + 1 - document) % size : query + 1] = True
+        return result, listed
+
+    def options(self) -> dict[str, Any]:
+        return {"mask": self.mask, "tokens": self.tokens}
+
+    def found(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the plugin selects; and which keys it lists, bool [B, S, S]."""
+        (q, k, gate, weights), (size, top_k) = self.tensors, self.numbers
+        keys = pool(self.pooled, [k, gate], size, self.ring, **self.options())
+        starts = select_pools(q, keys, weights, size, top_k, self.ring, **self.options())
+        return starts, listed_keys(keys_of_pools(starts, size, self.ring, **self.options()), q.shape[1])
+
+
+def listed_keys(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Positions of keys [B, S, n], -1 for none, as bool [B, S, length]."""
+    places = torch.where(positions < 0, length, positions.long())
+    return torch.zeros(*positions.shape[:2], length + 1, dtype=torch.bool).scatter_(2, places, True)[..., :length]
+
+
+def gated_mean(both: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of keys [pools, size, D] by the softmax of gates, each number by itself."""
+    keys, gates = both
+    return (keys * gates.softmax(1)).sum(1)
+
+
+def drawn_pools(number: int) -> DrawnPools:
+    """Draw a selection of pools; in two of three all scores are small whole numbers, so that most are ties."""
+    draws, generator = random.Random(number), torch.Generator().manual_seed(number)
+    topology = Topology(*draws.choice(MANY))
+    length, batch = draws.choice([1, 7, 17, 33, 48, 50]), draws.choice([1, 1, 2])
+    heads, size = draws.choice([1, 2, 3]), draws.choice([1, 4, 16])
+    shapes = (batch, length, heads, size), *[(batch, length, size)] * 2, (batch, length, heads)
+    pooled: Any = gated_mean
+    if draws.random() < 0.67:
+        most, dtype = draws.choice([1, 2]), draws.choice([torch.float32, torch.float64, torch.bfloat16])
+        tensors = [torch.randint(-most, most + 1, each, generator=generator).to(dtype) for each in shapes]
+        pooled = _whole_sum
+    else:
+        tensors = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
+    mask = _mask(draws, length, batch, of_blocks=True)
+    ring, tokens = _ring(draws, topology, length, mask, number)
+    numbers = draws.choice([1, 2, 3, 4, 5, 8, 11]), draws.choice([1, 2, 3, length])
+    q, k, gate, weights = tensors
+    return DrawnPools(ring, (q, k, gate, weights), mask, tokens, numbers, pooled)
+
+
+def _whole_sum(both: list[torch.Tensor]) -> torch.Tensor:
+    """Sums of whole numbers, in which the place of a token counts; exact in every type."""
+    keys, gates = both
+    count = keys.shape[1]
+    return (keys * (1 + torch.arange(count, dtype=keys.dtype) % 2).unsqueeze(1) + gates).sum(1)
 
 
 def _mask(draws: random.Random, length: int, batch: int, of_blocks: bool = False) -> Mask:
