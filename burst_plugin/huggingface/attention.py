@@ -26,6 +26,7 @@ from burst_plugin.huggingface.mask_recipes import (
     shard_among,
     shard_of_forward,
 )
+from burst_plugin.huggingface.pool_indexers import PoolChoice
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
@@ -45,6 +46,7 @@ _KNOWN_TENSORS = frozenset(
         "max_length_q",
         "max_length_k",
         "seq_idx",
+        "input_ids",
         "indices",
         "labels",
         "shift_labels",
@@ -103,6 +105,8 @@ def forward(
     Raises:
         ValueError: an option is not supported, or a batch in training was not sharded.
     """
+    if isinstance(attention_mask, PoolChoice):
+        attention_mask, options = None, {**options, "indices": attention_mask.keys}
     shard = _shard(attention_mask, options)
     if shard is None:
         if cache_of_forward() is not None:

@@ -24,18 +24,18 @@ from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
 from burst_plugin.huggingface.block_indexers import LAYER_TYPE as BLOCK_LAYER_TYPE
 from burst_plugin.huggingface.block_indexers import block_indexers, problems_of_block_indexers, use_block_indexers
-from burst_plugin.huggingface.mask_recipes import (
-    NO_CACHE,
-    MaskRecipe,
-    cache_of_forward,
-    shard_among,
-    shard_of_forward,
+from burst_plugin.huggingface.indexer_shards import shard_of_indexer, watch_layer
+from burst_plugin.huggingface.mask_recipes import NO_CACHE, MaskRecipe, cache_of_forward, shard_of_forward
+from burst_plugin.huggingface.pool_indexers import (
+    is_pool_indexer,
+    pool_indexers,
+    problems_of_pool_indexers,
+    use_pool_indexers,
 )
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sparse import select_keys
 
 LAYER_TYPE = "indexed_attention"
-_SHARD = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's forward
 _MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
 _USED = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "index_topk", "topk")
 
@@ -84,6 +84,7 @@ def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
     named = {type(module) for module in text_modules(pretrained) if type(module).__name__.endswith("Indexer")}
     of_blocks = {type(module) for module in block_indexers(pretrained)}
     of_keys = {kind for kind in named if _known(kind) is not None}
+    of_keys |= {type(module) for module in pool_indexers(pretrained)}
     if named > of_keys | of_blocks:
         return ()
     return (*((LAYER_TYPE,) if of_keys else ()), *((BLOCK_LAYER_TYPE,) if of_blocks else ()))
@@ -92,11 +93,15 @@ def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
 def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
     """Return why a model's indexers cannot run on a ring: their code is not what is known of it."""
     found = {type(module): known for module, known in indexers(pretrained)}
-    return problems_of_block_indexers(pretrained) + [
-        f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
-        "use one of these"
-        for kind, known in found.items()
-        if (missing := _missing(kind, known))
+    missing = {kind: names for kind, known in found.items() if (names := _missing(kind, known))}
+    return [
+        *problems_of_block_indexers(pretrained),
+        *problems_of_pool_indexers(pretrained),
+        *(
+            f"its {kind.__name__} does not use {', '.join(names)}, as in the releases of transformers that are "
+            "known; use one of these"
+            for kind, names in missing.items()
+        ),
     ]
 
 
@@ -110,6 +115,7 @@ def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
 def use_indexers(pretrained: PreTrainedModel) -> None:
     """Let the indexers of a model select among the keys of all ranks, on shards; once and for all its forwards."""
     use_block_indexers(pretrained)
+    use_pool_indexers(pretrained)
     for module, known in indexers(pretrained):
         if _missing(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue
@@ -118,28 +124,15 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
             around: Callable[..., Any] = torch.compiler.disable(partial(_take_over, known))  # type: ignore[no-untyped-call]
             setattr(wrap(owner, "forward", around), _MARK, True)
     for layer in text_modules(pretrained):
-        has_known = _known(type(getattr(layer, "indexer", None))) is not None
-        if has_known and _note_shard not in layer._forward_pre_hooks.values():
-            layer.register_forward_pre_hook(_note_shard, with_kwargs=True)
-            layer.register_forward_hook(_forget_shard, always_call=True)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _note_shard(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell an indexer the shard that its layer is given, also where a checkpoint computes it again."""
-    setattr(layer.indexer, _SHARD, shard_among(args, kwargs))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forget_shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Note the end of a layer, also of one that failed."""
-    vars(layer.indexer).pop(_SHARD, None)
+        indexer = getattr(layer, "indexer", None)
+        if _known(type(indexer)) is not None or is_pool_indexer(indexer):
+            watch_layer(layer)
 
 
 def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of an indexer's `forward`. Return positions of keys, int32 [B, S, top k]."""
     given = by_name(partial(original, module), args, kwargs)
-    recipe, shard = given["attention_mask"], vars(module).get(_SHARD)
+    recipe, shard = given["attention_mask"], shard_of_indexer(module)
     if shard is not None and not isinstance(recipe, MaskRecipe):
         raise ValueError(
             f"{type(module).__name__} got a sharded batch and a mask of its own, a {type(recipe).__name__}, by which "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare, register
-from burst_plugin.huggingface.indexers import _SHARD
+from burst_plugin.huggingface.indexer_shards import _SHARD
 from tests.support.deepspeed_run import draw, worst
 from tests.support.ranks import run_ranks
 from tests.support.sparse_families import build, sparse_families
@@ -19,7 +19,7 @@ from tests.support.sparse_families import build, sparse_families
 pytestmark = pytest.mark.huggingface
 
 BATCH = draw(1, rows=2, length=32)[0]
-NAME = "deepseek_v32"
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm5_next",) if name in sparse_families()]
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "no checkpoints": {},
     "checkpoints": {"use_reentrant": False},
@@ -34,7 +34,7 @@ def _gradients(model: Any, batch: dict[str, Any], labels: torch.Tensor, **option
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in names.items()}
 
 
-def _on_ring(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+def _on_ring(rank: int, family: str) -> dict[str, dict[str, torch.Tensor]]:
     register()
     cp, found = ContextParallel(dist.group.WORLD), {}
 
@@ -45,27 +45,28 @@ def _on_ring(rank: int) -> dict[str, dict[str, torch.Tensor]]:
             dist.all_reduce(grad)
 
     for name, checkpoints in CHECKPOINTS.items():
-        model = prepare(build(sparse_families()[NAME])).train()
+        model = prepare(build(sparse_families()[family])).train()
         if checkpoints:
             model.gradient_checkpointing_enable(checkpoints)
         step(f"compiled, {name}", torch.compile(model, backend="eager"), use_cache=False)
-    step("with a cache", prepare(build(sparse_families()[NAME])).train())
-    step("with a cache, in evaluation", prepare(build(sparse_families()[NAME])).eval())
+    step("with a cache", prepare(build(sparse_families()[family])).train())
+    step("with a cache, in evaluation", prepare(build(sparse_families()[family])).eval())
     return found
 
 
-def test_gradients_equal_those_of_one_rank() -> None:
+@pytest.mark.parametrize("family", ["deepseek_v32", *SLOW])
+def test_gradients_equal_those_of_one_rank(family: str) -> None:
     labels = torch.nn.functional.pad(BATCH["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     inputs = {name: x for name, x in BATCH.items() if name != "labels"}
-    truth = _gradients(build(sparse_families()[NAME]), inputs, labels, use_cache=False)
-    for name, grads in run_ranks(_on_ring, 2, timeout_s=60.0)[0].items():
+    truth = _gradients(build(sparse_families()[family]), inputs, labels, use_cache=False)
+    for name, grads in run_ranks(_on_ring, 2, family, timeout_s=120.0)[0].items():
         error, parameter = worst(grads, truth)
         assert error <= 1e-5, (name, parameter, error)
 
 
 def test_a_mask_of_its_own_is_refused_on_a_shard() -> None:
     register()
-    model = prepare(build(sparse_families()[NAME]))
+    model = prepare(build(sparse_families()["deepseek_v32"]))
     indexer = model.model.layers[0].self_attn.indexer
     setattr(indexer, _SHARD, shard_batch(BATCH, ContextParallel())["burst"])
     x = torch.zeros(2, 32, 8)

@@ -21,10 +21,12 @@ from torch import Tensor
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface import pool_indexers as pools
 from burst_plugin.huggingface.block_indexers import BlockChoice, block_indexers
 from burst_plugin.huggingface.indexers import INDEXERS, indexers
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.huggingface.models import problems
+from burst_plugin.huggingface.pool_indexers import PoolChoice, pool_indexers
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
 from tests.support.sparse_families import build, sparse_families
@@ -45,6 +47,7 @@ BY_DEFAULT = (
     "mistral_large4",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
+    "glm5_next",
 )
 HEAD = 10_000  # by so much the selections of an indexer's heads are apart, of which each selects by itself
 
@@ -110,6 +113,8 @@ def _keys(module: Any, output: Any) -> Tensor:
     if isinstance(output, BlockChoice):
         assert output.starts is not None
         starts = output.starts
+    elif isinstance(output, PoolChoice):
+        return output.keys
     elif output.dim() == 3:
         return output
     else:
@@ -121,7 +126,7 @@ def _keys(module: Any, output: Any) -> Tensor:
 def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
     """Run a step, and note what indexers select in the forward pass."""
     outputs: list[tuple[Any, Any]] = []
-    layers = [*(module for module, _ in indexers(model)), *block_indexers(model)]
+    layers = [*(module for module, _ in indexers(model)), *block_indexers(model), *pool_indexers(model)]
     hooks = [
         each.register_forward_hook(lambda module, _, output: outputs.append((module, output))) for each in layers
     ]
@@ -284,11 +289,21 @@ def test_indexers_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setitem(INDEXERS, "DeepseekV32Indexer", INDEXERS["DeepseekV32Indexer"]._replace(rotary="rotate_all"))
         assert "DeepseekV32Indexer does not use rotate_all, as in the releases" in "; ".join(problems(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "_USED", ("wq_b", "get_means"))
+        told = "; ".join(problems(build(FAMILIES["glm5_next"])))
+        assert "Glm5NextTextIndexer does not use get_means, as in the releases" in told
     layer.__class__ = type("OwnIndexer", (torch.nn.Module,), {"forward": lambda self, *args, **kwargs: args[0]})
     assert "it has layers of type indexed_attention" in "; ".join(problems(model))
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3_vl_text"])
+def test_pools_without_the_last_one_are_refused() -> None:
+    config = copy.deepcopy(FAMILIES["glm5_next"])
+    config.text_config.index_kpool_always_select_tail = False
+    assert "index_kpool_always_select_tail=False, by which the first tokens" in "; ".join(problems(build(config)))
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3_vl_text", "glm5_next"])
 def test_a_cache_of_a_ring_is_refused(name: str) -> None:
     model = prepare(build(FAMILIES[name])).eval()
     with pytest.raises(ValueError, match="a RingCache has no keys of indexers"):

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, Documents, Full, PrefixTree, Strategy, Tokens, Topology, VirtualRing
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    PrefixTree,
+    Strategy,
+    Tokens,
+    Topology,
+    VirtualRing,
+    key_padding,
+)
 from burst_plugin.sparse import keys_of_pools, pool, pools, select_pools
 from tests.support.indexers import drawn_pools, gated_mean, listed_keys
 from tests.support.ranks import last_lines, run_ranks
@@ -142,15 +153,24 @@ def test_ranks_that_differ_are_refused_together() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     ring, (q, k, gate, weights) = VirtualRing(Topology(1, 2)), _drawn(24)
     tree = PrefixTree((-1, 0, 0), (8, 8, 8))
+    at = torch.arange(24)
+    hole = key_padding(torch.stack([at >= 3, (at < 12) | (at >= 15)]))
     for text, options in (
         ("size=0 is not valid; give how many tokens a pool has", {"size": 0}),
         ("size=2.5 is not valid", {"size": 2.5}),
         ("top_k=0 is not valid; give how many pools", {"top_k": 0}),
         ("among earlier tokens alone; give Causal", {"mask": Full()}),
         ("not supported with a prefix tree", {"mask": tree}),
+        ("padding ends at token 15 of batch row 1, in the middle of a document", {"mask": Causal() & hole}),
     ):
         with pytest.raises(ValueError, match=text):
             select_pools(q, k, weights, **{"size": 4, "top_k": 2, "cp": ring, **options})
-    for text, options in (("size=0 is not valid", {"size": 0}), ("with a prefix tree", {"mask": tree})):
+    select_pools(q, k, weights, 4, 2, ring, mask=Causal() & hole & Documents((0, 15, 24)))
+    cases = (
+        ("size=0 is not valid", {"size": 0}),
+        ("a prefix tree", {"mask": tree}),
+        ("padding ends", {"mask": hole}),
+    )
+    for text, options in cases:
         with pytest.raises(ValueError, match=text):
             pool(gated_mean, [k, gate], **{"size": 4, "cp": ring, **options})

@@ -77,6 +77,18 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "HYV4Config": _MILD,
     "HYV4VLConfig": {**_MILD, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "MistralLarge4Config": _MILD,
+    "Glm5NextConfig": {  # pools of 4 tokens, in a layer after one that carries a state
+        **_MILD,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 8,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "index_topk": 8,
+        "hc_mult": 2,
+    },
     "MiniMaxM3VLTextConfig": _BLOCKS,
     "MiniMaxM3VLConfig": _BLOCKS,
 }
@@ -85,9 +97,20 @@ _WITH_TOWERS: dict[str, dict[str, Any]] = {
     "HYV4VLConfig": {"num_key_value_heads": 4, "out_hidden_size": 32},
     "MistralLarge4Config": {},
     "MiniMaxM3VLConfig": {},
+    "Glm5NextConfig": {"depth": 1, "num_heads": 4, "out_hidden_size": 32},
 }
 # Of a fresh model they are all alike, or 0; alike streams of hyper-connections have gradients of rounding alone.
-_DRAWN = {"k_norm.bias": 1.0, "q_input_norm.bias": 1.0, "sinks": 1.0, "softmax_scaling.scale": 0.4}
+_DRAWN = {
+    "k_norm.bias": 1.0,
+    "q_input_norm.bias": 1.0,
+    "sinks": 1.0,
+    "softmax_scaling.scale": 0.4,
+    "index_kpool_compress_ape": 1.0,
+    "index_kpool_compress_gate": 0.3,
+    "A_log": 0.5,
+    "dt_bias": 1.0,
+    "o_norm.weight": 1.0,
+}
 _STREAMS = 0.6
 
 

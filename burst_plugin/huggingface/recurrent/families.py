@@ -67,6 +67,7 @@ MIXERS = {
     "LaraMiniGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _KIMI,
     "BailingHybridDeltaAttention": _KIMI,
+    "Glm5NextTextLinearAttention": _KIMI,
     "BambaMixer": _MAMBA2,
     "FalconH1Mixer": _MAMBA2,
     "GraniteMoeHybridMambaLayer": _MAMBA2,

@@ -1,0 +1,39 @@
+"""Which shard an indexer has: its layer is given that, and hands on to the indexer what its queries are made of.
+
+layer(..., burst=shard) -> note() -> indexer(hidden_states, ...) -> shard_of_indexer(indexer)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.huggingface.mask_recipes import shard_among
+
+_SHARD = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's forward
+
+
+def watch_layer(layer: torch.nn.Module) -> None:
+    """Add hooks to a layer with an `indexer` that tell this one its shard; once."""
+    if _note_shard not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_note_shard, with_kwargs=True)
+        layer.register_forward_hook(_forget_shard, always_call=True)
+
+
+def shard_of_indexer(indexer: torch.nn.Module) -> SequenceShard | None:
+    """Return the shard that the layer of an indexer was given; None for a whole batch."""
+    return vars(indexer).get(_SHARD)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_shard(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell an indexer the shard that its layer is given, also where a checkpoint computes it again."""
+    setattr(layer.indexer, _SHARD, shard_among(args, kwargs))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Note the end of a layer, also of one that failed."""
+    vars(layer.indexer).pop(_SHARD, None)

@@ -1,0 +1,154 @@
+"""Indexers of transformers' models that select pools of keys (GLM-5-Next): on shards among those of all ranks.
+
+    layer -> indexer(hidden_states, ...)                          on shards returns a `PoolChoice`
+          -> build_attention_mask_from_topk(topk_indices=choice)  hands it on in place of a mask of queries by keys
+          -> attention(..., choice)                               `attention.forward` gives its keys to the ring
+    next layer (prev_topk_indices=choice)                         which may share the selection
+
+transformers begins pools at the first real token of a row, whatever documents the row has. On a ring they begin anew
+with every document, so that each text has the pools that it has alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.huggingface.indexer_shards import shard_of_indexer
+from burst_plugin.huggingface.mask_recipes import NO_CACHE, cache_of_forward
+from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.sequence.masks import Causal
+from burst_plugin.sparse import keys_of_pools, pool, select_pools
+
+KINDS = ("Glm5NextTextIndexer",)
+_USED = (
+    *("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "index_topk", "index_kpool", "topk"),
+    *("index_kpool_compress_gate", "get_pooled_states", "append_visible_tail"),
+)
+_MAKES_MASK = "build_attention_mask_from_topk"
+_MARK = "_burst_plugin_pool_indexer"  # of what has been replaced
+
+
+class PoolChoice:
+    """What the queries of a shard select: positions of keys, int32 [B, S_local, n], -1 for none."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def pool_indexers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the indexers of a model that select pools of keys."""
+    return (each for each in text_modules(model) if is_pool_indexer(each))
+
+
+def is_pool_indexer(module: Any) -> bool:
+    """Return whether a module is an indexer that selects pools of keys, of a class that is known."""
+    return any(each.__name__ in KINDS for each in type(module).__mro__)
+
+
+def problems_of_pool_indexers(pretrained: PreTrainedModel) -> list[str]:
+    """Return why a model's indexers of pools cannot run on a ring: by their code, or without the last pool."""
+    reasons = {}
+    for module in pool_indexers(pretrained):
+        name = type(module).__name__
+        if missing := _missing(type(module)):
+            reasons[name] = (
+                f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
+                "use one of these"
+            )
+        elif not module.index_kpool_always_select_tail and module.index_kpool > 1:
+            reasons[name] = (
+                f"its {name} has index_kpool_always_select_tail=False, by which the first tokens of a text select "
+                "none, and transformers lets them attend to all tokens, later ones too; set it to True"
+            )
+    return list(reasons.values())
+
+
+def use_pool_indexers(pretrained: PreTrainedModel) -> None:
+    """Let the indexers of a model select among the pools of all ranks, on shards; once and for all its forwards."""
+    for module in pool_indexers(pretrained):
+        if not _missing(type(module)):
+            owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
+            _replace(owner, "forward", _take_over)
+    for layer in text_modules(pretrained):
+        kind: Any = type(layer)
+        if hasattr(kind, _MAKES_MASK):
+            _replace(kind, _MAKES_MASK, _hand_on)
+
+
+def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a class once, by one that no compiler looks into."""
+    if not hasattr(getattr(owner, name), _MARK):
+        disabled: Callable[..., Any] = torch.compiler.disable(around)  # type: ignore[no-untyped-call]
+        setattr(wrap(owner, name, disabled), _MARK, True)
+
+
+def _missing(kind: type) -> list[str]:
+    """Return what the code of a class does not use, though others of its name do."""
+    function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    return [name for name in _USED if name not in function.__code__.co_names]
+
+
+def _hand_on(original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of what makes a mask of a selection: that of a shard goes to attention as it is."""
+    given = by_name(partial(original, layer), args, kwargs)
+    choice = given["topk_indices"]
+    return choice if isinstance(choice, PoolChoice) else original(layer, **given)
+
+
+def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of an indexer's `forward`. Return a `PoolChoice` on shards, and keys of its own otherwise."""
+    shard = shard_of_indexer(module)
+    if shard is not None:
+        return _select(module, shard, by_name(partial(original, module), args, kwargs))
+    if cache_of_forward() is not None:
+        raise ValueError(NO_CACHE.format(type(module).__name__))
+    return original(module, *args, **kwargs)
+
+
+@torch.no_grad()
+def _select(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> PoolChoice:
+    """Return what the queries of a shard select, of all ranks' pools."""
+    hidden, name, size = given["hidden_states"], f"indexer of layer {module.layer_idx}", module.index_kpool
+    cache = given.get("cache", given.get("past_key_values"))
+    if cache is not None and cache.get_seq_length(module.layer_idx) > hidden.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} got a cache of earlier tokens with a sharded batch: give whole texts"
+        )
+    q = module.wq_b(given["q_resid"]).view(*hidden.shape[:2], module.n_heads, module.head_dim)
+    k, gates = module.k_norm(module.wk(hidden)), linear(hidden, module.index_kpool_compress_gate)
+    weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
+    kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed
+    terms: dict[str, Any] = {
+        "mask": Causal() if shard.mask is None else Causal() & shard.mask,
+        "tokens": shard.tokens,
+    }
+
+    def pooled(both: list[Tensor]) -> Tensor:
+        keys, of_tokens = both
+        shares = (of_tokens.float() + module.index_kpool_compress_ape.float()).softmax(1)
+        mean: Tensor = (shares.to(keys.dtype) * keys).sum(1)
+        return mean
+
+    keys = pool(pooled, [k.to(kind), gates], size, shard.cp, tag=(f"keys of {name}", shard), **terms)
+    starts = select_pools(
+        q.to(kind),
+        keys,
+        weights,
+        size,
+        module.index_topk // size,
+        shard.cp,
+        scale=module.softmax_scale,
+        tag=(name, shard),
+        **terms,
+    )
+    return PoolChoice(keys_of_pools(starts, size, shard.cp, **terms))
