@@ -88,6 +88,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "index_kpool": 4,
         "index_topk": 8,
         "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
     },
     "MiniMaxM3VLTextConfig": _BLOCKS,
     "MiniMaxM3VLConfig": _BLOCKS,
@@ -108,7 +109,6 @@ _DRAWN = {
     "index_kpool_compress_ape": 1.0,
     "index_kpool_compress_gate": 0.3,
     "A_log": 0.5,
-    "dt_bias": 1.0,
     "o_norm.weight": 1.0,
 }
 _STREAMS = 0.6
