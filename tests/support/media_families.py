@@ -71,6 +71,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
     "kimi_k25": {"projection_hidden_size": 32},
+    "glm5_next": {"video_start_token_id": 86, "video_end_token_id": 87},  # images and videos have one token
     "nemotron_h_omni": {"vision_hidden_size": 32},
     "deepseek_vl_hybrid": {
         "vision_config.image_size": 64,

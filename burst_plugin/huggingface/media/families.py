@@ -42,8 +42,8 @@ _BY_FRAME = (
 )
 _WITH_IMAGES = (
     "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "gemma4",
-    "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus",
-    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "paligemma",
+    "glm5_next", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl",
+    "janus", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "paligemma",
     "pp_chart2table", "qianfan_ocr", "shieldgemma2", "smolvlm", "step3p7", "vipllava",
 )  # fmt: skip
 _WITH_IMAGES_AND_VIDEO = (
