@@ -39,6 +39,7 @@ class Mixer(NamedTuple):
 
     calls: names in the code of its `forward`, of functions to be replaced or, with `on_shard`, of what that repeats.
     on_shard: what its `forward` does on a shard; None if its functions are replaced.
+    method: what `on_shard` takes the place of, if `forward` calls that for all in which tokens meet.
     replaced: child modules to put others in place of, by name.
     takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
     keeps: what it calls the state that it keeps in itself; empty if it keeps none.
@@ -46,6 +47,7 @@ class Mixer(NamedTuple):
 
     calls: tuple[str, ...]
     on_shard: Callable[..., Any] | None = None
+    method: str = "forward"
     replaced: tuple[tuple[str, Callable[..., torch.nn.Module]], ...] = ()
     takes_mask: bool = False
     keeps: str = ""
@@ -63,6 +65,13 @@ MIXERS = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "Qwen4ExpTextGatedDeltaNet": _DELTA,
+    "Qwen4ExpTextNGramEmbedding": Mixer(
+        ("context_len", "eos_token_id", "layer_multipliers", "ngram_embedding"), modules.ngram_embedding
+    ),
+    "Qwen4ExpTextPLELayer": Mixer(
+        ("_short_conv", "short_conv_state_len", "conv1d"), modules.dilated_convolution, method="_short_conv"
+    ),
     "OlmoHybridGatedDeltaNet": _DELTA,
     "LaraMiniGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _KIMI,
@@ -143,7 +152,8 @@ def _problems_of_code(kind: type[torch.nn.Module], known: Mixer) -> list[str]:
             f"its {kind.__name__} is not that of transformers, and how it carries its state is not known; call "
             "burst_plugin.recurrent there"
         ]
-    missing = [name for name in known.calls if name not in function.__code__.co_names]
+    method: Any = inspect.unwrap(getattr(kind, known.method, kind.forward))
+    missing = [name for name in known.calls if name not in function.__code__.co_names + method.__code__.co_names]
     missing += [name for name in known.calls if name in FUNCTIONS and not callable(home.get(name))]
     if not missing:
         return []
@@ -189,8 +199,8 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
             if name in FUNCTIONS and hasattr(home, name):
                 _replace(home, name, FUNCTIONS[name])
         if known.on_shard is not None:
-            owner = next(each for each in type(module).__mro__ if "forward" in vars(each))
-            _replace(owner, "forward", partial(modules.take_over, known.on_shard))
+            owner = next(each for each in type(module).__mro__ if known.method in vars(each))
+            _replace(owner, known.method, partial(modules.take_over, known.on_shard))
         for name, kind in known.replaced:
             child = getattr(module, name)
             if not isinstance(child, modules.TimeShift):

@@ -5,6 +5,7 @@ Before and after the state they do here what they do in transformers; whole batc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,26 @@ def _with_cached(module: Any, states: LayerStates, qk: Tensor, hidden: Tensor) -
     delayed, last = states.with_tokens_before(delayed, 1, before)
     layer.update_recurrent_state(last[:, 0], state_idx=0)
     return torch.cat([mixed, delayed[:, :-1]], -1)
+
+
+def ngram_embedding(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Compute Qwen4's embeddings of n-grams, [B, S, E]; before a document there are tokens that end one."""
+    own, end = partial(inspect.unwrap(type(module).forward), module), module.eos_token_id
+    place = placement(shard, "ngram_embedding")
+
+    def embed(ids: Tensor) -> Tensor:
+        found: Tensor = own(ids + end, None)  # where ids are 0, before a document, these are ends
+        return found
+
+    return recurrent.with_tokens_before(embed, given["input_ids"].long() - end, module.context_len, place)
+
+
+def dilated_convolution(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Compute the convolution of Qwen4's layers of n-grams, [B, S, C]."""
+    own = partial(inspect.unwrap(type(module)._short_conv), module)
+    place = placement(shard, "dilated_convolution")
+    width: int = module.short_conv_state_len
+    return recurrent.with_tokens_before(lambda x: own(x, None), given["hidden_states"], width, place)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
