@@ -25,6 +25,7 @@ from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
 from burst_plugin.huggingface.block_indexers import LAYER_TYPE as BLOCK_LAYER_TYPE
 from burst_plugin.huggingface.block_indexers import block_indexers, problems_of_block_indexers, use_block_indexers
 from burst_plugin.huggingface.indexer_shards import shard_of_indexer, watch_layer
+from burst_plugin.huggingface.mask_indexers import mask_indexers, problems_of_mask_indexers, use_mask_indexers
 from burst_plugin.huggingface.mask_recipes import NO_CACHE, MaskRecipe, cache_of_forward, shard_of_forward
 from burst_plugin.huggingface.pool_indexers import (
     is_pool_indexer,
@@ -84,7 +85,7 @@ def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
     named = {type(module) for module in text_modules(pretrained) if type(module).__name__.endswith("Indexer")}
     of_blocks = {type(module) for module in block_indexers(pretrained)}
     of_keys = {kind for kind in named if _known(kind) is not None}
-    of_keys |= {type(module) for module in pool_indexers(pretrained)}
+    of_keys |= {type(module) for module in (*pool_indexers(pretrained), *mask_indexers(pretrained))}
     if named > of_keys | of_blocks:
         return ()
     return (*((LAYER_TYPE,) if of_keys else ()), *((BLOCK_LAYER_TYPE,) if of_blocks else ()))
@@ -97,6 +98,7 @@ def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
     return [
         *problems_of_block_indexers(pretrained),
         *problems_of_pool_indexers(pretrained),
+        *problems_of_mask_indexers(pretrained),
         *(
             f"its {kind.__name__} does not use {', '.join(names)}, as in the releases of transformers that are "
             "known; use one of these"
@@ -116,6 +118,7 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
     """Let the indexers of a model select among the keys of all ranks, on shards; once and for all its forwards."""
     use_block_indexers(pretrained)
     use_pool_indexers(pretrained)
+    use_mask_indexers(pretrained)
     for module, known in indexers(pretrained):
         if _missing(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue

@@ -24,6 +24,7 @@ from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface import pool_indexers as pools
 from burst_plugin.huggingface.block_indexers import BlockChoice, block_indexers
 from burst_plugin.huggingface.indexers import INDEXERS, indexers
+from burst_plugin.huggingface.mask_indexers import mask_indexers
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.pool_indexers import PoolChoice, pool_indexers
@@ -110,6 +111,8 @@ def _texts(batch: Batch, by_row: bool) -> list[tuple[int, int, Batch]]:
 
 def _keys(module: Any, output: Any) -> Tensor:
     """What an indexer has selected, [B, S, k]: keys, or where blocks start, `HEAD` more for each further head."""
+    if isinstance(output, Tensor) and output.dtype == torch.bool:  # a mask
+        return torch.where(output[:, 0], torch.arange(output.shape[-1]), -1)
     if isinstance(output, BlockChoice):
         assert output.starts is not None
         starts = output.starts
@@ -127,6 +130,7 @@ def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
     """Run a step, and note what indexers select in the forward pass."""
     outputs: list[tuple[Any, Any]] = []
     layers = [*(module for module, _ in indexers(model)), *block_indexers(model), *pool_indexers(model)]
+    layers += mask_indexers(model)
     hooks = [
         each.register_forward_hook(lambda module, _, output: outputs.append((module, output))) for each in layers
     ]

@@ -69,6 +69,42 @@ _BLOCKS = {
     "eos_token_id": 2,
     "experts_implementation": "eager",
 }
+# Blocks of 4 of the tokens that a query sees, and n-grams of 2 and 3 tokens.
+_SEEN = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "experts_implementation": "eager",
+}
 _FIELDS: dict[str, dict[str, Any]] = {
     "DeepseekV32Config": {},
     "AXK2Config": {},
@@ -92,6 +128,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "MiniMaxM3VLTextConfig": _BLOCKS,
     "MiniMaxM3VLConfig": _BLOCKS,
+    "Qwen4ExpTextConfig": _SEEN,
+    "Qwen4ExpConfig": {**_SEEN, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
 _WITH_TOWERS: dict[str, dict[str, Any]] = {
@@ -99,6 +137,7 @@ _WITH_TOWERS: dict[str, dict[str, Any]] = {
     "MistralLarge4Config": {},
     "MiniMaxM3VLConfig": {},
     "Glm5NextConfig": {"depth": 1, "num_heads": 4, "out_hidden_size": 32},
+    "Qwen4ExpConfig": {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 64},
 }
 # Of a fresh model they are all alike, or 0; alike streams of hyper-connections have gradients of rounding alone.
 _DRAWN = {
@@ -110,6 +149,8 @@ _DRAWN = {
     "index_kpool_compress_gate": 0.3,
     "A_log": 0.5,
     "o_norm.weight": 1.0,
+    "ple.conv1d.weight": 0.5,
+    **{f"{name}.weight": 0.4 for name in ("q_layernorm", "k_layernorm", "norm_key", "norm_query", "norm_conv")},
 }
 _STREAMS = 0.6
 
@@ -118,7 +159,7 @@ def sparse_families() -> dict[str, Any]:
     """Configurations by model type, of the families that the release of transformers has."""
     found = {}
     for name, own in _FIELDS.items():
-        kind, fields = getattr(transformers, name, None), own if "index_block_size" in own else {**_LATENT, **own}
+        kind, fields = getattr(transformers, name, None), own if "vocab_size" in own else {**_LATENT, **own}
         if name in _WITH_TOWERS:
             fields = {"text_config": fields, "vision_config": {**_TOWER, **_WITH_TOWERS[name]}}
         if kind is not None:
