@@ -263,7 +263,7 @@ def _sound(model: Any, module: Any, names: Sequence[str]) -> dict[str, torch.Ten
 
 _FRAMES_APART = (
     "qwen3_5", "qwen3_5_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen3_vl", "qwen3_vl_moe",
-    "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
+    "qwen4_exp", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
 )  # fmt: skip
 _OF_PATCHES = ("kimi_k25", "paddleocr_vl")
 

@@ -83,6 +83,27 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [32] * 4, "depths": [1] * 4},
         "text_config": {"layer_types": _KINDS},
     },
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 32,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 64,
+            "split_ngram_parts": 1,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "eos_token_id": 2,
+        }
+    },
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "latent_channels": 8}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 1},
     "mllama": {
@@ -112,6 +133,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families with another default configuration."""
 _CARRYING = [
     "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe",
+    "qwen4_exp",
 ]  # fmt: skip
 """Families whose language models have layers that carry a state along the sequence."""
 WRAPPERS = [

@@ -35,6 +35,7 @@ _BY_FRAME = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
     "glm4v",
     "glm4v_moe",
     "glm46v",
@@ -51,7 +52,7 @@ _WITH_IMAGES_AND_VIDEO = (
     "glm_ocr", "glmga", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl", "llava_next_video", "llava_onevision",
     "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "molmo2", "muse_glimmer", "muse_spark",
     "nemotron_h_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
-    "video_llama_3", "video_llava",
+    "qwen4_exp", "video_llama_3", "video_llava",
 )  # fmt: skip
 EXAMINED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_WITH_IMAGES, ("image",)),
