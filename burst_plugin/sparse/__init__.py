@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from burst_plugin.sparse.blocks import keys_of_blocks as keys_of_blocks
 from burst_plugin.sparse.blocks import select_blocks as select_blocks
+from burst_plugin.sparse.compressed import Entries as Entries
 from burst_plugin.sparse.pools import keys_of_pools as keys_of_pools
 from burst_plugin.sparse.pools import pool as pool
 from burst_plugin.sparse.pools import select_pools as select_pools
