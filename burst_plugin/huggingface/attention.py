@@ -15,6 +15,7 @@ from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.huggingface.block_indexers import BlockChoice
+from burst_plugin.huggingface.compressors import EntriesOfBatch, EntriesOfShard, held_entries
 from burst_plugin.huggingface.latents import attend_to_latents, held_latents, up_weight
 from burst_plugin.huggingface.llama4 import chunk_mask, with_temperature
 from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
@@ -118,7 +119,9 @@ def forward(
             f"{type(module).__name__} got a sharded batch, but it has not been checked that tokens of its model meet "
             "in attention only: call burst_plugin.huggingface.prepare(model) first"
         )
-    problem = _problem_of_lengths(module, shard, (query.shape[2], key.shape[2]))
+    entries = held_entries(module)
+    behind = 0 if entries is None else entries.size  # further keys, which are no tokens
+    problem = _problem_of_lengths(module, shard, (query.shape[2], key.shape[2] - behind))
     problem = problem or problem_of_call(module, attention_mask, options)
     if problem:
         raise ValueError(problem)
@@ -141,6 +144,8 @@ def forward(
         "selection": _selection(options, shard, mask),
         "tag": (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard),
     }
+    if isinstance(entries, EntriesOfShard):
+        return entries.attend(q, k, mask, options["sliding_window"], terms), None
     if latents is None:
         return burst_attention(q, k, v, shard.cp, **terms), None
     weight = _cast(up_weight(module, latents.c))
@@ -315,10 +320,14 @@ def _whole(
     """Attend to whole sequences on this rank alone, for evaluation and generation."""
     softcap, sink, selected = options.get("softcap"), options.get("s_aux"), options.get("indices")
     plain, choice = softcap is None and sink is None, options.get("block_indices")
+    entries = held_entries(module)
     if isinstance(attention_mask, MaskRecipe):
         if choice is not None:
             _check_blocks(module, choice, attention_mask)
         attention_mask = attention_mask.tensor(always=not (plain and selected is None and choice is None))
+    if isinstance(entries, EntriesOfBatch):
+        seen = entries.seen.expand(*attention_mask.shape[:3], -1)
+        attention_mask = torch.cat([attention_mask, seen], -1)
     if choice is not None:
         keeps = choice.on_whole_batch(tensors[0].shape[2], tensors[1].shape[2])
         attention_mask = attention_mask & keeps.repeat_interleave(tensors[0].shape[1] // keeps.shape[1], 1)

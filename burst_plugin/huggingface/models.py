@@ -19,6 +19,11 @@ from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, re
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
+from burst_plugin.huggingface.compressors import (
+    layer_types_of_compressors,
+    problems_of_compressors,
+    use_compressors,
+)
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
 from burst_plugin.huggingface.indexers import layer_types_of_indexers, problems_of_indexers, use_indexers
@@ -95,6 +100,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         use_recurrent(pretrained)
         use_latents(pretrained)
         use_indexers(pretrained)
+        use_compressors(pretrained)
         use_media(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):
@@ -306,8 +312,10 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     reasons = [] if is_left else problems_of_old_attention(pretrained)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
-    reasons += problems_of_mixers(pretrained, _kinds_of_layers(pretrained.config))
+    kinds = _kinds_of_layers(pretrained.config) - set(layer_types_of_compressors(pretrained))
+    reasons += problems_of_mixers(pretrained, kinds)
     reasons += problems_of_indexers(pretrained)
+    reasons += problems_of_compressors(pretrained)
     parameters = inspect.signature(type(pretrained).forward).parameters
     if not needs_no_attention and counts_unknown(pretrained):
         reasons.append(
@@ -379,7 +387,7 @@ def _problems_of_config(config: Any, makes_masks: bool, known_kinds: tuple[str, 
 
 def _known_kinds(pretrained: PreTrainedModel) -> tuple[str, ...]:
     """Return the kinds of layers besides attention of all or some keys that can run on a ring in a model."""
-    return (*LAYER_TYPES, *layer_types_of_indexers(pretrained))
+    return (*LAYER_TYPES, *layer_types_of_indexers(pretrained), *layer_types_of_compressors(pretrained))
 
 
 def _kinds_of_layers(config: Any) -> set[str]:

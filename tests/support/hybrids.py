@@ -160,8 +160,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
 }
-# Families whose attention cannot run on a ring yet: on compressed keys, or with a bias of its own.
-_WAITING = ("deepseek_v4", "inkling_text", "inkling2_text", "inkling2_loop_text")
+# Families whose attention cannot run on a ring yet: with a bias of its own.
+_WAITING = ("inkling_text", "inkling2_text", "inkling2_loop_text")
 
 
 def waiting() -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""Compressors of DeepSeek V4: on shards they make the entries of windows whose last tokens this rank holds.
+
+    layer -> compressor(hidden_states, ...)              the `forward` of its class is replaced
+                 shard:       entries, by sparse.Entries; which of them an indexer selects, by sparse.select_pools
+                 whole batch: the family's own
+          -> attention(..., keys of tokens and entries)  `attention.forward` asks for what queries attend to
+
+transformers counts windows from the first slot of a row, and compares them with position_ids. On a ring they begin
+anew with every document and after padding, so that each text has the entries that it would have alone. What keys of
+entries a query attends to, transformers would add to a mask tensor; there is none here, so it is held on the
+compressor from one call to the other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SequenceShard
+from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_among
+from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sparse import Entries, select_pools
+
+KINDS = {
+    "DeepseekV4HCACompressor": "heavily_compressed_attention",
+    "DeepseekV4CSACompressor": "compressed_sparse_attention",
+}
+_CALL, _HELD = "_burst_plugin_call", "_burst_plugin_entries"  # of a compressor, in the middle of its layer's forward
+_MARK = "_burst_plugin_compressor"  # of a `forward` that has been replaced
+_ROTARY = "apply_rotary_pos_emb"
+_USED = (
+    "kv_proj",
+    "gate_proj",
+    "position_bias",
+    "kv_norm",
+    "rotary_emb",
+    "rope_layer_type",
+    "compress_rate",
+    _ROTARY,
+)
+_USED_BY_INDEXER = (*_USED, "q_b_proj", "scorer", "index_topk")
+
+
+class _LayerCall(NamedTuple):
+    """What the layer of a compressor is given."""
+
+    shard: SequenceShard | None
+    recipe: Any
+
+
+class EntriesOfShard(NamedTuple):
+    """What queries of a shard attend to besides tokens.
+
+    size: of this rank's keys, those that are entries, the last ones. starts: as for `Entries.attend`.
+    """
+
+    size: int
+    entries: Entries
+    starts: Tensor | None
+
+    def attend(self, q: Tensor, k: Tensor, mask: Mask, window: int, terms: Mapping[str, Any]) -> Tensor:
+        """Return attention [B, S, H, D] of queries, given keys, the mask of tokens, the layer's window and terms."""
+        kept = {name: terms[name] for name in ("scores", "sink", "tag")}
+        return self.entries.attend(q, k, mask, starts=self.starts, window=window, **kept)
+
+
+class EntriesOfBatch(NamedTuple):
+    """Which entries queries of a whole batch attend to, bool [B, 1, queries, entries]."""
+
+    seen: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return the number of entries."""
+        return self.seen.shape[3]
+
+
+def compressors(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the compressors of a model that are known."""
+    return (each for each in text_modules(model) if _kind(type(each)) is not None)
+
+
+def _kind(kind: type) -> str | None:
+    """Return the type of the layers whose compressors are of a class; None if it is not known."""
+    return next((KINDS[each.__name__] for each in kind.__mro__ if each.__name__ in KINDS), None)
+
+
+def layer_types_of_compressors(pretrained: PreTrainedModel) -> tuple[str, ...]:
+    """Return the types of the layers with compressors that a model has."""
+    return tuple(sorted({_kind(type(each)) or "" for each in compressors(pretrained)}))
+
+
+def problems_of_compressors(pretrained: PreTrainedModel) -> list[str]:
+    """Return why a model's compressors cannot run on a ring: their code is not what is known of them."""
+    reasons = {}
+    for module in compressors(pretrained):
+        for part, used in _parts(module):
+            missing = _missing(type(part), used)
+            if missing:
+                name = type(part).__name__
+                reasons[name] = (
+                    f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are "
+                    "known; use one of these"
+                )
+    return list(reasons.values())
+
+
+def _parts(module: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """Return a compressor and its indexer, if it has one, with the names that their code uses."""
+    indexer = getattr(module, "indexer", None)
+    return [(module, _USED), *([] if indexer is None else [(indexer, _USED_BY_INDEXER)])]
+
+
+def _missing(kind: type[torch.nn.Module], used: tuple[str, ...]) -> list[str]:
+    """Return what the code of a class does not use, though others of its name do."""
+    function: Any = inspect.unwrap(kind.forward)
+    return [name for name in used if name not in function.__code__.co_names]
+
+
+def use_compressors(pretrained: PreTrainedModel) -> None:
+    """Let the compressors of a model make entries for all ranks, on shards; once and for all its forwards."""
+    for layer in text_modules(pretrained):
+        module: Any = getattr(layer, "compressor", None)
+        if _kind(type(module)) is None or any(_missing(type(part), used) for part, used in _parts(module)):
+            continue
+        owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
+        if not hasattr(owner.forward, _MARK):
+            around: Callable[..., Any] = torch.compiler.disable(_take_over)  # type: ignore[no-untyped-call]
+            setattr(wrap(owner, "forward", around), _MARK, True)
+        if _note_call not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_note_call, with_kwargs=True)
+            layer.register_forward_hook(_forget_call, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a compressor what its layer is given, also where a checkpoint computes it again."""
+    recipe = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRecipe)), None)
+    setattr(layer.compressor, _CALL, _LayerCall(shard_among(args, kwargs), recipe))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_call(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Note the end of a layer, also of one that failed."""
+    vars(layer.compressor).pop(_CALL, None)
+    vars(layer.compressor).pop(_HELD, None)
+
+
+def held_entries(layer: torch.nn.Module) -> EntriesOfShard | EntriesOfBatch | None:
+    """Return the entries behind the tokens in a layer's keys, and let go of them; None if there are none."""
+    module = getattr(layer, "compressor", None)
+    found: EntriesOfShard | EntriesOfBatch | None = None if module is None else vars(module).pop(_HELD, None)
+    return found
+
+
+def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Take the place of a compressor's `forward`. Return entries [B, 1, n, D], and a bias for whole batches alone."""
+    call: _LayerCall | None = vars(module).get(_CALL)
+    if call is None or (call.shard is None and call.recipe is None):  # of another implementation of attention
+        whole: tuple[Tensor, Any] = original(module, *args, **kwargs)
+        return whole
+    name = type(module).__name__
+    if call.shard is None:
+        _check_whole_batch(name, call.recipe)
+        made, bias = original(module, *args, **kwargs)
+        seen = bias == 0 if bias is not None else made.new_ones((*made.shape[:2], 1, made.shape[2]), dtype=torch.bool)
+        setattr(module, _HELD, EntriesOfBatch(seen))
+        return made, bias
+    given = by_name(partial(original, module), args, kwargs)
+    cache = given.get("cache", given.get("past_key_values"))
+    if cache is not None and cache.get_seq_length(given["layer_idx"]) > given["hidden_states"].shape[1]:
+        raise ValueError(f"{name} got a cache of earlier tokens with a sharded batch: give whole texts")
+    made, held = _of_shard(module, call.shard, given)
+    setattr(module, _HELD, held)
+    return made.unsqueeze(1), None
+
+
+def _check_whole_batch(name: str, recipe: MaskRecipe) -> None:
+    """Raise ValueError for a whole batch that a compressor of transformers does not compute as it is meant."""
+    if cache_of_forward() is not None:
+        raise ValueError(
+            f"{name} makes entries of the tokens of all ranks, which a RingCache has not; generate with a cache of "
+            "transformers, on one rank"
+        )
+    if recipe.keeps_documents_apart:
+        raise ValueError(
+            f"{name} got packed documents as a whole batch, where transformers makes entries across documents; give "
+            "what burst_plugin.shard_batch(batch, cp) returns, or a row for each document"
+        )
+
+
+def _of_shard(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, EntriesOfShard | None]:
+    """Return the entries of this rank [B, n, D], and what queries attend to; nothing if no window is complete."""
+    hidden: Tensor = given["hidden_states"]
+    indexer = getattr(module, "indexer", None)
+    entries = Entries.known(
+        shard.cp,
+        module.compress_rate,
+        indexer is not None,
+        mask=shard.mask,
+        tokens=shard.tokens,
+        batch=hidden.shape[0],
+    )
+    if not entries.count:
+        return hidden.new_empty((hidden.shape[0], 0, module.head_dim)), None
+    tag = (f"compressor of layer {given['layer_idx']}", shard)
+    made = _entries(module, entries, given, tag)
+    starts = None if indexer is None else _selected(indexer, entries, shard, given)
+    return made, EntriesOfShard(made.shape[1], entries, starts)
+
+
+def _entries(module: Any, entries: Entries, given: Mapping[str, Any], tag: object) -> Tensor:
+    """Return the entries that a compressor or an indexer makes, [B, n, D], as the family computes them."""
+    hidden, positions = given["hidden_states"], given["position_ids"]
+    pooled = entries.pooled(module.kv_proj(hidden), module.gate_proj(hidden), module.position_bias, tag)
+    last = entries.last_tokens(hidden.device).clamp(min=0)
+    starts = positions.expand(len(last), -1).gather(1, last) - (module.compress_rate - 1)
+    return _rotated(module, module.kv_norm(pooled).unsqueeze(1), starts).squeeze(1)
+
+
+def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Return x [B, H, S, D] rotated by positions [B, S]."""
+    rotate = inspect.unwrap(type(module).forward).__globals__[_ROTARY]
+    cos, sin = module.rotary_emb(x, position_ids=positions, layer_type=module.rope_layer_type)
+    rotated: Tensor = rotate(x, cos, sin)
+    return rotated
+
+
+@torch.no_grad()
+def _selected(module: Any, entries: Entries, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Return where the windows that an indexer selects for the queries of a shard start, int32 [B, S_local, n]."""
+    hidden, tag = given["hidden_states"], (f"indexer of layer {given['layer_idx']}", shard)
+    keys = entries.at_last_tokens(_entries(module, entries, given, tag))
+    q = module.q_b_proj(given["q_residual"]).view(*hidden.shape[:2], -1, module.head_dim).transpose(1, 2)
+    q = _rotated(module, q, given["position_ids"]).transpose(1, 2)
+    weights = module.scorer.weights_proj(hidden).float() * module.scorer.weights_scaling
+    kind = torch.promote_types(q.dtype, keys.dtype)
+    return select_pools(
+        q.to(kind),
+        keys.to(kind),
+        weights,
+        module.compress_rate,
+        module.index_topk,
+        shard.cp,
+        mask=Causal() if shard.mask is None else Causal() & shard.mask,
+        tokens=shard.tokens,
+        scale=module.scorer.softmax_scale,
+        tag=tag,
+    )
