@@ -33,7 +33,7 @@ KINDS = {
     "DeepseekV4HCACompressor": "heavily_compressed_attention",
     "DeepseekV4CSACompressor": "compressed_sparse_attention",
 }
-_CALL, _HELD = "_burst_plugin_call", "_burst_plugin_entries"  # of a compressor, in the middle of its layer's forward
+_CALL, _HELD = "_burst_plugin_call", "_burst_plugin_entries"  # in the middle of a layer's forward
 _MARK = "_burst_plugin_compressor"  # of a `forward` that has been replaced
 _ROTARY = "apply_rotary_pos_emb"
 _USED = (
@@ -54,6 +54,13 @@ class _LayerCall(NamedTuple):
 
     shard: SequenceShard | None
     recipe: Any
+
+
+class _IndexerCall(NamedTuple):
+    """What a compressor hands to its indexer, besides arguments."""
+
+    shard: SequenceShard
+    entries: Entries
 
 
 class EntriesOfShard(NamedTuple):
@@ -131,13 +138,20 @@ def use_compressors(pretrained: PreTrainedModel) -> None:
         module: Any = getattr(layer, "compressor", None)
         if _kind(type(module)) is None or any(_missing(type(part), used) for part, used in _parts(module)):
             continue
-        owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
-        if not hasattr(owner.forward, _MARK):
-            around: Callable[..., Any] = torch.compiler.disable(_take_over)  # type: ignore[no-untyped-call]
-            setattr(wrap(owner, "forward", around), _MARK, True)
+        _replace(type(module), _compress)
+        if hasattr(module, "indexer"):
+            _replace(type(module.indexer), _select)
         if _note_call not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_note_call, with_kwargs=True)
             layer.register_forward_hook(_forget_call, always_call=True)
+
+
+def _replace(kind: type, function: Callable[..., Any]) -> None:
+    """Let a function take the place of the `forward` of a class, once."""
+    owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
+    if not hasattr(owner.forward, _MARK):
+        around: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        setattr(wrap(owner, "forward", around), _MARK, True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -161,7 +175,7 @@ def held_entries(layer: torch.nn.Module) -> EntriesOfShard | EntriesOfBatch | No
     return found
 
 
-def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+def _compress(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """Take the place of a compressor's `forward`. Return entries [B, 1, n, D], and a bias for whole batches alone."""
     call: _LayerCall | None = vars(module).get(_CALL)
     if call is None or (call.shard is None and call.recipe is None):  # of another implementation of attention
@@ -174,7 +188,8 @@ def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwarg
         seen = bias == 0 if bias is not None else made.new_ones((*made.shape[:2], 1, made.shape[2]), dtype=torch.bool)
         setattr(module, _HELD, EntriesOfBatch(seen))
         return made, bias
-    given = by_name(partial(original, module), args, kwargs)
+    own = partial(original, module)
+    given: dict[str, Any] = {**dict.fromkeys(inspect.signature(own).parameters), **by_name(own, args, kwargs)}
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and cache.get_seq_length(given["layer_idx"]) > given["hidden_states"].shape[1]:
         raise ValueError(f"{name} got a cache of earlier tokens with a sharded batch: give whole texts")
@@ -213,7 +228,10 @@ def _of_shard(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tu
         return hidden.new_empty((hidden.shape[0], 0, module.head_dim)), None
     tag = (f"compressor of layer {given['layer_idx']}", shard)
     made = _entries(module, entries, given, tag)
-    starts = None if indexer is None else _selected(indexer, entries, shard, given)
+    starts = None
+    if indexer is not None:
+        setattr(indexer, _CALL, _IndexerCall(shard, entries))
+        starts = indexer(**given)
     return made, EntriesOfShard(made.shape[1], entries, starts)
 
 
@@ -235,8 +253,16 @@ def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _selected(module: Any, entries: Entries, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Return where the windows that an indexer selects for the queries of a shard start, int32 [B, S_local, n]."""
+def _select(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    """Take the place of an indexer's `forward`.
+
+    Return where the windows that queries of a shard select start, int32 [B, S_local, n].
+    """
+    call: _IndexerCall | None = vars(module).pop(_CALL, None)
+    if call is None:
+        own: Tensor = original(module, *args, **kwargs)
+        return own
+    (shard, entries), given = call, by_name(partial(original, module), args, kwargs)
     hidden, tag = given["hidden_states"], (f"indexer of layer {given['layer_idx']}", shard)
     keys = entries.at_last_tokens(_entries(module, entries, given, tag))
     q = module.q_b_proj(given["q_residual"]).view(*hidden.shape[:2], -1, module.head_dim).transpose(1, 2)
