@@ -7,23 +7,27 @@ So all products are those of matrices of one shape, filled up with zeros, whose 
 alike. What comes after is done number by number, in an order that heads alone decide, each operation rounded by
 itself. So neither the layout, nor the number of ranks, nor where a tile begins has a part in a score.
 
-Products of rows and columns that are alike in all of a tile were bit-equal with MKL on AMD EPYC, for any shape but
-vectors, 1 or 2 threads, float32 and float64, heads of 8 to 128. On GPUs it has not been looked at: there
-`tests/sparse/test_sparse_on_gpu.py` says whether it holds. Ranks whose CPUs or GPUs are of different models may
-round differently.
+Rows and columns of a product are only computed alike where a library has no remainder of its blocks left: MKL has
+blocks of 12 columns for float64 with AVX-512, and rounds the last 4 of 256 columns otherwise. So shapes are multiples
+of 192. The first product of every kind is one of equal rows and columns, and a warning says if it is not the same
+everywhere. Ranks whose CPUs or GPUs are of different models may round differently.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 _MOST_QUERIES = 512  # in a tile of few heads
-_SHAPES = {"cpu": (1024, 256)}  # rows (queries by heads) and columns (keys) of a product
-_USUAL_SHAPE = (8192, 1024)  # 32 MiB of float32
+_BLOCK = 192  # a whole number of what processors compute at once: 4, 6, 8, 12, 16, 24, 32, 48, 64 or 96
+_SHAPES = {"cpu": (960, 192)}  # rows (queries by heads) and columns (keys) of a product
+_USUAL_SHAPE = (8064, 960)  # 30 MiB of float32
+_LOG = logging.getLogger(__name__)
 
 
 class ScoreTiles:
@@ -35,7 +39,7 @@ class ScoreTiles:
     def __init__(self, heads: int, dtype: torch.dtype, device: torch.device) -> None:
         rows, self.keys = _SHAPES.get(device.type, _USUAL_SHAPE)
         self.queries = max(1, min(_MOST_QUERIES, rows // heads))
-        self._rows = -(-self.queries * heads // 64) * 64  # a whole number of what processors compute at once
+        self._rows = -(-self.queries * heads // _BLOCK) * _BLOCK
         self.dtype = dtype
 
     def of_queries(self, q: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
@@ -67,6 +71,8 @@ class ScoreTiles:
         """Return what multiplies q [queries, H, D] with keys [keys, D], to [queries, H, keys]."""
         queries, heads, _ = q.shape
         rows = self._filled(q.flatten(0, 1), self._rows)
+        if type(rows) is Tensor:  # no fake one
+            warn_unless_alike((*rows.shape, self.keys), rows.dtype, rows.device)
 
         def products(k: Tensor) -> Tensor:
             found = rows @ self._filled(k, self.keys).t()
@@ -77,3 +83,22 @@ class ScoreTiles:
     def _filled(self, x: Tensor, rows: int) -> Tensor:
         """Return a new tensor with the rows of x [n, D], then zeros; libraries heed where in memory one begins."""
         return pad(x.to(self.dtype), (0, 0, 0, rows - len(x)))
+
+
+@cache
+def warn_unless_alike(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Multiply equal rows by equal columns once, and warn if not all products are the same to the last bit.
+
+    `shape` is (rows, length, columns).
+    """
+    rows, length, columns = shape
+    number = torch.arange(1, length + 1, dtype=torch.float64, device=device)
+    one, other = ((number * factor).sin().to(dtype) for factor in (1.7, 2.3))
+    found = one.expand(rows, -1).contiguous() @ other.expand(columns, -1).contiguous().t()
+    if bool((found == found[0, 0]).all()):
+        return
+    _LOG.warning(
+        "products of %s x %s by %s x %s in %s on %s depend on where in a tile they are: keys whose scores are next "
+        "to equal may be selected otherwise on another number of ranks, or in another layout",
+        rows, length, length, columns, dtype, device,
+    )  # fmt: skip

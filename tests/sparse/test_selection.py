@@ -84,7 +84,7 @@ def test_rounded_scores_select_the_same_on_any_number_of_ranks() -> None:
             assert torch.equal(found, one), (topology, layout)
 
 
-def test_products_round_alike_wherever_in_a_tile_they_are() -> None:
+def test_products_round_alike_wherever_in_a_tile_they_are(caplog: pytest.LogCaptureFixture) -> None:
     for dtype in (torch.float32, torch.float64):
         for heads, size in ((1, 8), (3, 40), (16, 64), (64, 128)):
             tiles = index_scores.ScoreTiles(heads, dtype, torch.device("cpu"))
@@ -94,6 +94,19 @@ def test_products_round_alike_wherever_in_a_tile_they_are() -> None:
                 found = scores(k.expand(keys, -1))
                 assert found.shape == (queries, keys)
                 assert torch.equal(found, tiles.of_queries(q, weights)(k).expand_as(found)), (dtype, heads, size)
+    assert not caplog.records
+
+
+def test_a_shape_whose_products_depend_on_their_place_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def uneven(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = matmul(x, y)
+        found[:, -4:] *= 1 + 1e-6
+        return found
+
+    matmul = torch.Tensor.__matmul__
+    with mock.patch.object(torch.Tensor, "__matmul__", uneven):
+        index_scores.warn_unless_alike.__wrapped__((64, 8, 60), torch.float32, torch.device("cpu"))
+    assert "products of 64 x 8 by 8 x 60 in torch.float32 on cpu depend on where" in caplog.text
 
 
 def _on_ranks(rank: int, numbers: range) -> list[int]:
