@@ -190,6 +190,15 @@ def test_a_ring_of_one_rank_has_the_entries_of_each_text_alone() -> None:
             torch.testing.assert_close(found[rows, tokens], expected, rtol=2e-5, atol=2e-5)
 
 
+def test_hooks_of_compressors_and_indexers_run_on_shards() -> None:
+    model, ran = prepare(build()), list[str]()
+    parts = [part for each in room.compressors(model) for part in (each, getattr(each, "indexer", None)) if part]
+    for part in parts:
+        part.register_forward_pre_hook(lambda module, _: ran.append(type(module).__name__))
+    _logits(model, {**shard_batch(BATCHES["plain"], ContextParallel()), "shift_labels": None})
+    assert ran == ["DeepseekV4CSACompressor", "DeepseekV4Indexer", "DeepseekV4HCACompressor"]
+
+
 def test_default_configurations_are_accepted() -> None:
     with torch.device("meta"):
         model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config())

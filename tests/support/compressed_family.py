@@ -45,11 +45,8 @@ def config(**fields: Any) -> Any:
     return transformers.DeepseekV4Config(**{**_FIELDS, **fields})
 
 
-def build(**fields: Any) -> Any:
-    """A model in float32 with eager attention, the same on every rank."""
-    torch.manual_seed(0)
-    kind = transformers.AutoModelForCausalLM
-    model = kind.from_config(config(**fields), attn_implementation="eager", dtype=torch.float32)
+def drawn(model: Any) -> Any:
+    """The model with random numbers where it begins with zeros or ones, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, x in (*model.named_parameters(), *model.named_buffers()):
@@ -59,4 +56,11 @@ def build(**fields: Any) -> Any:
                 x.copy_(torch.rand(len(x), 4, generator=generator).topk(x.shape[1]).indices)
             elif size:
                 x.add_(size * torch.randn(x.shape, generator=generator))
-    return model.train()
+    return model
+
+
+def build(**fields: Any) -> Any:
+    """A model in float32 with eager attention, the same on every rank."""
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    return drawn(kind.from_config(config(**fields), attn_implementation="eager", dtype=torch.float32)).train()
