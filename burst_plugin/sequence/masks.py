@@ -403,6 +403,25 @@ def document_starts(mask: Mask) -> set[int]:
     return {mask.spans[0][0]} if isinstance(mask, Keys) and mask.spans else set()
 
 
+def check_padding(mask: Mask, what: str) -> None:
+    """Raise ValueError for padding that is followed by tokens of its document, of which `what` are made."""
+    for row in range(mask.rows or 1):
+        of_row = mask.of_row(row)
+        inside = _begins_of_keys(of_row) - document_starts(of_row)
+        if inside:
+            raise ValueError(
+                f"padding ends at token {min(inside)} of batch row {row}, in the middle of a document, and would be "
+                f"in its {what}; put padding before or after a document"
+            )
+
+
+def _begins_of_keys(mask: Mask) -> set[int]:
+    """Return where keys begin again after padding, by the mask of one batch row."""
+    if isinstance(mask, Both):
+        return _begins_of_keys(mask.one) | _begins_of_keys(mask.other)
+    return {start for start, _ in mask.spans} if isinstance(mask, Keys) else set()
+
+
 def flag_rows(flags: Tensor) -> list[bytes]:
     """Return the rows of a bool tensor [rows, columns] as bytes, 1 for True; it is read at once."""
     data = bytearray(max(1, flags.numel()))

@@ -29,8 +29,7 @@ from burst_plugin.recurrent.placement import Placement
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.sequence.layout import Run, Tokens, cut_runs, positions
-from burst_plugin.sequence.mask import Both
-from burst_plugin.sequence.masks import Causal, Keys, Mask, document_starts
+from burst_plugin.sequence.masks import Causal, Mask, check_padding
 from burst_plugin.sparse.best_keys import BestKeys
 from burst_plugin.sparse.blocks import BlockStarts
 from burst_plugin.sparse.selection import Indexed, RankSelection, SelectionCall, SelectionOptions, selected
@@ -246,21 +245,7 @@ def _check_mask(mask: Mask) -> None:
         raise ValueError(
             "pools of keys are not supported with a prefix tree, whose tokens have several places; leave it out"
         )
-    for row in range(mask.rows or 1):
-        of_row = mask.of_row(row)
-        inside = _begins_of_keys(of_row) - document_starts(of_row)
-        if inside:
-            raise ValueError(
-                f"padding ends at token {min(inside)} of batch row {row}, in the middle of a document, and would be "
-                "in its pools of keys; put padding before or after a document"
-            )
-
-
-def _begins_of_keys(mask: Mask) -> set[int]:
-    """Return where keys begin again after padding, by the mask of one batch row."""
-    if isinstance(mask, Both):
-        return _begins_of_keys(mask.one) | _begins_of_keys(mask.other)
-    return {start for start, _ in mask.spans} if isinstance(mask, Keys) else set()
+    check_padding(mask, "pools of keys")
 
 
 def _own_positions(cp: ContextParallel | VirtualRing, tokens: Tokens) -> Tensor:

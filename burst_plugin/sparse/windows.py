@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.sequence.layout import Run, Tokens
-from burst_plugin.sequence.mask import Both, Mask
-from burst_plugin.sequence.masks import Keys, PerRow, document_starts
+from burst_plugin.sequence.mask import Mask
+from burst_plugin.sequence.masks import PerRow, check_padding, document_starts
 from burst_plugin.sparse.entry_masks import EntryMask, Stairs, TokensAndEntries
 
 
@@ -75,6 +75,8 @@ class Windows:
             raise ValueError(
                 "windows of tokens are not known with a prefix tree, or a mask for each group of heads; leave it out"
             )
+        if mask is not None:
+            check_padding(mask, "windows of tokens")
         if any(run.stride > 1 and run.length > 1 for held in shards for run in held):
             raise ValueError("layout='striped' scatters windows of tokens over all ranks; use 'zigzag'")
         self.length, self.rate, self.width = length, rate, 2 * rate if overlaps else rate
@@ -90,7 +92,6 @@ class Windows:
 
     def _row(self, mask: Mask | None) -> _Row:
         """Return the windows of a batch row."""
-        _check_padding(mask)
         starts = sorted({0} | (set() if mask is None else {at for at in document_starts(mask) if at < self.length}))
         bounds, firsts = [*starts, self.length], [start + self.rate - 1 for start in starts]
         of_documents = [
@@ -203,14 +204,3 @@ class Windows:
                 into[places] = x
             parts.append(found)
         return Sources(*(torch.stack(each) for each in zip(*parts, strict=True)))
-
-
-def _check_padding(mask: Mask | None) -> None:
-    """Raise ValueError for padding in the middle of a batch row."""
-    if isinstance(mask, Both):
-        _check_padding(mask.one)
-        _check_padding(mask.other)
-    elif isinstance(mask, Keys) and len(mask.spans) > 1:
-        raise ValueError(
-            "windows of tokens are not known where padding is in the middle of a batch row; put it at the ends"
-        )

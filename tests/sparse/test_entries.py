@@ -146,8 +146,16 @@ def test_attention_to_tokens_and_entries_is_that_of_the_definition(ranks: int) -
     [
         (PrefixTree((-1, 0, 0), (8, 8, 8)), "zigzag", "not known with a prefix tree"),
         (PerHeadGroup((Causal(), Causal())), "zigzag", "a mask for each group of heads; leave it out"),
-        (Keys(((0, 4), (6, 24))), "zigzag", "padding is in the middle of a batch row"),
-        (Causal() & Keys(((0, 4), (6, 24))), "zigzag", "padding is in the middle of a batch row"),
+        (
+            Keys(((0, 4), (6, 24))),
+            "zigzag",
+            "padding ends at token 6 of batch row 0, in the middle of a document, and would be in its windows",
+        ),
+        (
+            Causal() & Keys(((0, 4), (6, 24))),
+            "zigzag",
+            "padding ends at token 6 of batch row 0, in the middle of a document, and would be in its windows",
+        ),
         (None, "striped", "layout='striped' scatters windows"),
     ],
 )

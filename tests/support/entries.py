@@ -103,7 +103,7 @@ def drawn_entries(number: int, ranks: int) -> DrawnEntries:
     """Draw a batch; documents may be shorter than a window, and a window on as many ranks as it has tokens."""
     draws = random.Random(number)
     length, batch = draws.choice([7, 24, 33, 48, 70]), draws.choice([1, 1, 2, 3])
-    kind = draws.choice(["none", "causal", "documents", "padded", "rows"])
+    kind = draws.choice(["none", "causal", "documents", "padded", "rows", "padded documents"])
     mask: Mask | None = None
     if kind == "causal":
         mask = Causal()
@@ -113,6 +113,10 @@ def drawn_entries(number: int, ranks: int) -> DrawnEntries:
         mask = PerRow(tuple(Keys(((draws.randrange(length), length),)) for _ in range(batch)))
     elif kind == "rows":
         mask = PerRow(tuple(draws.choice([Causal(), _documents(draws, length)]) for _ in range(batch)))
+    elif kind == "padded documents":
+        documents = _documents(draws, length)
+        spans = [(a, draws.randrange(a + 1, b + 1)) for a, b in pairwise(documents.cu_seqlens)]
+        mask = documents & Keys(tuple(spans))
     tokens = Tokens(length, layout=draws.choice(["zigzag", "contiguous"]))
     if draws.random() < 0.4:
         holders = [*range(ranks), *(draws.randrange(ranks) for _ in range(draws.randrange(ranks + 3)))]
