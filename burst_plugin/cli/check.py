@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
 from burst_plugin.check.run import check, is_first
 from burst_plugin.check.settings import Settings
-from burst_plugin.cli.values import StatusLine, heads, tokens, whole
+from burst_plugin.cli.values import StatusLine, heads, tokens, whole, write_json
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
 _USUAL_FINDINGS = dict(zip(SECTIONS, (29, 4, 7, 1), strict=True))  # how many each section has
@@ -21,13 +20,16 @@ _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
 (torchrun --nproc-per-node 8 ... -m burst_plugin.cli check).
 
-  right   every kernel alone, then the ring in every way to run it, against the definition in float64; layers that
-          carry a state, against one rank
-  safe    a rank that raises, is killed or stops: all others end within 30 s, and name it
-  fast    the kernel, the links and the ring, each by itself; slow links and GPUs by name
+  right   every kernel alone, then the ring in every way to run it, against the
+          definition in float64; layers that carry a state, against one rank
+  safe    a rank that raises, is killed or stops: all others end within 30 s,
+          and name it
+  fast    the kernel, the links and the ring, each by itself; slow links and
+          GPUs by name
   tuned   the strategy that suits a model here, written to burst-profile.json
 
-It runs on GPUs with NCCL where there are any, else on CPUs with gloo. The exit status is 1 if any check fails.
+It runs on GPUs with NCCL where there are any, else on CPUs with gloo. The exit
+status is 1 if any check fails.
 """
 _EXAMPLE = """\
 example: under a minute; what it wrote is then read by the planner and by Strategy.from_profile
@@ -89,7 +91,13 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
         yield ""
         yield from _end(findings, time.monotonic() - start)
         if options.json is not None:
-            _write(options.json, findings)
+            content = {
+                "passed": not failed(findings),
+                "device": device_name(),
+                "torch": torch.__version__,
+                "findings": [finding.as_dict() for finding in findings],
+            }
+            write_json(options.json, content)
     return int(failed(findings))
 
 
@@ -102,16 +110,6 @@ def _end(findings: list[Finding], seconds: float) -> Iterator[str]:
         yield f"not shown here: {'; '.join(f'{finding.what} ({finding.text})' for finding in hidden)}"
     verdict = "FAILED" if failed(findings) else "passed"
     yield f"{verdict} in {seconds:.0f} s, on {device_name()}, torch {torch.__version__}"
-
-
-def _write(path: Path, findings: list[Finding]) -> None:
-    content = {
-        "passed": not failed(findings),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "findings": [finding.as_dict() for finding in findings],
-    }
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
 def _with_bar(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:

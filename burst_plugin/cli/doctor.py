@@ -7,12 +7,14 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 import burst_plugin
+from burst_plugin.cli.values import write_json
 from burst_plugin.frameworks import all_frameworks
 from burst_plugin.kernels import KERNELS, Case
 
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for framework in all_frameworks():
         metavar, text = framework.subject
         parser.add_argument(f"--{framework.name}", metavar=metavar, help=text)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all lines by section as JSON there, too")
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -33,18 +36,26 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         ValueError: a subject cannot be read, or asks for something that is refused.
     """
     yield f"burst_plugin {burst_plugin.__version__}"
-    yield from _section("Versions", _versions())
-    yield from _section("Devices", _devices())
-    yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
-    yield from _section("Kernels for layers that carry a state", _recurrent_kernels())
+    found: dict[str, list[str]] = {}
+    for title, content in _sections(options):
+        yield f"\n{title}"
+        found[title] = []
+        for line in content:
+            found[title].append(line)
+            yield f"  {line}"
+    if options.json is not None:
+        write_json(options.json, {"burst_plugin": burst_plugin.__version__, **found})
+
+
+def _sections(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the titles of sections, with their lines."""
+    yield "Versions", _versions()
+    yield "Devices", _devices()
+    yield "Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels()
+    yield "Kernels for layers that carry a state", _recurrent_kernels()
     asked_about = [framework for framework in all_frameworks() if getattr(options, framework.name)]
     for framework in asked_about or all_frameworks():
-        yield from _section(framework.title, framework.report(getattr(options, framework.name)))
-
-
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield f"\n{title}"
-    yield from (f"  {line}" for line in lines)
+        yield framework.title, framework.report(getattr(options, framework.name))
 
 
 def _versions() -> Iterator[str]:

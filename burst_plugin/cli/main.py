@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
+import burst_plugin
 from burst_plugin.cli import check, doctor, plan, plan_model
 
 
@@ -28,26 +33,36 @@ _PLANS: Mapping[str, _Command] = MappingProxyType(
     }
 )
 """The three plans, each with options of its own: of a model, on a measured cluster, or on one that is described."""
+_COMMANDS: Mapping[str, _Command] = MappingProxyType(
+    {
+        "check": _Command(check.add_arguments, check.lines),
+        "doctor": _Command(doctor.add_arguments, doctor.lines),
+    }
+)
+_LEAST_WIDTH = 60  # of lines on a terminal
+_DESCRIBED = ("--nodes", "--ranks-per-node", "--heads", "--head-dim", "--dtype", "--nic", "--mesh-degree")
+"""Options by which the plan is one on a described cluster, where neither a model nor a profile is given."""
 _INSTEAD = {
     ("burst plan --model", "--nodes"): ": give --gpus, those of all nodes, and --gpus-per-node",
     ("burst plan --model", "--ranks-per-node"): ": give --gpus-per-node",
     ("burst plan --model", "--heads"): ": the model has its own",
     ("burst plan --model", "--head-dim"): ": the model has its own",
-    ("burst plan", "--gpus"): ": add --model, or give --nodes and --ranks-per-node",
-    ("burst plan", "--gpus-per-node"): ": add --model, or give --ranks-per-node",
+    ("burst plan", "--gpus"): ": name a model, or give --nodes and --ranks-per-node",
+    ("burst plan", "--gpus-per-node"): ": name a model, or give --ranks-per-node",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_model_option(list(sys.argv[1:] if arguments is None else arguments))
     parser, commands = _parser(_PLANS[_plan_title(words)])
     wrong = _wrong_plan_option(words[1:]) if words[:1] == ["plan"] else None
     if wrong is not None:
         commands["plan"].error(wrong)
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        command = commands[options.command]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(command, unknown[0])}")
     try:
         status = _print(options)
         sys.stdout.flush()
@@ -60,23 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser(plan_command: _Command) -> tuple[argparse.ArgumentParser, Mapping[str, Any]]:
     """Return the parser, and those of its commands by name."""
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
+    versions = f"burst_plugin {burst_plugin.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
         (
             "check",
-            _Command(check.add_arguments, check.lines),
+            _COMMANDS["check"],
             "prove that a cluster is right, safe and fast, and find the strategy that suits it",
         ),
-        (
-            "doctor",
-            _Command(doctor.add_arguments, doctor.lines),
-            "say what is installed, what is changed in frameworks, what is refused",
-        ),
+        ("doctor", _COMMANDS["doctor"], "say what is installed, what is changed in frameworks, what is refused"),
         (
             "plan",
             plan_command,
-            "say what fits for a model (--model), or what each schedule takes on a cluster, measured (--profile) or "
-            "described",
+            "say how to train a model on long sequences, and what that takes; or what each schedule takes on a "
+            "cluster, measured (--profile) or described",
         ),
     ):
         subparser = commands.add_parser(name, help=text, allow_abbrev=False)
@@ -85,10 +98,21 @@ def _parser(plan_command: _Command) -> tuple[argparse.ArgumentParser, Mapping[st
     return parser, commands.choices
 
 
+def _with_model_option(words: list[str]) -> list[str]:
+    """Return the words of a command line with `--model` before a model that comes first: `burst plan NAME ...`."""
+    if words[:1] == ["plan"] and len(words) > 1 and not words[1].startswith("-"):
+        return ["plan", "--model", *words[1:]]
+    return words
+
+
 def _plan_title(words: Sequence[str]) -> str:
-    """Return which plan is asked for."""
+    """Return which plan is asked for: that of a model, unless the words say something else."""
     names = set(_option_names(words))
-    return "burst plan" + (" --model" if "--model" in names else " --profile" if "--profile" in names else "")
+    if "--model" in names:
+        return "burst plan --model"
+    if "--profile" in names:
+        return "burst plan --profile"
+    return "burst plan" if names.intersection(_DESCRIBED) else "burst plan --model"
 
 
 def _wrong_plan_option(words: Sequence[str]) -> str | None:
@@ -107,6 +131,13 @@ def _wrong_plan_option(words: Sequence[str]) -> str | None:
     return None
 
 
+def _meant(parser: argparse.ArgumentParser, word: str) -> str:
+    """Return a guess at what was meant by a word that a command does not know, if there is a likely one."""
+    valid = [option for action in parser._actions for option in action.option_strings]
+    close = get_close_matches(word.split("=")[0], valid, 1, 0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _option_names(words: Sequence[str]) -> Iterator[str]:
     """Yield the long options among the words of a command line, without their values."""
     for word in words:
@@ -120,6 +151,21 @@ def _options(command: _Command) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
+def _wrapped(text: str) -> str:
+    """Return a text whose lines fit the terminal, if it goes to one; programs that read it get whole lines."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        filled = textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, replace_whitespace=False
+        )
+        lines += [line] if len(line) <= width else filled
+    return "\n".join(lines)
+
+
 def _print(options: argparse.Namespace) -> int:
     """Print what a command has to say, line by line as it comes; return the exit status.
 
@@ -128,7 +174,7 @@ def _print(options: argparse.Namespace) -> int:
     lines = iter(options.lines(options))
     try:
         while True:
-            print(next(lines), flush=True)
+            print(_wrapped(next(lines)), flush=True)
     except StopIteration as end:
         return end.value or 0
     except ValueError as error:

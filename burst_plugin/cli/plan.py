@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.cli.values import StatusLine, heads, number, tokens, whole
+from burst_plugin.cli.values import StatusLine, heads, number, tokens, whole, write_json
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.measured import measured_links, measured_work_seconds, model_shapes, options_of
@@ -42,8 +43,8 @@ example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GP
   burst plan --nodes 2 --ranks-per-node 8 --seq 131072 --heads 32/8 \\
     --tflops 500 --intra-gb-s 400 --inter-gb-s 40
 
-for a whole model (its options: burst plan --model x --help):
-  burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
+for a whole model (burst plan --help):
+  burst plan llama3_8b --seq 1m --gpus 8 --gpu-gib 80
 
 on links and kernels that burst check has measured (burst plan --profile x --help):
   burst plan --profile burst-profile.json --seq 1000000
@@ -134,6 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, keywords in _OPTIONS.items():
         parser.add_argument(name, required="default" not in keywords, **keywords)
+    _add_json(parser)
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +146,11 @@ def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("--nodes", "--seq", "--heads", "--head-dim", "--mask"):
         text = f"{_OPTIONS[name]['help'].split(' (default')[0]} (default: the profile's)"
         parser.add_argument(name, **{**_OPTIONS[name], "default": None, "help": text})
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all plans as JSON there, too")
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -161,7 +168,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     yield _setting_line(topology, model, shapes.q_len, options.dtype)
     work_s = work_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
     links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
-    yield from _report(topology, shapes, work_s, links, options.mesh_degree)
+    yield from _report(topology, shapes, work_s, links, options.json, options.mesh_degree)
 
 
 def measured_lines(options: argparse.Namespace) -> Iterator[str]:
@@ -184,7 +191,7 @@ def measured_lines(options: argparse.Namespace) -> Iterator[str]:
     yield _setting_line(topology, model, shapes.q_len, profile.dtype)
     yield f"measured on {profile.device}: {profile.kernel}, {_measured_rates(profile)}"
     work_s = measured_work_seconds(profile, shapes, model.mask == "causal")
-    yield from _report(topology, shapes, work_s, measured_links(profile))
+    yield from _report(topology, shapes, work_s, measured_links(profile), options.json)
 
 
 def _setting_line(topology: Topology, model: Model, local: int, dtype: str) -> str:
@@ -204,12 +211,19 @@ def _measured_rates(profile: ClusterProfile) -> str:
 
 
 def _report(
-    topology: Topology, shapes: Shapes, work_s: tuple[float, float], links: Links, mesh_degree: int = 1
+    topology: Topology,
+    shapes: Shapes,
+    work_s: tuple[float, float],
+    links: Links,
+    json: Path | None,
+    mesh_degree: int = 1,
 ) -> Iterator[str]:
     """Yield the table of plans, the best of them, and what the columns mean. See `planner.plans`."""
     fixed = {"mesh_degree": mesh_degree}
     best_first = plans(topology, shapes, work_s, links, StatusLine().progress, fixed)
     bound_s = least_seconds(topology, shapes, work_s, links, mesh_degree)
+    if json is not None:
+        write_json(json, {"bound_s": bound_s, "plans": [_as_dict(plan) for plan in best_first]})
     yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (
@@ -220,6 +234,16 @@ def _report(
     yield _advice(best_first[0], buffer_bytes(best_first[0], topology, shapes))
     yield ""
     yield _LEGEND.format(bound_ms=_ms(bound_s))
+
+
+def _as_dict(plan: PricedPlan) -> dict[str, object]:
+    """Return a plan for a JSON file."""
+    return {
+        "options": {"schedule": plan.strategy.schedule, **options_of(plan.strategy)},
+        "moves": plan.moving_sides,
+        "forward_s": plan.forward.time_s,
+        "backward_s": plan.backward.time_s,
+    }
 
 
 def _rows(best_first: list[PricedPlan], bound_s: float) -> Iterator[str]:

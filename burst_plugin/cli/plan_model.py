@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from burst_plugin.cli.plan_report import gpus_in_words, report
-from burst_plugin.cli.values import StatusLine, number, tokens, whole
+from burst_plugin.cli.plan_report import as_dict, gpus_in_words, report
+from burst_plugin.cli.values import StatusLine, number, tokens, whole, write_json
 from burst_plugin.frameworks import FRAMEWORKS, framework
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.profiling.cluster_profile import ClusterProfile
@@ -33,12 +33,17 @@ GPUs, what is kept, computed again, cut into chunks or moved to the host; the
 fastest of all ways that fit, with memory and time part by part. Nothing is run
 and no GPU is needed.
 """
+_USAGE = "burst plan MODEL (--seq TOKENS | --max-tokens | --flags FILE) [--gpus N] [option ...]"
 _EXAMPLE = """\
 examples:
-  burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
-  burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
-  burst plan --model qwen3_8b --max-tokens --gpus 8
-  burst plan --model qwen3-vl.json --seq 128k --images 32 --image-tokens 1024
+  burst plan llama3_8b --seq 1m --gpus 8 --gpu-gib 80
+  burst plan path/to/config.json --seq 256k --gpus 32 --emit plan/
+  burst plan qwen3_8b --max-tokens --gpus 8
+  burst plan qwen3-vl.json --seq 128k --images 32 --image-tokens 1024
+
+what one attention layer takes with each schedule, without a model:
+  burst plan --profile burst-profile.json   where burst check has measured
+  burst plan --nodes 2 --help               on a cluster that you describe
 """
 _MOST = 2**17  # GPUs, or sequences
 _MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
@@ -61,10 +66,13 @@ _RATES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.description, parser.epilog, parser.usage = _DESCRIPTION, _EXAMPLE, _USAGE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--model", metavar="NAME", required=True, help=f"{', '.join(MODELS)}, or the path of a config.json"
+        "--model",
+        metavar="NAME",
+        required=True,
+        help=f"{', '.join(MODELS)}, or the path of a config.json; the word --model may be left out",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seq", metavar="TOKENS", type=tokens, help="length of a sequence, such as 131072 or 1m")
@@ -100,6 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what burst check has measured: the rates of links and kernels, in place of the defaults below",
     )
     parser.add_argument("--emit", metavar="FOLDER", type=Path, help="write what the framework is started with there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the plan as JSON there, too")
+    _add_rates(parser)
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in fields(Cluster)}
     for name, (unit, size, text) in _RATES.items():
         default = float(str(defaults[name])) / size
@@ -155,6 +168,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         raise ValueError(_nothing_fits(goal))
     # Before anything is printed: whoever reads that may stop after a few lines.
     written = [] if options.emit is None else ["", _written(options, goal, best_first[0].setting)]
+    if options.json is not None:
+        write_json(options.json, as_dict(goal, options.framework, best_first))
     yield from report(goal, options.framework, best_first)
     yield from written
 
@@ -193,7 +208,10 @@ def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
     except ValueError as error:
         raise ValueError(f"--flags {options.flags}: {error}") from error
     goal = replace(goal, tokens=setting.tokens, batch=setting.batch)
-    first, *others = report(goal, options.framework, [Candidate.of(goal, setting)], is_given=True)
+    given = [Candidate.of(goal, setting)]
+    if options.json is not None:
+        write_json(options.json, as_dict(goal, options.framework, given))
+    first, *others = report(goal, options.framework, given, is_given=True)
     yield first
     yield from planning.unpriced(text, setting)
     yield from others

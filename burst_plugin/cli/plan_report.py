@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 
 from burst_plugin.strategy import AUTO
@@ -63,6 +63,32 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
             "PyTorch may hold half as much again as tensors take, and gives that back where memory is short. Against "
             "fragmentation try PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
+
+
+def as_dict(goal: Goal, title: str, best_first: list[Candidate]) -> dict[str, object]:
+    """Return a plan for a JSON file: bytes, seconds, and the options of `Strategy`."""
+
+    def of(candidate: Candidate) -> dict[str, object]:
+        return {
+            "setting": {name: value for name, value in asdict(candidate.setting).items() if name != "code"},
+            "options": strategy_options(goal.model, candidate.setting),
+            "fits": fits(candidate.memory, goal.cluster),
+            "gpu_bytes": candidate.memory.gpu,
+            "host_bytes": candidate.memory.host,
+            "seconds": candidate.seconds,
+            "tokens_per_s_and_gpu": candidate.tokens_per_s,
+        }
+
+    return {
+        "model": goal.model.name,
+        "parameters": goal.model.parameters,
+        "tokens": goal.tokens,
+        "framework": title,
+        "cluster": asdict(goal.cluster),
+        "ways_that_fit": sum(fits(each.memory, goal.cluster) for each in best_first),
+        "chosen": of(best_first[0]),
+        "runner_up": next(map(of, best_first[1:]), None),
+    }
 
 
 def _layers(model: ModelShape) -> Iterator[str]:

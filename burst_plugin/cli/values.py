@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 
 # The bounds are far beyond any machine or model, so that a value outside them is a typing error or in a wrong unit.
@@ -15,6 +17,14 @@ _MOST_TOKENS = 10**12
 _MOST_HEADS = 100_000
 _SUFFIXES = MappingProxyType({"": 1, "k": 2**10, "m": 2**20, "g": 2**30})
 _BAR_WIDTH = 30
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write what a command found. Raise ValueError for a path that cannot be written to."""
+    try:
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error.strerror}; give a file") from error
 
 
 def whole(unit: str, most: int) -> Callable[[str], int]:

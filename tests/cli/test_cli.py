@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import burst_plugin
 from burst_plugin.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -257,9 +258,10 @@ def test_plan_takes_tokens_with_a_suffix(capsys: pytest.CaptureFixture[str]) -> 
             ("--model", "llama3_8b", "--nodes", "2"),
             "--nodes is an option of `burst plan --profile` and `burst plan`, not of `burst plan --model`: give --",
         ),
+        (("--seq", "1m", "--gpus", "8"), "the following arguments are required: --model"),
         (
-            ("--seq", "1m", "--gpus", "8"),
-            "--gpus is an option of `burst plan --model`, not of `burst plan`: add --model",
+            ("--nodes", "2", "--gpus", "8"),
+            "--gpus is an option of `burst plan --model`, not of `burst plan`: name a model",
         ),
         (
             ("--profile", "x", "--gpus=8"),
@@ -269,7 +271,7 @@ def test_plan_takes_tokens_with_a_suffix(capsys: pytest.CaptureFixture[str]) -> 
         (("--mode", "llama3_8b"), "--mode is not an option (did you mean --model?)"),
         (("--model", "llama3_8b", "--seq", "1m", "--gpu", "8"), "--gpu is not an option (did you mean --gpus?)"),
         (("--model", "llama3_8b", "--num-layers", "2"), "--num-layers is not an option; see `burst plan --model"),
-        (("extra", "--model", "llama3_8b", "--seq", "1m"), "unrecognized arguments: extra"),
+        (("llama3_8b", "extra", "--seq", "1m"), "unrecognized arguments: extra"),
     ],
 )
 def test_options_of_another_plan_are_named(
@@ -279,6 +281,56 @@ def test_options_of_another_plan_are_named(
         main(["plan", *words])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"burst plan: error: {expected}")
+
+
+def test_help_of_a_plan_is_that_of_a_model_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (("--help",), "usage: burst plan MODEL (--seq TOKENS"),
+        (("--nodes", "2", "--help"), "usage: burst plan [-h] --nodes N"),
+        (("--profile", "x", "--help"), "usage: burst plan [-h] --profile FILE"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["plan", *words])
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out.startswith(expected)
+
+
+def test_commands_say_their_version_and_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, status in ((["--version"], 0), (["check", "--quik"], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == status
+    out, err = capsys.readouterr()
+    assert out == f"burst_plugin {burst_plugin.__version__}, torch {torch.__version__}\n"
+    assert err.endswith("burst check: error: unrecognized arguments: --quik (did you mean --quick?)\n")
+
+
+def test_plans_and_the_doctor_write_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    assert main(["plan", "llama3_8b", "--seq", "128k", "--gpus", "8", "--json", str(path)]) == 0
+    plan = json.loads(path.read_text())
+    assert (plan["model"], plan["tokens"], plan["chosen"]["fits"]) == ("llama3_8b", 2**17, True)
+    assert plan["chosen"]["options"].keys() >= {"keep_attention"}
+    shown = f"{sum(plan['chosen']['gpu_bytes'].values()) / 2**30:.1f} GiB"
+    assert shown in capsys.readouterr().out.splitlines()[0]
+    asked = (*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45")
+    assert main([*asked, "--json", str(path)]) == 0
+    best = json.loads(path.read_text())["plans"][0]
+    assert f"Strategy(schedule='{best['options']['schedule']}'" in capsys.readouterr().out
+    assert main(["plan", "llama3_8b", "--seq", "128k", "--json", str(tmp_path)]) == 1
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+
+
+def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = [*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45"]
+    assert main(asked) == 0
+    piped = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 100 > max(map(len, shown.splitlines()))
+    assert piped.split() == shown.split()
 
 
 def test_plan_refuses_sequences_shorter_than_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
