@@ -169,9 +169,20 @@ def _forget_call(layer: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def held_entries(layer: torch.nn.Module) -> EntriesOfShard | EntriesOfBatch | None:
-    """Return the entries behind the tokens in a layer's keys, and let go of them; None if there are none."""
+    """Return the entries behind the tokens in a layer's keys, and let go of them; None if there are none.
+
+    Raises ValueError if a compressor has made entries of a shard without the ring.
+    """
     module = getattr(layer, "compressor", None)
-    found: EntriesOfShard | EntriesOfBatch | None = None if module is None else vars(module).pop(_HELD, None)
+    call: _LayerCall | None = None if module is None else vars(module).get(_CALL)
+    if call is None:
+        return None
+    if call.shard is not None and _HELD not in vars(module):
+        raise ValueError(
+            f"{type(module).__name__} got a sharded batch and has made entries of this rank's tokens alone: "
+            "something has replaced its forward; call burst_plugin.huggingface.prepare after that"
+        )
+    found: EntriesOfShard | EntriesOfBatch | None = vars(module).pop(_HELD, None)
     return found
 
 
