@@ -118,7 +118,7 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     if getattr(config, "attn_temperature_tuning", None) and not all(getattr(config, "no_rope_layers", None) or (1,)):
         return "attn_temperature_tuning counts places in this rank's part of a text; generate on one rank"
     if getattr(config, "ple_layer_ids", None):
-        return "its n-grams look back at tokens that the cache does not have; generate with a cache of transformers"
+        return "its n-grams look back at tokens that the cache does not have; generate on one rank, without the ring"
     if model.training or torch.is_grad_enabled():
         return "it has no gradients and no dropout; call model.eval(), and the model under torch.no_grad()"
     if given.get("labels") is not None:
