@@ -29,6 +29,7 @@ from burst_plugin.deepspeed.arguments import (
     find_configuration,
     is_transformers,
     read_configuration,
+    requested_beside,
     strategy_for,
 )
 from burst_plugin.deepspeed.config import BLOCK, Block, warn_of_near_misses
@@ -36,6 +37,7 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
 from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.deepspeed.model_hooks import ModelHooks
+from burst_plugin.deepspeed.whole_outputs import classifier_in, score_layer
 from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
@@ -52,6 +54,7 @@ class Adapter:
         self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
         self.latest: Session | None = None
+        self.gathering: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models of losses of whole sequences
         self.waiting: list[ShardedLoader] = []  # for the engine that is made next
         self.report: list[str] = []
 
@@ -84,8 +87,11 @@ class Adapter:
             from burst_plugin.huggingface.media.absent import note_replicas
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
-            called = module_taking_batches(model)
+            classifier = classifier_in(model) if session.cp.ranks > 1 else None
+            part = model if classifier is None else classifier.base_model
+            called = module_taking_batches(part)
             session.whole_batches, session.layer_mask = True, layer_mask(called)
+            session.gathers = session.gathers or classifier is not None
             if session.cp.strategy.loss_chunk:
                 _gather_heads_whole(called)
         elif session.cp.strategy.loss_chunk:
@@ -96,8 +102,10 @@ class Adapter:
             )
         session.hooks = ModelHooks(session, called, model)
         if session.whole_batches:  # hooks of these models come after those that cut batches
-            use_burst(model)
+            use_burst(part)
             note_replicas(model, session.replicas)
+            if classifier is not None:
+                session.hooks.gather_scores(score_layer(classifier))
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
@@ -170,16 +178,18 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         dist_init_required=given.get("dist_init_required"),
     )
     _use_own_device(given.get("args"))
+    given["mpu"] = requested_beside(given.get("mpu"))
     block, size = agree_on_block(config, given)
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)
-    mpu = given.get("mpu")
+    mpu = asked = given["mpu"]
     if isinstance(mpu, RequestedSize):
-        mpu, config = None, _without_batch_of_one_ring(config)
+        mpu, config = None, _without_accelerates_batch(config)
     made = make_groups(size, mpu)
     cp = ContextParallel(made.context, strategy=strategy_for(block, given["model"]))
     cp.connect()
     session = Session(cp, made.world, block.loss_of(size))
+    session.gathers = size > 1 and (given["model"] in adapter.gathering or getattr(asked, "is_beside", False))
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
     waiting, adapter.waiting = adapter.waiting, []
@@ -201,16 +211,19 @@ def _gather_heads_whole(model: torch.nn.Module) -> None:
             set_z3_leaf_module(head, True)
 
 
-def _without_batch_of_one_ring(config: dict[str, Any]) -> dict[str, Any]:
-    """Return Accelerate's configuration without the `train_batch_size` that it worked out, if that is of one ring.
+def _without_accelerates_batch(config: dict[str, Any]) -> dict[str, Any]:
+    """Return Accelerate's configuration without the `train_batch_size` that it worked out, if the rest is there.
 
-    Accelerate multiplies by the data-parallel sizes of `ParallelismConfig`, which are 1 by default. DeepSpeed works
-    out the batch size of all rings.
+    Accelerate multiplies by the data-parallel sizes of `ParallelismConfig`, which are 1 by default; for a model that
+    it does not prepare that is the batch of all ranks. DeepSpeed works out the batch size of all rings.
     """
-    micro, steps = (config.get(name) for name in ("train_micro_batch_size_per_gpu", _STEPS))
-    if isinstance(micro, int) and isinstance(steps, int) and config.get("train_batch_size") == micro * steps:
-        return {name: value for name, value in config.items() if name != "train_batch_size"}
-    return config
+    micro, steps, batch = (
+        config.get(name) for name in ("train_micro_batch_size_per_gpu", _STEPS, "train_batch_size")
+    )
+    if not isinstance(micro, int) or not isinstance(steps, int):
+        return config
+    worked_out = (micro * steps, micro * steps * dist.get_world_size())
+    return {name: value for name, value in config.items() if name != "train_batch_size" or batch not in worked_out}
 
 
 def _use_own_device(args: Any) -> None:

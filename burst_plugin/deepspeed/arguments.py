@@ -17,6 +17,7 @@ import torch.distributed as dist
 from burst_plugin.comm.consistency import fingerprint, raise_if_unlike
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, Block, RepeatedKeyError, conflicts, loads
 from burst_plugin.deepspeed.groups import RequestedSize, mpu_problem, sequence_parallel_size
+from burst_plugin.deepspeed.whole_outputs import classifier_in
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.strategy import AUTO, MeasuredStrategy, Strategy
 
@@ -49,6 +50,20 @@ def read_configuration(config: Any) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None  # DeepSpeed reports what is wrong with it
     return dict(found) if isinstance(found, Mapping) else None
+
+
+def requested_beside(mpu: Any) -> Any:
+    """Return `mpu`, or the size that `ParallelismConfig` has, for an engine that is made without Accelerate's `mpu`.
+
+    TRL makes such an engine of a reference model, from the configuration of Accelerate.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    if mpu is not None or accelerate is None:
+        return mpu
+    parallelism = accelerate.AcceleratorState._shared_state.get("parallelism_config")
+    if parallelism is None or not parallelism.sp_enabled:
+        return None
+    return RequestedSize(parallelism.sp_size, is_beside=True)
 
 
 def agree_on_block(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
@@ -114,7 +129,8 @@ def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
     if is_transformers(model):
         from burst_plugin.huggingface.models import problems
 
-        reasons += problems(model, is_whole=size == 1, is_own_mean=loss == MEAN_OF_RANKS)
+        apart = classifier_in(model) if size > 1 else None
+        reasons += problems(model, is_whole=size == 1, is_own_mean=loss == MEAN_OF_RANKS, apart=apart)
     return reasons
 
 
@@ -129,8 +145,8 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
         return []
     return [
         f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
-        f"leave it out, or write {batch // size}. Trainer and Accelerate work it out for the model that they prepare "
-        f"by sp_size={size} of ParallelismConfig; for another, such as a reference model, take {BLOCK} out"
+        f"leave it out, or write {batch // size}. Trainer and Accelerate work it out by sp_size={size} of "
+        "ParallelismConfig"
     ]
 
 

@@ -51,6 +51,9 @@ class Session:
         self.took_model_loss = False  # whether Trainer's compute_loss has taken the model's loss of a whole batch
         self.batches_of_step = 1  # that Trainer accumulates gradients of
         self.losses_made = 0  # of whole batches, by token_mean_loss and from the losses of shards
+        self.gathers = (
+            False  # whether the model returns values of whole sequences, for a loss that each rank computes
+        )
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
     @property

@@ -82,10 +82,14 @@ class Unit:
 
 
 class RequestedSize:
-    """An `mpu` that only asks for a context-parallel size; Accelerate makes one before DeepSpeed starts."""
+    """An `mpu` that only asks for a context-parallel size; Accelerate makes one before DeepSpeed starts.
 
-    def __init__(self, size: int) -> None:
+    is_beside: whether it is for a model beside the one that Accelerate prepares, such as a reference model.
+    """
+
+    def __init__(self, size: int, *, is_beside: bool = False) -> None:
         self.size = size
+        self.is_beside = is_beside
 
     def get_sequence_parallel_group(self) -> RequestedSize:
         return self

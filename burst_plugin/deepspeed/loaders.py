@@ -41,7 +41,8 @@ class ShardedLoader:
         skip, self._skip = self._skip, 0
         for number, batch in enumerate(self._whole()):
             if number >= skip:
-                yield self._found().shard_batch(batch, pad_token_id=self._pad_token_id)
+                session = self._found()
+                yield batch if session.gathers else session.shard_batch(batch, pad_token_id=self._pad_token_id)
 
     def skip_first(self, batches: int) -> ShardedLoader:
         """Return this loader; its next pass leaves out the first batches, to resume in the middle of an epoch."""
@@ -71,7 +72,8 @@ class ShardedLoader:
                     stacklevel=3,
                 )
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
-                with self._not_at_its_end(left > 0):
+                # TRL would take all but the rows of one rank out of what it gathers at the end.
+                with self._not_at_its_end(left > 0 or (self._exchange and self._found().gathers)):
                     yield turn
         if self._exchange:  # otherwise the others would wait for this rank's next batch
             exchanged(None, cp)

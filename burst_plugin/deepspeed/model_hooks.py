@@ -20,6 +20,7 @@ from burst_plugin.deepspeed.losses import (
     summed_loss,
     tolerance_of,
 )
+from burst_plugin.deepspeed.whole_outputs import gather_outputs, gathered
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 
@@ -33,6 +34,10 @@ class ModelHooks:
     def __init__(self, session: Session, model: torch.nn.Module, around: torch.nn.Module) -> None:
         self._session = session
         self._cuts_batch = False  # whether the batch of this forward came whole
+        self._gathering: SequenceShard | None = (
+            None  # of this forward, if what it returns is to be that of all tokens
+        )
+        self._is_body = False  # whether that is for a layer after the model
         self._calls_before = 0  # of attention, when the model's forward began
         self._checked_losses = 0  # of forwards in training
         self._has_warned = False
@@ -42,13 +47,24 @@ class ModelHooks:
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after, with_kwargs=True),
         ]
-        if around is not model or not session.whole_batches:
+        if not session.gathers and (around is not model or not session.whole_batches):
             self._handles.append(OwnLosses(session, around))
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def gather_scores(self, layer: torch.nn.Module) -> None:
+        """Let a layer after the model return scores of all tokens, [B, S, L], for those of this rank's."""
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def after(layer: torch.nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:
+            shard, self._gathering = self._gathering, None
+            return scores if shard is None else gathered(scores, shard)
+
+        self._is_body = True
+        self._handles.append(layer.register_forward_hook(after))
 
     # ------------------------------------------------------------------------------------------------- before
 
@@ -64,16 +80,21 @@ class ModelHooks:
             )
         session.note_step()
         self._calls_before = self._ring_of(kwargs).all_calls
-        self._cuts_batch = False
+        self._cuts_batch, self._gathering = False, None
         if not session.whole_batches:
             return None
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
             kwargs = by_name(model.forward, args, kwargs)
+            if not kwargs[SHARD_KEY].as_given:
+                kwargs.pop("attention_mask", None)  # by which TRL counts tokens; the shard has the mask
             self._check_count(kwargs)
             self._check_tree(kwargs)
             if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
                 self.check_takes_shards(model)
+        elif session.gathers and not _has_cache(kwargs):
+            kwargs = session.cut(by_name(model.forward, args, kwargs))
+            self._gathering = kwargs[SHARD_KEY]
         elif trains:
             kwargs = self._cut(model, args, kwargs)
         else:
@@ -99,8 +120,9 @@ class ModelHooks:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # without labels models compute no loss
         if self._session.leaves_losses or self._session.computes_edges:
             return kwargs
+        in_training = model.training and self._gathering is None
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
-            kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], model.training)
+            kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], in_training)
         return kwargs
 
     def _check_tree(self, kwargs: Mapping[str, Any]) -> None:
@@ -151,6 +173,12 @@ class ModelHooks:
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         session = self._session
         is_sharded = SHARD_KEY in kwargs
+        if self._gathering is not None:
+            self._check_attended(model, kwargs)
+            if not self._is_body:
+                shard, self._gathering = self._gathering, None
+                gather_outputs(output, shard)
+            return output
         if session.whole_batches and not session.leaves_losses and not session.computes_edges:
             if is_sharded and kwargs.get("labels") is not None:
                 check_form_of_loss(type(model).__name__, output)
@@ -242,3 +270,8 @@ class ModelHooks:
                 stacklevel=3,
             )
         self._has_warned = True
+
+
+def _has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a forward has a cache, or makes one, as in generation."""
+    return bool(kwargs.get("use_cache")) or any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))

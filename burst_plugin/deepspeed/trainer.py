@@ -7,7 +7,6 @@ a data loader. If the configuration has the block "burst_attention", it gets tho
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +24,13 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.deepspeed.losses import router_loss_in
+from burst_plugin.deepspeed.trl_trainers import (
+    count_input_tokens,
+    count_once,
+    follow_trainer,
+    is_of_trl,
+    predict_in_turns,
+)
 from burst_plugin.frameworks.wrapping import wrap
 
 _TESTED = ("5.20", "5.24")
@@ -48,8 +54,10 @@ def install_trainer(adapter: Adapter) -> list[str]:
         return [f"transformers {version('transformers')}: Trainer is left alone, {_OLDEST} or newer could use rings"]
     wrap(ulysses, "register_with_transformers", _requested_size)
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
-    wrap(trainer.Trainer, "__init__", _init_trainer)
+    wrap(trainer.Trainer, "__init__", partial(_init_trainer, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
+    wrap(trainer.Trainer, "_track_num_input_tokens", partial(_count_input_tokens, adapter))
+    wrap(trainer.Trainer, "floating_point_ops", partial(_count_flops, adapter))
     wrap(trainer.Trainer, "compute_loss", partial(_note_model_loss, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
     wrap(trainer.Trainer, "evaluation_loop", partial(_evaluate, adapter))
@@ -143,7 +151,7 @@ def _leave_block_alone(
 # ----------------------------------------------------------------------------------------------------------- Trainer
 
 
-def _init_trainer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+def _init_trainer(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap `Trainer.__init__`, which takes no model with sequence parallelism for one that divides by a count.
 
     On a ring models do, so that Trainer leaves a loss, and what is added to it, as it does without a ring.
@@ -152,27 +160,12 @@ def _init_trainer(original: Callable[..., Any], trainer: Any, *args: Any, **kwar
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is None or not parallelism.sp_enabled or not _block_is_enabled():
         return
-    _check_trainer(type(trainer), parallelism.sp_size)
+    follow_trainer(adapter, trainer, parallelism.sp_size)
     takes_count = getattr(trainer.model, "accepts_loss_kwargs", None)
     if takes_count is None:
         parameters = inspect.signature(trainer.model.forward).parameters.values()
         takes_count = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     trainer.model_accepts_loss_kwargs = takes_count
-
-
-def _check_trainer(kind: type, size: int) -> None:
-    """Raise ValueError for TRL's trainers with a loss of their own, which is not that of their model."""
-    own = [owner.__name__ for owner in kind.__mro__ if "compute_loss" in vars(owner) and _is_of_trl(owner)]
-    if own and own[0] != "SFTTrainer":
-        raise ValueError(
-            f"{own[0]} with sp_size={size} is not supported with {BLOCK}: it computes a loss of its own from logits "
-            "of whole sequences, and every rank of a ring has those of its shard; use SFTTrainer or Trainer, or "
-            "leave sp_size and the block out"
-        )
-
-
-def _is_of_trl(owner: type) -> bool:
-    return owner.__module__.split(".")[0] == "trl"
 
 
 def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +181,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     _check_mean(session, trainer, items)
     if session.cp.ranks > 1:
         _check_options(trainer)
+    count_once(session, trainer, batches)
     if not batches or not all(SHARD_KEY in batch for batch in batches):
         return batches, items
     session.batches_of_step = len(batches)
@@ -202,6 +196,17 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     for batch in batches:
         batch["num_items_in_batch"] = share if scaled else share / len(batches)
     return batches, torch.tensor(share, dtype=torch.float64, device=trainer.args.device)
+
+
+def _count_input_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, inputs: Any) -> None:
+    """Wrap `Trainer._track_num_input_tokens`."""
+    count_input_tokens(_of(adapter, trainer), original, trainer, inputs)
+
+
+def _count_flops(adapter: Adapter, original: Callable[..., Any], trainer: Any, inputs: Any) -> Any:
+    """Wrap `Trainer.floating_point_ops`, which Trainer adds up over ranks."""
+    session, count = _of(adapter, trainer), original(trainer, inputs)
+    return count // session.cp.ranks if session is not None and session.gathers else count
 
 
 def _check_mean(session: Session, trainer: Any, items: Any) -> None:
@@ -287,20 +292,27 @@ def _with_mean_router_loss(session: Session, model: torch.nn.Module, outputs: An
 def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `Trainer.compute_loss`: note that a trainer goes on from its model's loss, that of the whole batch."""
     session = _of(adapter, trainer)
-    if session is not None:
-        session.took_model_loss = True
-    return original(trainer, *args, **kwargs)
+    if session is None:
+        return original(trainer, *args, **kwargs)
+    session.took_model_loss = True
+    found = original(trainer, *args, **kwargs)
+    if not session.gathers or kwargs.get("num_items_in_batch") is None or not trainer.model_accepts_loss_kwargs:
+        return found
+    if not trainer.args.average_tokens_across_devices:
+        return found
+    # Trainer takes the loss of any model for a sum over all ranks' labels, divided by their number, and adds it up
+    # over the batches of a step and over ranks; so it does with the mean of a classifier. In training it has left
+    # that out here, for sequence parallelism, and in evaluation it has counted the ranks of a ring.
+    times = session.ranks // session.cp.ranks if trainer.model.training else 1 / session.ranks
+    return (found[0] * times, found[1]) if isinstance(found, tuple) else found * times
 
 
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `prediction_step` of trainers that have their own, before `Trainer.evaluation_loop`."""
-    for module, name, around in (
-        ("trl.trainer.sft_trainer", "SFTTrainer", _predict),
-        ("transformers.trainer_seq2seq", "Seq2SeqTrainer", _generate),
-    ):
-        owner = getattr(sys.modules.get(module), name, None)
-        if owner is not None and not hasattr(owner.prediction_step, "__wrapped__"):
-            wrap(owner, "prediction_step", partial(around, adapter))
+    owner = next(owner for owner in type(trainer).__mro__ if "prediction_step" in vars(owner))
+    around = _predict if is_of_trl(owner) else _generate if owner.__name__ == "Seq2SeqTrainer" else None
+    if around is not None and not hasattr(vars(owner)["prediction_step"], "__wrapped__"):
+        wrap(owner, "prediction_step", partial(around, adapter))
     return original(trainer, *args, **kwargs)
 
 
@@ -315,6 +327,13 @@ def _predict(
 ) -> Any:
     """Replace `prediction_step` of Trainer and SFTTrainer: the ring works on the batches of its ranks in turn."""
     session = _of(adapter, trainer)
+    if session is not None and session.gathers and session.cp.group is not None:
+        _check_loss_is_the_models(trainer)
+
+        def step(batch: Mapping[str, Any]) -> Any:
+            return original(trainer, model, batch, prediction_loss_only, ignore_keys)
+
+        return predict_in_turns(session, step, trainer, inputs)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     _check_loss_is_the_models(trainer)

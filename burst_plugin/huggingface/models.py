@@ -221,13 +221,19 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def problems(
-    model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False, averages_gradients: bool = True
+    model: torch.nn.Module,
+    *,
+    is_whole: bool = False,
+    is_own_mean: bool = False,
+    averages_gradients: bool = True,
+    apart: torch.nn.Module | None = None,
 ) -> list[str]:
     """Return what in a model cannot be computed on shards of its sequences, each with a reason.
 
     is_whole: on a ring of one rank, batches stay as they are, and only masks and the counting of labels matter.
     is_own_mean: labels are not counted there, and any loss will do.
     averages_gradients: gradients are averaged over ranks, as DeepSpeed does.
+    apart: a model in it that gets whole sequences, and leaves shards to its body.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -238,7 +244,7 @@ def problems(
     makes_masks = any(each.config.model_type in MAKES_MASKS for each in outermost)
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in text_modules(module_taking_batches(model) if is_whole else model):
-        if isinstance(pretrained, PreTrainedModel):
+        if isinstance(pretrained, PreTrainedModel) and pretrained is not apart:
             reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [

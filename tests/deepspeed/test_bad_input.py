@@ -727,13 +727,19 @@ def test_accelerate_fills_in_no_auto_of_the_block_nor_of_one_by_another_name() -
     assert filled == ["train_batch_size"] * 3
 
 
-def test_trainers_of_trl_with_a_loss_of_their_own_are_refused_by_name() -> None:
-    from burst_plugin.deepspeed.trainer import _check_trainer
+def test_trainers_of_trl_with_other_losses_are_refused_by_name() -> None:
+    from burst_plugin.deepspeed.adapter import Adapter
+    from burst_plugin.deepspeed.trl_trainers import follow_trainer
 
-    def kind(name: str, module: str, *bases: type) -> type:
-        return type(name, bases, {"__module__": module, "compute_loss": None})
+    def trainer(name: str, module: str, *bases: type) -> Any:
+        kind = type(name, bases, {"__module__": module, "compute_loss": None, "model": torch.nn.Identity()})
+        return kind()
 
-    theirs = {name: kind(name, f"trl.trainer.{name.lower()}") for name in ("SFTTrainer", "DPOTrainer")}
-    _check_trainer(kind("Mine", "__main__", theirs["SFTTrainer"]), 2)
-    with pytest.raises(ValueError, match="DPOTrainer with sp_size=2 is not supported with burst_attention: it comp"):
-        _check_trainer(kind("Mine", "__main__", theirs["DPOTrainer"]), 2)
+    adapter = Adapter()
+    theirs = {name: type(trainer(name, f"trl.{name}")) for name in ("SFTTrainer", "DPOTrainer", "GOLDTrainer")}
+    follow_trainer(adapter, trainer("Mine", "__main__", theirs["SFTTrainer"]), 2)
+    assert not adapter.gathering
+    follow_trainer(adapter, mine := trainer("Mine", "__main__", theirs["DPOTrainer"]), 2)
+    assert mine.model in adapter.gathering
+    with pytest.raises(ValueError, match="GOLDTrainer with sp_size=2 is not supported with burst_attention: it comp"):
+        follow_trainer(adapter, trainer("Mine", "__main__", theirs["GOLDTrainer"]), 2)

@@ -95,7 +95,7 @@ def share_of_even_words(completion_ids: list[list[int]], **others: Any) -> list[
     return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
 
 
-class _NotesGradients(TrainerCallback):
+class NotesGradients(TrainerCallback):
     """Keeps the gradients of the first step."""
 
     def __init__(self, grads: dict[str, torch.Tensor]) -> None:
@@ -148,7 +148,7 @@ def train(directory: str, ranks: int, cp: ContextParallel | None, **options: Any
         trainer = make_trainer(directory, ranks, **options)
         if cp is not None:
             assert fold_rollouts(trainer, cp) is trainer
-        trainer.add_callback(_NotesGradients(found.grads))
+        trainer.add_callback(NotesGradients(found.grads))
         trainer.train()
         found.eval_loss = trainer.evaluate()["eval_loss"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -1,0 +1,122 @@
+"""TRL's trainers on the rings of DeepSpeed's adapter: which run, how, and what they count.
+
+SFTTrainer goes on from its model's loss, of a shard. Others compute one of values of whole sequences: their loader
+leaves batches whole, their model cuts them and returns whole values (`whole_outputs`), and all ranks of a ring
+compute the same loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from burst_plugin.batch import SHARD_KEY
+from burst_plugin.deepspeed.adapter import Adapter
+from burst_plugin.deepspeed.config import BLOCK
+from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.deepspeed.loaders import exchanged
+
+_OF_SHARDS = "SFTTrainer"
+_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTrainer", "CPOTrainer")
+_REFERENCE = "compute_ref_log_probs"  # of a batch, before training
+
+
+def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
+    """Have a trainer's model return what its loss is computed of, on rings of `size`.
+
+    Raises ValueError for trainers of TRL whose loss is of another kind.
+    """
+    owner = _owner_of_loss(type(trainer))
+    if owner in ("", _OF_SHARDS):
+        return
+    if owner not in _OF_WHOLE:
+        raise ValueError(
+            f"{owner} with sp_size={size} is not supported with {BLOCK}: it computes a loss of its own from logits "
+            f"of whole sequences, and every rank of a ring has those of its shard; use {_OF_SHARDS}, "
+            f"{', '.join(_OF_WHOLE)} or Trainer, or leave sp_size and the block out"
+        )
+    adapter.gathering.add(trainer.model)
+    if hasattr(trainer, _REFERENCE):
+        setattr(trainer, _REFERENCE, partial(_reference_in_turns, adapter, getattr(trainer, _REFERENCE)))
+
+
+def _owner_of_loss(kind: type) -> str:
+    """Return the class of TRL that has the loss of a trainer; "" for one that has that of transformers' Trainer."""
+    owners = (owner for owner in kind.__mro__ if "compute_loss" in vars(owner))
+    return next((owner.__name__ for owner in owners if is_of_trl(owner)), "")
+
+
+def is_of_trl(owner: type) -> bool:
+    """Return whether a class is one of TRL."""
+    return owner.__module__.split(".")[0] == "trl"
+
+
+def _reference_in_turns(adapter: Adapter, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
+    """Replace `compute_ref_log_probs`: the ring works on the batches of its ranks in turn."""
+    session = adapter.sessions.get(model)
+    if session is None or session.cp.group is None:
+        return original(model, inputs)
+    return [original(model, batch) for batch in exchanged(inputs, session.cp)][session.cp.rank]
+
+
+# ----------------------------------------------------------------------------------------------------------- counting
+
+
+def count_once(session: Session, trainer: Any, batches: list[Any]) -> None:
+    """Let TRL count every token once, not once for each rank of the ring, and no padding of shards."""
+    if session.cp.ranks == 1 or not hasattr(trainer, "_total_train_tokens"):
+        return
+    if session.gathers:
+        trainer._tp_size = trainer.accelerator.parallelism_config.tp_size * session.cp.ranks
+        return
+    for batch in batches:
+        if SHARD_KEY in batch:
+            real = batch[SHARD_KEY].real
+            ids = batch["input_ids"]
+            batch["attention_mask"] = ids.new_ones(ids.shape) if real is None else real.to(ids.dtype)
+
+
+def count_input_tokens(session: Session | None, original: Callable[..., Any], trainer: Any, inputs: Any) -> None:
+    """Replace `Trainer._track_num_input_tokens`, which adds up over ranks: those of a ring have one batch."""
+    if session is None or session.cp.ranks == 1 or trainer.args.include_num_input_tokens_seen == "no":
+        original(trainer, inputs)
+        return
+    shard = inputs.get(SHARD_KEY)
+    if shard is not None and "input_ids" in shard.whole:
+        ids = shard.whole["input_ids"]
+        mask = ids.new_ones(ids.shape) if shard.real is None else shard.unshard(shard.real)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    before = trainer.state.num_input_tokens_seen
+    original(trainer, inputs)
+    added = trainer.state.num_input_tokens_seen - before
+    trainer.state.num_input_tokens_seen = before + added // session.cp.ranks
+
+
+# --------------------------------------------------------------------------------------------------------- evaluating
+
+
+def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return what `step` returns for this rank's batch: the ring works on the batches of its ranks in turn."""
+    found = None
+    with _not_at_its_end(trainer.accelerator.gradient_state):
+        for rank, batch in enumerate(exchanged(inputs, session.cp)):
+            result = step(batch)
+            if rank == session.cp.rank:
+                found = result
+    return found
+
+
+@contextmanager
+def _not_at_its_end(state: Any) -> Iterator[None]:
+    """Hide the end of the loader, at which TRL leaves all but some of the rows that it gathers from ranks out."""
+    loader = state.active_dataloader
+    if not getattr(loader, "end_of_dataloader", False):
+        yield
+        return
+    loader.end_of_dataloader = False
+    try:
+        yield
+    finally:
+        loader.end_of_dataloader = True

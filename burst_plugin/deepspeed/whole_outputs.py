@@ -1,0 +1,95 @@
+"""Outputs of whole sequences from a model that computes shards: for losses of sums over sequences, or of one token.
+
+    ids a b c d, the same on both ranks
+    rank 0  a d  ->  model  ->  x y  ->  gathered  ->  x z w y  ->  loss L, times 1/2 in the mean over ranks
+    rank 1  b c  ->  model  ->  z w  ->  gathered  ->  x z w y  ->  loss L, times 1/2
+
+Every rank computes the same loss, and takes the gradient of its own tokens, times the number of ranks of the ring,
+since DeepSpeed takes the mean of gradients over them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.batch import SequenceShard
+
+_PER_TOKEN = (
+    "log_probs",
+    "entropy",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "is_top1",
+    "label_mask",
+)  # of TRL's fused head
+_HEADS = re.compile(r"For(Sequence|Token)Classification$")
+
+
+class _Gathered(torch.autograd.Function):
+    """Tensors of all ranks' tokens. The backward pass takes this rank's tokens, and sends nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        return shard.unshard(local.detach()).contiguous()  # models take views of their logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        shard, (grad,) = ctx.shard, grads
+        padded = grad.new_zeros(grad.shape[0], shard.tokens.length, *grad.shape[2:])
+        padded[:, : shard.length] = grad
+        return shard.cp.shard(padded, 1, shard.tokens) * shard.cp.ranks, None
+
+
+def gathered(local: Tensor, shard: SequenceShard) -> Tensor:
+    """Return the whole tensor [B, S, ...] of each rank's [B, S_local, ...], for a loss that all compute; collective.
+
+    The gradient on a rank is that of its tokens, times the number of ranks of the ring.
+    """
+    found: Tensor = _Gathered.apply(local, shard)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
+    """Put whole tensors in the place of logits, or of what TRL's fused head returns of every token; collective.
+
+    That has a value for each token but the first, as for labels that it shifts itself.
+    """
+    fields = {name: x for name in _PER_TOKEN if isinstance(x := getattr(output, name, None), Tensor)}
+    if fields:
+        wide = torch.promote_types(fields["log_probs"].dtype, torch.float32)
+        whole = gathered(torch.stack([x.to(wide) for x in fields.values()], -1), shard)[:, :-1]
+        for (name, x), values in zip(fields.items(), whole.unbind(-1), strict=True):
+            output[name] = values.to(x.dtype)
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        output["logits"] = gathered(logits, shard)
+    if getattr(output, "loss", None) is not None:  # of this rank's tokens alone
+        output["loss"] = None
+
+
+def classifier_in(model: torch.nn.Module) -> Any:
+    """Return the model in `model` that classifies sequences or tokens by scores of each token; None without one.
+
+    A layer of its own, `score`, makes the scores of every token; a sequence has those of its last one. Heads that
+    pool hidden states first are others.
+    """
+    for module in model.modules():
+        head = _HEADS.search(type(module).__name__)
+        if head is None or not any(base.__module__ == "transformers.modeling_utils" for base in type(module).__mro__):
+            continue
+        name = "score" if hasattr(module, "score") else "classifier"
+        if isinstance(getattr(module, name, None), torch.nn.Module) and (name == "score" or head[1] == "Token"):
+            return module
+    return None
+
+
+def score_layer(classifier: Any) -> torch.nn.Module:
+    """Return the layer of a model that `classifier_in` found, which makes scores of hidden states."""
+    layer: torch.nn.Module = getattr(classifier, "score", None) or classifier.classifier
+    return layer

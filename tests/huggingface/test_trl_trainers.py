@@ -1,0 +1,139 @@
+"""TRL's trainers with losses of whole sequences, and Trainer with classifiers: on rings as on one rank without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from peft import LoraConfig
+from transformers import DataCollatorForTokenClassification
+
+from tests.support.grpo_run import tokenizer
+from tests.support.ranks import run_ranks
+from tests.support.trl_run import Case, Layout, Outcome, classified, judged, read, save_models, train_all
+
+pytestmark = [
+    pytest.mark.huggingface,
+    pytest.mark.skipif(
+        tuple(map(int, version("trl").split(".")[:2])) < (1, 16),
+        reason=f"the models of these trainers return log-probabilities since TRL 1.16, this is {version('trl')}",
+    ),
+]
+
+
+def lora(directory: str, task: str = "CAUSAL_LM", **options: Any) -> LoraConfig:
+    """Adapters that change what the model computes from the start, as a reference without them shows."""
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type=task, **options)
+
+
+OTHER = {"ref_model": partial(read, name="other")}
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+CASES = {
+    "dpo": Case("DPOTrainer"),
+    "dpo_other": Case("DPOTrainer", keywords=OTHER),
+    "dpo_lora": Case("DPOTrainer", keywords={"peft_config": lora}),
+    "dpo_precomputed": Case("DPOTrainer", PRECOMPUTED),
+    "dpo_precomputed_other": Case("DPOTrainer", PRECOMPUTED, keywords=OTHER),
+    "dpo_precomputed_lora": Case("DPOTrainer", PRECOMPUTED, keywords={"peft_config": lora}),
+    "dpo_by_tokens": Case(
+        "DPOTrainer",
+        {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [1.0, 0.5], "use_weighting": True, "ld_alpha": 0.5},
+        keywords=OTHER,
+    ),
+    "dpo_checkpoints": Case("DPOTrainer", {"gradient_checkpointing": True}, keywords=OTHER),
+    "kto": Case("KTOTrainer", rows=judged, keywords=OTHER),
+    "kto_precomputed": Case("KTOTrainer", PRECOMPUTED, rows=judged, keywords=OTHER),
+    "reward": Case("RewardTrainer", model="reward"),
+    "reward_lora": Case(
+        "RewardTrainer",
+        {"center_rewards_coefficient": 0.1},
+        model="reward",
+        keywords={"peft_config": partial(lora, task="SEQ_CLS", modules_to_save=["score"])},
+    ),
+    "orpo": Case("ORPOTrainer", home="trl.experimental.orpo"),
+    "cpo": Case("CPOTrainer", home="trl.experimental.cpo"),
+    "simpo": Case("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.5}, home="trl.experimental.cpo"),
+    "classes": Case("Trainer", home="transformers", model="classes", rows=classified),
+    "tags": Case(
+        "Trainer",
+        home="transformers",
+        model="tags",
+        rows=partial(classified, of_tokens=True),
+        keywords={"data_collator": lambda directory: DataCollatorForTokenClassification(tokenizer())},
+    ),
+}
+# Means over batches of means over tokens, which several rings have over the tokens of all their batches, as ranks do.
+_BY_BATCH = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+_OF_TIME = ("_runtime", "_per_second", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@cache
+def on_one_rank(names: Sequence[str], directory: str, rings: int) -> list[Outcome]:
+    """With as many micro-batches in a step as all rings have."""
+    cases = [CASES[name] for name in names]
+    return run_ranks(train_all, 1, cases, directory, Layout(ranks=rings), timeout_s=300.0)[0]
+
+
+def check(found: Outcome, truth: Outcome, layout: Layout) -> None:
+    """Everything that is logged, gradients and weights."""
+    assert found.sent, "evaluated on the ring"
+    assert len(found.logged) == len(truth.logged) == 4
+    for mine, right in zip(found.logged, truth.logged, strict=True):
+        assert mine.keys() - {"grad_norm"} == right.keys() - {"grad_norm"}
+        for name, x in right.items():
+            if name.endswith(_OF_TIME) or (name == "total_flos" and layout.stage == 3):
+                continue
+            if layout.ranks > layout.ring and name.removeprefix("eval_").startswith(_BY_BATCH):
+                continue
+            # Others are made of sums of log-probabilities, of which a last bit in float32 is 4e-6.
+            bound = 1e-6 if name.endswith("loss") else 1e-5
+            assert mine[name] == pytest.approx(x, abs=bound, rel=bound), name
+    for tensors, right in ((found.grads, truth.grads), (found.weights, truth.weights)):
+        assert tensors.keys() == right.keys()
+        for name, x in right.items():
+            assert float((tensors[name] - x).norm()) <= 1e-5 * float(x.norm()) + 1e-8, name
+
+
+QUICK = ("dpo_other", "kto", "reward_lora", "cpo")
+WITHOUT_PEERS = ("dpo", "dpo_precomputed_other", "reward", "classes", "tags", "simpo")  # no loss of a mean over ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        pytest.param(Layout(2, 2, 0), QUICK, id="zero0"),
+        pytest.param(Layout(2, 2, 3), ("dpo_precomputed_lora",), id="zero3"),
+        *(pytest.param(Layout(2, 2, n), tuple(CASES), id=f"all_zero{n}", marks=pytest.mark.slow) for n in range(4)),
+        pytest.param(Layout(4, 4, 3), QUICK, id="four_zero3", marks=pytest.mark.slow),
+        pytest.param(Layout(4, 2, 2), WITHOUT_PEERS, id="rings_zero2", marks=pytest.mark.slow),
+        pytest.param(Layout(4, 2, 3), WITHOUT_PEERS, id="rings_zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_training_and_evaluation_equal_one_rank(directory: str, layout: Layout, names: Sequence[str]) -> None:
+    cases = [CASES[name] for name in names]
+    truth = on_one_rank(names, directory, layout.ranks // layout.ring)
+    for on_rank in run_ranks(train_all, layout.ranks, cases, directory, layout, timeout_s=600.0):
+        for outcome, right in zip(on_rank, truth, strict=True):
+            check(outcome, right, layout)
+
+
+def test_cases_say_something(directory: str) -> None:
+    """References differ from policies, and no gradient is zero."""
+    for name, outcome in zip(QUICK, on_one_rank(QUICK, directory, 1), strict=True):
+        assert all(torch.any(x != 0) for x in outcome.grads.values()), name
+        for margin in (entry["rewards/margins"] for entry in outcome.logged if "rewards/margins" in entry):
+            assert abs(margin) > 0.01, name
