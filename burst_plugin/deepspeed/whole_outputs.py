@@ -30,29 +30,15 @@ _PER_TOKEN = (
 _HEADS = re.compile(r"For(Sequence|Token)Classification$")
 
 
-class _Gathered(torch.autograd.Function):
-    """Tensors of all ranks' tokens. The backward pass takes this rank's tokens, and sends nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        return shard.unshard(local.detach()).contiguous()  # models take views of their logits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        shard, (grad,) = ctx.shard, grads
-        padded = grad.new_zeros(grad.shape[0], shard.tokens.length, *grad.shape[2:])
-        padded[:, : shard.length] = grad
-        return shard.cp.shard(padded, 1, shard.tokens) * shard.cp.ranks, None
-
-
 def gathered(local: Tensor, shard: SequenceShard) -> Tensor:
     """Return the whole tensor [B, S, ...] of each rank's [B, S_local, ...], for a loss that all compute; collective.
 
     The gradient on a rank is that of its tokens, times the number of ranks of the ring.
     """
-    found: Tensor = _Gathered.apply(local, shard)  # type: ignore[no-untyped-call]
-    return found
+    whole = shard.unshard(local, loss="same").contiguous()  # models take views of their logits
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad * shard.cp.ranks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
