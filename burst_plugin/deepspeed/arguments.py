@@ -146,7 +146,7 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
     return [
         f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
         f"leave it out, or write {batch // size}. Trainer and Accelerate work it out by sp_size={size} of "
-        "ParallelismConfig"
+        "ParallelismConfig, also for a reference model"
     ]
 
 

@@ -204,9 +204,12 @@ def _count_input_tokens(adapter: Adapter, original: Callable[..., Any], trainer:
 
 
 def _count_flops(adapter: Adapter, original: Callable[..., Any], trainer: Any, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`, which Trainer adds up over ranks."""
-    session, count = _of(adapter, trainer), original(trainer, inputs)
-    return count // session.cp.ranks if session is not None and session.gathers else count
+    """Wrap `Trainer.floating_point_ops`, which Trainer adds up over ranks: each has its share of a whole batch."""
+    session = _of(adapter, trainer)
+    if session is None or session.cp.ranks == 1:
+        return original(trainer, inputs)
+    whole = inputs[SHARD_KEY].whole if SHARD_KEY in inputs else inputs
+    return original(trainer, whole if "input_ids" in whole else inputs) // session.cp.ranks
 
 
 def _check_mean(session: Session, trainer: Any, items: Any) -> None:
@@ -274,7 +277,10 @@ def _compute_loss(
         )
     if inputs.get("fused_lm_head"):
         outputs.loss = _with_mean_router_loss(session, model, outputs)
-    return (outputs.loss, outputs) if return_outputs else outputs.loss
+    # The gradient of an output itself is divided by the accumulation steps in DeepSpeed 0.19 with ZeRO 0, in spite of
+    # scale_wrt_gas=False: its hook on outputs comes before the one by which `engine.backward` tells it not to.
+    loss = outputs.loss.clone()
+    return (loss, outputs) if return_outputs else loss
 
 
 def _with_mean_router_loss(session: Session, model: torch.nn.Module, outputs: Any) -> torch.Tensor:

@@ -142,7 +142,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (
         _config(train_batch_size=4, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
         "train_batch_size=4 is that of 2 data-parallel ranks, but 2 of them share each sequence: leave it out, or "
-        "write 2. Trainer and Accelerate work it out for the model that they prepare by sp_size=2 of Parallelism",
+        "write 2. Trainer and Accelerate work it out by sp_size=2 of ParallelismConfig, also for a reference model",
     ),
     (_config(gradient_allreduce_op="sum"), "gradient_allreduce_op='sum' does not go together"),
     (_config(sequence_parallel_size=4), "sequence_parallel_size=4 (Ulysses) contradicts context_parallel_size=2"),

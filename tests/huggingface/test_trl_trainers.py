@@ -18,7 +18,18 @@ from transformers import DataCollatorForTokenClassification
 
 from tests.support.grpo_run import tokenizer
 from tests.support.ranks import run_ranks
-from tests.support.trl_run import Case, Layout, Outcome, classified, judged, read, save_models, train_all
+from tests.support.trl_run import (
+    Case,
+    Layout,
+    Outcome,
+    answered,
+    classified,
+    judged,
+    read,
+    save_models,
+    talks,
+    train_all,
+)
 
 pytestmark = [
     pytest.mark.huggingface,
@@ -37,6 +48,17 @@ def lora(directory: str, task: str = "CAUSAL_LM", **options: Any) -> LoraConfig:
 
 OTHER = {"ref_model": partial(read, name="other")}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
+TALK = """{% for turn in messages %}{% if turn['role'] == 'assistant' %}w2 {% generation %}{{ turn['content'] }} w1\
+{% endgeneration %} {% else %}w3 {{ turn['content'] }} {% endif %}{% endfor %}"""
+
+
+def talking(directory: str) -> Any:
+    """A tokenizer with a template of turns, which says what the assistant has said."""
+    words = tokenizer()
+    words.chat_template = TALK
+    return words
+
+
 CASES = {
     "dpo": Case("DPOTrainer"),
     "dpo_other": Case("DPOTrainer", keywords=OTHER),
@@ -58,6 +80,13 @@ CASES = {
         {"center_rewards_coefficient": 0.1},
         model="reward",
         keywords={"peft_config": partial(lora, task="SEQ_CLS", modules_to_save=["score"])},
+    ),
+    "sft": Case("SFTTrainer", rows=answered),
+    "sft_every_token": Case(
+        "SFTTrainer", {"completion_only_loss": False, "include_num_input_tokens_seen": "all"}, rows=answered
+    ),
+    "sft_talks": Case(
+        "SFTTrainer", {"assistant_only_loss": True}, rows=talks, keywords={"processing_class": talking}
     ),
     "orpo": Case("ORPOTrainer", home="trl.experimental.orpo"),
     "cpo": Case("CPOTrainer", home="trl.experimental.cpo"),
@@ -108,7 +137,7 @@ def check(found: Outcome, truth: Outcome, layout: Layout) -> None:
             assert float((tensors[name] - x).norm()) <= 1e-5 * float(x.norm()) + 1e-8, name
 
 
-QUICK = ("dpo_other", "kto", "reward_lora", "cpo")
+QUICK = ("dpo_other", "kto", "reward_lora", "cpo", "sft_talks")
 WITHOUT_PEERS = ("dpo", "dpo_precomputed_other", "reward", "classes", "tags", "simpo")  # no loss of a mean over ranks
 
 

@@ -104,6 +104,21 @@ def save_models(directory: Path) -> str:
     return str(directory)
 
 
+def answered(seed: int) -> Dataset:
+    """Prompts with one answer each."""
+    return preferences(seed).rename_column("chosen", "completion").remove_columns("rejected")
+
+
+def talks(seed: int) -> Dataset:
+    """Two questions and two answers in a row."""
+    rows = []
+    for one, other in zip(preferences(seed), preferences(seed + 5), strict=True):
+        said = [(row["prompt"], row["chosen"].strip()) for row in (one, other)]
+        turns = [text for pair in said for text in zip(("user", "assistant"), pair, strict=True)]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    return Dataset.from_list(rows)
+
+
 def read(directory: str, name: str) -> Any:
     """Return one of the models that `save_models` has written down."""
     return _MODELS[name][0].from_pretrained(Path(directory, name), dtype=torch.float32)
@@ -177,8 +192,7 @@ def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any
         args=config(**{**settings, **max_length, **case.options}),
         train_dataset=_on_disk(rows(0), f"{output}/train"),
         eval_dataset=_on_disk(rows(1).select(range(8)), f"{output}/eval"),
-        processing_class=tokenizer(),
-        **{name: make(directory) for name, make in case.keywords.items()},
+        **{"processing_class": tokenizer(), **{name: make(directory) for name, make in case.keywords.items()}},
     )
 
 
