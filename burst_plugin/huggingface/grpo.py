@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a ring: the log-probabilities of its loss are those of folded rollouts.
+"""TRL's GRPOTrainer and RLOOTrainer on a ring: the log-probabilities of its loss are those of folded rollouts.
 
 Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss
 of its own, and gradients are averaged over all of them. What the model says of the completions is computed by the
@@ -42,14 +42,14 @@ _FIELDS = ("model", "ref_model", "temperature", "accelerator", "aux_loss_enabled
 
 
 def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
-    """Have TRL's GRPOTrainer compute its log-probabilities folded, over the ranks of `cp`; collective.
+    """Have TRL's GRPOTrainer or RLOOTrainer compute its log-probabilities folded, over ranks of `cp`; collective.
 
     Everything else stays as it is: ranks draw prompts, generate, reward and average gradients as data-parallel ones.
     So losses and gradients are those of TRL on as many ranks.
 
     Args:
-        trainer: a GRPOTrainer, or one of a class derived from it, before `train()`. Its model and its reference model
-            are prepared.
+        trainer: a GRPOTrainer or RLOOTrainer, or one of a class derived from them, before `train()`. Its model and its
+            reference model are prepared.
         cp: the ranks that compute together: all of Accelerate's, or equally many of them on each.
 
     Returns:
@@ -88,9 +88,10 @@ def _prepared(trainer: Any, cp: ContextParallel) -> float:
 def _problem(trainer: Any, cp: ContextParallel) -> str:
     """Return why a trainer's rollouts cannot be folded; empty if they can."""
     trl: Any = import_module("trl")
-    if not isinstance(trainer, trl.GRPOTrainer):
+    if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
         return (
-            f"fold_rollouts is for TRL's GRPOTrainer, got {type(trainer).__name__}; use rollout_log_probs for others"
+            f"fold_rollouts is for TRL's GRPOTrainer and RLOOTrainer, got {type(trainer).__name__}; use "
+            "rollout_log_probs for others"
         )
     method = getattr(trainer, _METHOD, None)
     found = tuple(inspect.signature(method).parameters) if callable(method) else ()
@@ -126,7 +127,7 @@ def _is_split(sizes: Any, name: str) -> bool:
 
 
 class _FoldedLogProbs:
-    """Takes the place of `GRPOTrainer._get_per_token_logps_and_entropies`."""
+    """Takes the place of `_get_per_token_logps_and_entropies` of a trainer."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self._cp = cp

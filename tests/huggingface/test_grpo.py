@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with folded rollouts trains as without them."""
+"""TRL's GRPOTrainer and RLOOTrainer with folded rollouts train as without them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,13 @@ def test_over_a_ring_as_on_as_many_ranks(directory: str, options: dict[str, Any]
     assert found.eval_loss == pytest.approx(truth.eval_loss, abs=1e-5)
 
 
+def test_rloo_over_a_ring_as_on_one_rank_without(directory: str) -> None:
+    (truth,) = trained(directory, 1, **OPTIONS, leaves_one_out=True)
+    for found in trained(directory, 2, 2, **OPTIONS, leaves_one_out=True):
+        check(found, truth)
+        assert found.eval_loss == pytest.approx(truth.eval_loss, abs=1e-5)
+
+
 def test_router_losses_of_experts(tmp_path: Path) -> None:
     """TRL adds them by default, each rank's of its own completions."""
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
@@ -139,7 +146,7 @@ def _refused(rank: int, directory: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "text"),
     [
-        ("another trainer", 1, "is for TRL's GRPOTrainer, got SimpleNamespace"),
+        ("another trainer", 1, "is for TRL's GRPOTrainer and RLOOTrainer, got SimpleNamespace"),
         ("another release", 1, r"_Other of TRL .* has _get_per_token_logps_and_entropies\(model, inputs\), which"),
         ("router", 2, "rank 1: output_router_logits adds a loss to it that is not the load-balancing loss"),
         ("liger", 1, "use_liger_kernel changes models after they are examined"),

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a tiny model, in the configuration of TRL's own tests, with or without folded rollouts."""
+"""TRL's GRPOTrainer and RLOOTrainer on a tiny model, configured as in TRL's own tests, with or without folding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import burst_plugin.deepspeed
 from burst_plugin import ContextParallel
@@ -79,15 +79,24 @@ def prompts(seed: int) -> Dataset:
 
 def drawn_completions(texts: list[str], trainer: Any) -> dict[str, Any]:
     """Stand in for generation: completions by prompt, by their number among its completions, and by the step."""
-    first = trainer.accelerator.process_index * len(texts)
-    prompt_ids, completion_ids = [], []
-    for number, text in enumerate(texts, first):
-        ids = trainer.processing_class(text)["input_ids"]
+    prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+    return {"prompt_ids": prompt_ids, "completion_ids": _drawn(prompt_ids, trainer), "logprobs": None}
+
+
+def _drawn(prompt_ids: list[list[int]], trainer: Any) -> list[list[int]]:
+    completion_ids = []
+    for number, ids in enumerate(prompt_ids, trainer.accelerator.process_index * len(prompt_ids)):
         draw = torch.Generator().manual_seed(sum(ids) * 100 + number % GENERATIONS * 10 + trainer.state.global_step)
         length = int(torch.randint(1, 9, (1,), generator=draw))
-        prompt_ids.append(ids)
         completion_ids.append(torch.randint(1, VOCAB, (length,), generator=draw).tolist())
-    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+    return completion_ids
+
+
+class DrawsCompletions(RLOOTrainer):
+    """RLOOTrainer with such completions, since it takes no function for them."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any) -> list[list[int]]:
+        return _drawn(prompt_ids, self)
 
 
 def share_of_even_words(completion_ids: list[list[int]], **others: Any) -> list[float]:
@@ -106,8 +115,10 @@ class NotesGradients(TrainerCallback):
             self.grads |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def make_trainer(directory: str, ranks: int, *, generates: bool = False, **options: Any) -> GRPOTrainer:
-    """Return a trainer; each of `ranks` has its part of a step's completions."""
+def make_trainer(
+    directory: str, ranks: int, *, generates: bool = False, leaves_one_out: bool = False, **options: Any
+) -> GRPOTrainer | RLOOTrainer:
+    """Return a trainer, RLOOTrainer if it `leaves_one_out`; each of `ranks` has its part of a step's completions."""
     rows = GENERATIONS * PROMPTS // ranks
     settings: dict[str, Any] = {
         "output_dir": f"{directory}/run",
@@ -127,15 +138,17 @@ def make_trainer(directory: str, ranks: int, *, generates: bool = False, **optio
         "bf16": False,
         "dataloader_num_workers": 0,
     }
-    return GRPOTrainer(
-        model=directory,
-        reward_funcs=share_of_even_words,
-        args=GRPOConfig(**{**settings, **options}),
-        train_dataset=prompts(0),
-        eval_dataset=prompts(1),
-        processing_class=tokenizer(),
-        rollout_func=None if generates else drawn_completions,
-    )
+    given = {
+        "model": directory,
+        "reward_funcs": share_of_even_words,
+        "train_dataset": prompts(0),
+        "eval_dataset": prompts(1),
+        "processing_class": tokenizer(),
+    }
+    if leaves_one_out:
+        return DrawsCompletions(args=RLOOConfig(**{**settings, **options}), **given)
+    rollouts = None if generates else drawn_completions
+    return GRPOTrainer(args=GRPOConfig(**{**settings, **options}), **given, rollout_func=rollouts)
 
 
 def train(directory: str, ranks: int, cp: ContextParallel | None, **options: Any) -> Outcome:
