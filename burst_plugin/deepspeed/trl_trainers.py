@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.config import BLOCK
@@ -19,8 +22,7 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.loaders import exchanged
 
 _OF_SHARDS = "SFTTrainer"
-_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTrainer", "CPOTrainer")
-_REFERENCE = "compute_ref_log_probs"  # of a batch, before training
+_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTrainer", "CPOTrainer", "GKDTrainer")
 
 
 def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
@@ -38,8 +40,12 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
             f"{', '.join(_OF_WHOLE)} or Trainer, or leave sp_size and the block out"
         )
     adapter.gathering.add(trainer.model)
-    if hasattr(trainer, _REFERENCE):
-        setattr(trainer, _REFERENCE, partial(_reference_in_turns, adapter, getattr(trainer, _REFERENCE)))
+    for name, around in (
+        ("compute_ref_log_probs", partial(_reference_in_turns, adapter)),
+        ("generate_on_policy_outputs", partial(_generate_alike, adapter, trainer)),
+    ):
+        if hasattr(trainer, name):
+            setattr(trainer, name, partial(around, getattr(trainer, name)))
 
 
 def _owner_of_loss(kind: type) -> str:
@@ -59,6 +65,26 @@ def _reference_in_turns(adapter: Adapter, original: Callable[..., Any], model: A
     if session is None or session.cp.group is None:
         return original(model, inputs)
     return [original(model, batch) for batch in exchanged(inputs, session.cp)][session.cp.rank]
+
+
+def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], *args: Any) -> Any:
+    """Replace `generate_on_policy_outputs`: the ranks of a ring draw the same tokens, those of its first rank."""
+    session = adapter.sessions.get(trainer.model_wrapped)
+    if session is None or session.cp.group is None:
+        return original(*args)
+    seed = int(torch.randint(2**31, (), device="cpu"))
+    with torch.random.fork_rng():
+        torch.manual_seed(_of_first_rank(session, seed))
+        found = original(*args)
+    return _of_first_rank(session, [x.cpu() for x in found], found[0].device)
+
+
+def _of_first_rank(session: Session, value: Any, device: torch.device | None = None) -> Any:
+    """Return what the first rank of the ring has, its tensors on `device` if that is given; collective."""
+    values = [value]
+    with session.cp.rank_state.alone():
+        dist.broadcast_object_list(values, group=session.cp.group, group_src=0)
+    return values[0] if device is None else [x.to(device) for x in values[0]]
 
 
 # ----------------------------------------------------------------------------------------------------------- counting

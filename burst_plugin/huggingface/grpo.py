@@ -48,8 +48,8 @@ def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
     So losses and gradients are those of TRL on as many ranks.
 
     Args:
-        trainer: a GRPOTrainer or RLOOTrainer, or one of a class derived from them, before `train()`. Its model and its
-            reference model are prepared.
+        trainer: a GRPOTrainer or RLOOTrainer, or one of a class derived from them, before `train()`. Its model and
+            its reference model are prepared.
         cp: the ranks that compute together: all of Accelerate's, or equally many of them on each.
 
     Returns:

@@ -24,6 +24,7 @@ from tests.support.trl_run import (
     Outcome,
     answered,
     classified,
+    compared,
     judged,
     read,
     save_models,
@@ -49,7 +50,8 @@ def lora(directory: str, task: str = "CAUSAL_LM", **options: Any) -> LoraConfig:
 OTHER = {"ref_model": partial(read, name="other")}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 TALK = """{% for turn in messages %}{% if turn['role'] == 'assistant' %}w2 {% generation %}{{ turn['content'] }} w1\
-{% endgeneration %} {% else %}w3 {{ turn['content'] }} {% endif %}{% endfor %}"""
+{% endgeneration %} {% else %}w3 {{ turn['content'] }} {% endif %}{% endfor %}\
+{% if add_generation_prompt %}w2 {% endif %}"""
 
 
 def talking(directory: str) -> Any:
@@ -59,6 +61,16 @@ def talking(directory: str) -> Any:
     return words
 
 
+def likely_words(trainer: Any) -> None:
+    """Have the most likely words generated, which do not depend on what was drawn before."""
+    trainer.generation_config.do_sample = False
+
+
+DISTILLED: Any = {
+    "home": "trl.experimental.gkd",
+    "rows": talks,
+    "keywords": {"teacher_model": partial(read, name="other"), "processing_class": talking},
+}
 CASES = {
     "dpo": Case("DPOTrainer"),
     "dpo_other": Case("DPOTrainer", keywords=OTHER),
@@ -91,6 +103,12 @@ CASES = {
     "orpo": Case("ORPOTrainer", home="trl.experimental.orpo"),
     "cpo": Case("CPOTrainer", home="trl.experimental.cpo"),
     "simpo": Case("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.5}, home="trl.experimental.cpo"),
+    "tpo": Case("TPOTrainer", home="trl.experimental.tpo", rows=compared),
+    "gkd": Case("GKDTrainer", {"lmbda": 0.0, "beta": 0.3}, **DISTILLED),
+    "gkd_of_student": Case("GKDTrainer", {"lmbda": 1.0, "max_new_tokens": 6}, **DISTILLED, changes=likely_words),
+    "gkd_of_teacher": Case(
+        "GKDTrainer", {"lmbda": 0.0, "seq_kd": True, "max_new_tokens": 6}, **DISTILLED, changes=likely_words
+    ),
     "classes": Case("Trainer", home="transformers", model="classes", rows=classified),
     "tags": Case(
         "Trainer",
@@ -100,8 +118,9 @@ CASES = {
         keywords={"data_collator": lambda directory: DataCollatorForTokenClassification(tokenizer())},
     ),
 }
-# Means over batches of means over tokens, which several rings have over the tokens of all their batches, as ranks do.
-_BY_BATCH = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+# Means over batches of means over tokens, of minima and maxima: of several rings they are of all their batches at once,
+# as of several ranks in TRL.
+_BY_BATCH = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "min_reward", "max_reward")
 _OF_TIME = ("_runtime", "_per_second", "grad_norm")
 
 
@@ -166,3 +185,18 @@ def test_cases_say_something(directory: str) -> None:
         assert all(torch.any(x != 0) for x in outcome.grads.values()), name
         for margin in (entry["rewards/margins"] for entry in outcome.logged if "rewards/margins" in entry):
             assert abs(margin) > 0.01, name
+
+
+@pytest.mark.slow
+def test_ranks_distil_from_the_same_drawn_words(directory: str) -> None:
+    """Each would draw its own, since its numbers are others."""
+    case = Case("GKDTrainer", {"lmbda": 1.0, "max_new_tokens": 6}, **DISTILLED, changes=numbers_of_this_rank)
+    (first,), (second,) = run_ranks(train_all, 2, [case], directory, Layout(2, 2, 2), timeout_s=300.0)
+    assert [entry["loss"] for entry in first.logged if "loss" in entry][1] > 0.01
+    for name, x in first.weights.items():
+        assert torch.equal(x, second.weights[name]), name
+
+
+def numbers_of_this_rank(trainer: Any) -> None:
+    """Have random numbers begin at another place on every rank."""
+    torch.manual_seed(trainer.args.process_index)

@@ -51,6 +51,7 @@ class Case:
     trainer, home: the name of a trainer, and the module that has it.
     model: the name of one that `save_models` writes down.
     options: of the trainer's configuration; keywords: of the trainer itself, as functions of the model's directory.
+    changes: is called with the trainer before it trains.
     """
 
     trainer: str
@@ -59,6 +60,7 @@ class Case:
     rows: Callable[[int], Dataset] | None = None
     keywords: dict[str, Callable[[str], Any]] = field(default_factory=dict)
     model: str = "policy"
+    changes: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ def save_models(directory: Path) -> str:
         )
         kind.from_config(config).save_pretrained(directory / name)
     return str(directory)
+
+
+def compared(seed: int) -> Dataset:
+    """Preferences with a third answer to compare with."""
+    return preferences(seed).add_column("reference", preferences(seed + 7)["chosen"])
 
 
 def answered(seed: int) -> Dataset:
@@ -233,6 +240,8 @@ def train(case: Case, directory: str, layout: Layout) -> Outcome:
         trainer = make_trainer(case, directory, layout, output[0])
         if not layout.ring:
             trainer.add_callback(NotesGradients(found.grads))
+        if case.changes is not None:
+            case.changes(trainer)
         trainer.train()
         before = _sent()
         trainer.evaluate()
