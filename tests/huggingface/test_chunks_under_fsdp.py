@@ -1,8 +1,10 @@
-"""Chunks of tokens and of heads under PyTorch's FSDP: every weight is trained, or the step is refused."""
+"""Options that save memory, under PyTorch's FSDP: every weight is trained, or the step is refused."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from burst_plugin import ContextParallel, shard_batch
+from burst_plugin.activations import host_memory, pages
+from burst_plugin.activations.host_memory import HostMemory
 from burst_plugin.huggingface import prepare
-from tests.support.deepspeed_run import Run, build, draw, worst
+from tests.support.deepspeed_run import Run, build, draw, reference, worst
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.huggingface
@@ -110,3 +114,63 @@ def test_flat_parameters_are_refused() -> None:
         assert "attention on a few heads at a time uses a trained tensor" in of_heads
         for message in (of_tokens, of_heads):
             assert "under FSDP, wrap with use_orig_params=True, or use fully_shard" in message
+
+
+def _with_drawn_norms(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+
+
+SAVING = Run(checkpointing=True, prepare=_with_drawn_norms)
+EVERY: dict[str, Any] = {"loss_chunk": 7, "mlp_chunk": 5, "head_chunk": 2, "keep_attention": "all", "offload": True}
+OPTIONS = ({}, *({name: value} for name, value in EVERY.items()), {"keep_attention": 0.5}, EVERY, EVERY)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One step: the loss on this rank, the worst error of a gradient, and what tells that options were obeyed."""
+
+    loss: float
+    error: float
+    has_logits: bool
+    sent_bytes: int
+    parked_bytes: int
+
+
+def _own_loss(options: dict[str, Any], groups: list[str], truth: dict[str, Tensor]) -> Saved:
+    """Let a model compute its loss under `fully_shard`, with the modules in `groups` in groups of their own."""
+    model = prepare(build(SAVING))
+    for each in (*model.model.layers, *(model.get_submodule(name) for name in groups), model):
+        fully_shard(each)
+    cp = ContextParallel(dist.group.WORLD, **options)
+    local = shard_batch(BATCH, cp)
+    count = local["burst"].valid_tokens / dist.get_world_size()  # gradients are averaged over ranks
+    host = HostMemory(torch.device("cpu"))
+    with mock.patch.dict(host_memory._BY_DEVICE, {torch.device("cpu"): host}):
+        output = model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False)
+        output.loss.backward()
+    grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    sent = sum(sum(kinds.values()) for kinds in cp.traffic().values())
+    error = worst(grads, truth)[0]
+    return Saved(float(output.loss.detach()), error, output.logits is not None, sent, host.parked_bytes)
+
+
+def _saving(rank: int, truth: dict[str, Tensor]) -> list[Saved]:
+    """The last case has the embedding and the head in groups of their own; else these are in the root's."""
+    groups = [[]] * (len(OPTIONS) - 1) + [["model.embed_tokens", "lm_head"]]
+    return [_own_loss(options, each, truth) for options, each in zip(OPTIONS, groups, strict=True)]
+
+
+def test_every_option_that_saves_memory_trains_as_one_rank_does() -> None:
+    truth = reference(SAVING, [BATCH])
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
+        ranks = run_ranks(_saving, 2, truth.grads, timeout_s=120.0)
+    for cases in ranks:
+        for options, case in zip(OPTIONS, cases, strict=True):
+            assert case.error <= 1e-5, options
+            assert case.has_logits == ("loss_chunk" not in options), options
+            assert (case.parked_bytes > 0) == ("offload" in options), options
+            assert (case.sent_bytes < cases[0].sent_bytes) == ("keep_attention" in options), options
+    for cases in zip(*ranks, strict=True):
+        assert sum(case.loss for case in cases) / 2 == pytest.approx(truth.losses[0], rel=1e-5)
