@@ -118,8 +118,8 @@ CASES = {
         keywords={"data_collator": lambda directory: DataCollatorForTokenClassification(tokenizer())},
     ),
 }
-# Means over batches of means over tokens, of minima and maxima: of several rings they are of all their batches at once,
-# as of several ranks in TRL.
+# Means over batches of means over tokens, of minima and maxima: of several rings they are of all their batches at
+# once, as of several ranks in TRL.
 _BY_BATCH = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "min_reward", "max_reward")
 _OF_TIME = ("_runtime", "_per_second", "grad_norm")
 
