@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ from benchmarks.report.files import RESULTS, ROOT, Result, load
 
 # Okabe and Ito's, which colour-blind readers can tell apart; for contenders in the order of the file.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#999999", "#F0E442")
+_SUMMARY: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    (
+        "cluster-amd-epyc-2-cores.json",
+        "One long text, 4 nodes of 4 ranks",
+        {"nodes": 4, "ranks_per_node": 4, "rate_mbit": 100, "kv_heads": 4},
+    ),
+    (
+        "cluster-packed-core-per-rank-8-ranks-amd-epyc-2-cores.json",
+        "Packed documents, 2 nodes of 4 ranks",
+        {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 400.0, "sigma": 1.0},
+    ),
+)
+"""Results that a passer-by sees first: the file, the title, and which case."""
 _DPI = 110
 _WIDTH = 11.0  # inches; with _DPI as wide as a README is shown
 
@@ -48,7 +62,48 @@ def run(options: argparse.Namespace) -> int:
             print(f"Picture: {os.path.relpath(picture)}")
         elif options.files:
             raise RefusedError(f"{path} is of {result.benchmark!r}; there are pictures of {sorted(_PAINTERS)}")
+    if not options.files:
+        picture = options.out / "summary.png"
+        figure = draw_summary({name: load(RESULTS / name) for name, _, _ in _SUMMARY})
+        figure.savefig(picture, dpi=_DPI, pil_kwargs={"optimize": True})
+        plt.close(figure)
+        print(f"Picture: {os.path.relpath(picture)}")
     return 0
+
+
+def draw_summary(results: Mapping[str, Result]) -> Any:
+    """Draw a panel for each of `_SUMMARY`: a bar for each library, the time of both passes over the bound."""
+    figure, axes = _panels(1, len(_SUMMARY), 2.9)
+    for axis, (file, title, wanted) in zip(axes[0], _SUMMARY, strict=True):
+        every = [case for group in cases(results[file]) for case in group]
+        (case,) = [case for case in every if wanted.items() <= {**case.what}.items()]
+        peers = [name for name in contenders([case]) if not re.match("burst[ ,]", name)]  # and no variants of burst's
+        taken = {name: _step(case, name) for name in peers}
+        bars = sorted((ratio, name) for name, ratio in taken.items() if ratio is not None)
+        for place, (ratio, name) in enumerate(bars):
+            axis.barh(place, ratio, 0.7, color=COLOURS[0] if name == "burst" else COLOURS[-2])
+            axis.text(ratio, place, f" {ratio:.3g}", va="center", fontsize=10)
+        axis.set_yticks(range(len(bars)), ["burst_plugin" if name == "burst" else name for _, name in bars])
+        axis.invert_yaxis()
+        axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xlabel("time over the bound")
+    figure.suptitle(
+        "Time of attention on emulated clusters: lower is better, 1 is what processors and links allow",
+        x=0.005,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+    )
+    return figure
+
+
+def _step(case: Case, contender: str) -> float | None:
+    """Return the time of all passes of a step over the time that they take at least."""
+    pairs = [(case.ratio(contender, way), case.yardstick_s(way)) for way in case.directions()]
+    if any(ratio is None or least_s is None for ratio, least_s in pairs):
+        return None
+    return sum((ratio or 0.0) * (least_s or 0.0) for ratio, least_s in pairs) / sum(s or 0.0 for _, s in pairs)
 
 
 def draw_cluster(result: Result) -> Any:
