@@ -1,4 +1,4 @@
-"""The command `burst`: `check` proves and measures a cluster, `doctor` says what is installed, `plan` what suits."""
+"""The command `burst`: `init` writes a first run, `check` proves a cluster, `doctor` and `plan` say what suits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import burst_plugin
-from burst_plugin.cli import check, doctor, plan, plan_model
+from burst_plugin.cli import check, doctor, init, plan, plan_model
 
 
 class _Command(NamedTuple):
@@ -37,6 +37,7 @@ _COMMANDS: Mapping[str, _Command] = MappingProxyType(
     {
         "check": _Command(check.add_arguments, check.lines),
         "doctor": _Command(doctor.add_arguments, doctor.lines),
+        "init": _Command(init.add_arguments, init.lines),
     }
 )
 _LEAST_WIDTH = 60  # of lines on a terminal
@@ -85,6 +86,7 @@ def _parser(plan_command: _Command) -> tuple[argparse.ArgumentParser, Mapping[st
             "prove that a cluster is right, safe and fast, and find the strategy that suits it",
         ),
         ("doctor", _COMMANDS["doctor"], "say what is installed, what is changed in frameworks, what is refused"),
+        ("init", _COMMANDS["init"], "write a small training run to begin with"),
         (
             "plan",
             plan_command,
