@@ -56,7 +56,8 @@ def install_trainer(adapter: Adapter) -> list[str]:
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "__init__", partial(_init_trainer, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
-    wrap(trainer.Trainer, "_track_num_input_tokens", partial(_count_input_tokens, adapter))
+    if hasattr(trainer.Trainer, "_track_num_input_tokens"):  # a function of its own in later releases
+        wrap(trainer.Trainer, "_track_num_input_tokens", partial(_count_input_tokens, adapter))
     wrap(trainer.Trainer, "floating_point_ops", partial(_count_flops, adapter))
     wrap(trainer.Trainer, "compute_loss", partial(_note_model_loss, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
@@ -67,6 +68,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
     return [
         f'accelerate: sp_size of ParallelismConfig makes rings, if the configuration has "{BLOCK}"',
         "transformers.Trainer: the loss is the mean over all tokens of a step; evaluation runs on the ring",
+        "TRL: losses of whole sequences are computed of log-probabilities of all ranks",
     ]
 
 

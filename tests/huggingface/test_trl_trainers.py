@@ -26,6 +26,7 @@ from tests.support.trl_run import (
     classified,
     compared,
     judged,
+    preferences,
     read,
     save_models,
     talks,
@@ -118,8 +119,8 @@ CASES = {
         keywords={"data_collator": lambda directory: DataCollatorForTokenClassification(tokenizer())},
     ),
 }
-# Means over batches of means over tokens, of minima and maxima: of several rings they are of all their batches at
-# once, as of several ranks in TRL.
+# Means over batches of a mean over tokens, a minimum or a maximum. With several rings each is that of all their
+# batches at once, as TRL has it for several ranks.
 _BY_BATCH = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "min_reward", "max_reward")
 _OF_TIME = ("_runtime", "_per_second", "grad_norm")
 
@@ -136,10 +137,10 @@ def on_one_rank(names: Sequence[str], directory: str, rings: int) -> list[Outcom
     return run_ranks(train_all, 1, cases, directory, Layout(ranks=rings), timeout_s=300.0)[0]
 
 
-def check(found: Outcome, truth: Outcome, layout: Layout) -> None:
+def check(found: Outcome, truth: Outcome, layout: Layout, steps: int = 2) -> None:
     """Everything that is logged, gradients and weights."""
     assert found.sent, "evaluated on the ring"
-    assert len(found.logged) == len(truth.logged) == 4
+    assert len(found.logged) == len(truth.logged) == steps + 2  # those of the whole training, and of the evaluation
     for mine, right in zip(found.logged, truth.logged, strict=True):
         assert mine.keys() - {"grad_norm"} == right.keys() - {"grad_norm"}
         for name, x in right.items():
@@ -200,3 +201,30 @@ def test_ranks_distil_from_the_same_drawn_words(directory: str) -> None:
 def numbers_of_this_rank(trainer: Any) -> None:
     """Have random numbers begin at another place on every rank."""
     torch.manual_seed(trainer.args.process_index)
+
+
+@pytest.mark.slow
+def test_all_tokens_count_at_the_end_of_the_data(directory: str) -> None:
+    """Where Accelerate begins anew to fill the last batches up, and would leave ranks out of what TRL gathers."""
+    found, truth = (
+        run_ranks(
+            train_all,
+            layout.ranks,
+            [Case("DPOTrainer", {"max_steps": 4}, rows=rows)],
+            directory,
+            layout,
+            timeout_s=300.0,
+        )[0][0]
+        for rows, layout in ((thirteen, Layout(2, 2, 0)), (thirteen_and_three, Layout()))
+    )
+    check(found, truth, Layout(2, 2, 0), steps=4)
+
+
+def thirteen(seed: int) -> Any:
+    """Preferences of which the last batch of two ranks has one."""
+    return preferences(seed).select(range(13))
+
+
+def thirteen_and_three(seed: int) -> Any:
+    """What two ranks make of `thirteen`."""
+    return preferences(seed).select([*range(13), *range(3)])
