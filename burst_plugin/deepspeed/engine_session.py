@@ -54,6 +54,7 @@ class Session:
         self.gathers = (
             False  # whether the model returns values of whole sequences, for a loss that each rank computes
         )
+        self.takes_turns = False  # while a trainer evaluates the batches of the ring's ranks
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
     @property

@@ -317,10 +317,11 @@ def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: An
 
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `prediction_step` of trainers that have their own, before `Trainer.evaluation_loop`."""
-    owner = next(owner for owner in type(trainer).__mro__ if "prediction_step" in vars(owner))
-    around = _predict if is_of_trl(owner) else _generate if owner.__name__ == "Seq2SeqTrainer" else None
-    if around is not None and not hasattr(vars(owner)["prediction_step"], "__wrapped__"):
-        wrap(owner, "prediction_step", partial(around, adapter))
+    for owner in type(trainer).__mro__:
+        around = _predict if is_of_trl(owner) else _generate if owner.__name__ == "Seq2SeqTrainer" else None
+        step = vars(owner).get("prediction_step")
+        if around is not None and step is not None and not hasattr(step, "__wrapped__"):
+            wrap(owner, "prediction_step", partial(around, adapter))
     return original(trainer, *args, **kwargs)
 
 
@@ -335,6 +336,8 @@ def _predict(
 ) -> Any:
     """Replace `prediction_step` of Trainer and SFTTrainer: the ring works on the batches of its ranks in turn."""
     session = _of(adapter, trainer)
+    if session is not None and session.takes_turns:  # one step of a trainer has called another
+        return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     if session is not None and session.gathers and session.cp.group is not None:
         _check_loss_is_the_models(trainer)
 

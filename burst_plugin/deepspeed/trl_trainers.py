@@ -73,7 +73,7 @@ def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any]
     if session is None or session.cp.group is None:
         return original(*args)
     seed = int(torch.randint(2**31, (), device="cpu"))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(_of_first_rank(session, seed))
         found = original(*args)
     return _of_first_rank(session, [x.cpu() for x in found], found[0].device)
@@ -126,11 +126,15 @@ def count_input_tokens(session: Session | None, original: Callable[..., Any], tr
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
     """Return what `step` returns for this rank's batch: the ring works on the batches of its ranks in turn."""
     found = None
-    with _not_at_its_end(trainer.accelerator.gradient_state):
-        for rank, batch in enumerate(exchanged(inputs, session.cp)):
-            result = step(batch)
-            if rank == session.cp.rank:
-                found = result
+    session.takes_turns = True
+    try:
+        with _not_at_its_end(trainer.accelerator.gradient_state):
+            for rank, batch in enumerate(exchanged(inputs, session.cp)):
+                result = step(batch)
+                if rank == session.cp.rank:
+                    found = result
+    finally:
+        session.takes_turns = False
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("trl", reason="trl is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -16,6 +17,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from peft import LoraConfig
 from transformers import DataCollatorForTokenClassification
 
+from tests.support.deepspeed_run import VOCAB
 from tests.support.grpo_run import tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.trl_run import (
@@ -60,6 +62,56 @@ def talking(directory: str) -> Any:
     words = tokenizer()
     words.chat_template = TALK
     return words
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.15}
+WORDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+
+
+def experts(directory: str, seed: int) -> Any:
+    """A model whose routers have a loss, which TRL adds."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        **WORDS,
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        output_router_logits=True,
+        experts_implementation="eager",
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def classes_of_gpt2(directory: str) -> Any:
+    """A classifier with learned positions."""
+    torch.manual_seed(0)
+    return transformers.GPT2ForSequenceClassification(
+        transformers.GPT2Config(
+            **WORDS,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            initializer_range=0.15,
+            num_labels=3,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def classes_of_gemma3(directory: str) -> Any:
+    """A classifier with a window in most layers."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForSequenceClassification.from_config(
+        transformers.Gemma3TextConfig(
+            **WORDS, **SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=48, sliding_window=8, num_labels=3
+        )
+    )
 
 
 def likely_words(trainer: Any) -> None:
@@ -111,6 +163,13 @@ CASES = {
         "GKDTrainer", {"lmbda": 0.0, "seq_kd": True, "max_new_tokens": 6}, **DISTILLED, changes=likely_words
     ),
     "classes": Case("Trainer", home="transformers", model="classes", rows=classified),
+    "dpo_experts": Case(
+        "DPOTrainer",
+        {"router_aux_loss_coef": 0.5},
+        keywords={"model": partial(experts, seed=0), "ref_model": partial(experts, seed=1)},
+    ),
+    "classes_gpt2": Case("Trainer", home="transformers", rows=classified, keywords={"model": classes_of_gpt2}),
+    "classes_gemma3": Case("Trainer", home="transformers", rows=classified, keywords={"model": classes_of_gemma3}),
     "tags": Case(
         "Trainer",
         home="transformers",

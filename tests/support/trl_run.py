@@ -194,12 +194,16 @@ def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any
         config, max_length = home.TrainingArguments, {}
     else:
         config, max_length = getattr(home, case.trainer.replace("Trainer", "Config")), {"max_length": 64}
+    given = {name: make(directory) for name, make in case.keywords.items()}
     return getattr(home, case.trainer)(
-        model=read(directory, case.model),
         args=config(**{**settings, **max_length, **case.options}),
         train_dataset=_on_disk(rows(0), f"{output}/train"),
         eval_dataset=_on_disk(rows(1).select(range(8)), f"{output}/eval"),
-        **{"processing_class": tokenizer(), **{name: make(directory) for name, make in case.keywords.items()}},
+        **{
+            "model": None if "model" in given else read(directory, case.model),
+            "processing_class": tokenizer(),
+            **given,
+        },
     )
 
 
