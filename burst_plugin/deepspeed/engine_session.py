@@ -54,6 +54,7 @@ class Session:
         self.gathers = (
             False  # whether the model returns values of whole sequences, for a loss that each rank computes
         )
+        self.shards: list[SequenceShard] | None = None  # of outputs that are left as they are
         self.takes_turns = False  # while a trainer evaluates the batches of the ring's ranks
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
@@ -75,6 +76,15 @@ class Session:
             yield
         finally:
             self.is_permitted = False
+
+    @contextmanager
+    def leaving_outputs(self) -> Iterator[list[SequenceShard]]:
+        """Let the model return outputs of this rank's tokens in this context; yield their shards, in order."""
+        self.shards = []
+        try:
+            yield self.shards
+        finally:
+            self.shards = None
 
     @contextmanager
     def computing_edges(self) -> Iterator[None]:

@@ -177,7 +177,10 @@ class ModelHooks:
             self._check_attended(model, kwargs)
             if not self._is_body:
                 shard, self._gathering = self._gathering, None
-                gather_outputs(output, shard)
+                if session.shards is None:
+                    gather_outputs(output, shard)
+                else:
+                    session.shards.append(shard)
             return output
         if session.whole_batches and not session.leaves_losses and not session.computes_edges:
             if is_sharded and kwargs.get("labels") is not None:

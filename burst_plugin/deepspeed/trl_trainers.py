@@ -20,6 +20,7 @@ from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.config import BLOCK
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.loaders import exchanged
+from burst_plugin.deepspeed.trl_logits import read_own_logits
 
 _OF_SHARDS = "SFTTrainer"
 _OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTrainer", "CPOTrainer", "GKDTrainer")
@@ -40,6 +41,7 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
             f"{', '.join(_OF_WHOLE)} or Trainer, or leave sp_size and the block out"
         )
     adapter.gathering.add(trainer.model)
+    read_own_logits(adapter, type(trainer))
     for name, around in (
         ("compute_ref_log_probs", partial(_reference_in_turns, adapter)),
         ("generate_on_policy_outputs", partial(_generate_alike, adapter, trainer)),

@@ -17,6 +17,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from peft import LoraConfig
 from transformers import DataCollatorForTokenClassification
 
+from burst_plugin.deepspeed import model_hooks, trl_logits, whole_outputs
 from tests.support.deepspeed_run import VOCAB
 from tests.support.grpo_run import tokenizer
 from tests.support.ranks import run_ranks
@@ -187,6 +188,20 @@ _OF_TIME = ("_runtime", "_per_second", "grad_norm")
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks, which inherit this, fail where one would hold the logits of whole sequences."""
+
+    gathered = whole_outputs.gathered
+
+    def narrow(local: torch.Tensor, shard: Any) -> torch.Tensor:
+        assert local.shape[-1] < VOCAB, "whole logits"
+        return gathered(local, shard)
+
+    for module in (whole_outputs, model_hooks, trl_logits):
+        monkeypatch.setattr(module, "gathered", narrow)
 
 
 @cache
