@@ -52,8 +52,9 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
 
 def _owner_of_loss(kind: type) -> str:
     """Return the class of TRL that has the loss of a trainer; "" for one that has that of transformers' Trainer."""
-    owners = (owner for owner in kind.__mro__ if "compute_loss" in vars(owner))
-    return next((owner.__name__ for owner in owners if is_of_trl(owner)), "")
+    owners = (owner for owner in kind.__mro__ if is_of_trl(owner))
+    with_own = (owner.__name__ for owner in owners if {"compute_loss", "training_step"} & vars(owner).keys())
+    return next(with_own, "")
 
 
 def is_of_trl(owner: type) -> bool:

@@ -743,3 +743,6 @@ def test_trainers_of_trl_with_other_losses_are_refused_by_name() -> None:
     assert mine.model in adapter.gathering
     with pytest.raises(ValueError, match="GOLDTrainer with sp_size=2 is not supported with burst_attention: it comp"):
         follow_trainer(adapter, trainer("Mine", "__main__", theirs["GOLDTrainer"]), 2)
+    steps_by_itself = type("OnlineDPOTrainer", (), {"__module__": "trl.online", "training_step": None})
+    with pytest.raises(ValueError, match="OnlineDPOTrainer with sp_size=2 is not supported"):
+        follow_trainer(adapter, steps_by_itself(), 2)
