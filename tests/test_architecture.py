@@ -36,7 +36,7 @@ FLOORS = (
     ("__init__",),
     ("check",),
     ("frameworks",),
-    ("huggingface",),
+    ("huggingface", "integrations"),
     ("megatron", "deepspeed"),
     ("cli", "run"),
 )
@@ -204,8 +204,10 @@ def test_files_and_functions_are_short() -> None:
 
 
 # Words of frameworks, and the rooms that may use them.
-FRAMEWORK = re.compile(r"megatron|deepspeed|\btransformers\b|hugging ?face|\baccelerate\b|\btrl\b", re.IGNORECASE)
-FRAMEWORK_ROOMS = ("megatron", "deepspeed", "huggingface")
+FRAMEWORK = re.compile(
+    r"megatron|deepspeed|\btransformers\b|hugging ?face|\baccelerate\b|\btrl\b|\bdiffusers\b", re.IGNORECASE
+)
+FRAMEWORK_ROOMS = ("megatron", "deepspeed", "huggingface", "integrations")
 REGISTRY = ("burst_plugin.frameworks", "FRAMEWORKS = ('megatron', 'deepspeed')")
 # Advice in messages: what the user calls or sets there.
 ADVICE = (

@@ -1,0 +1,1 @@
+"""Adapters of libraries whose models need little: one file for each, imported by those who use it."""
