@@ -76,6 +76,17 @@ def test_the_example_of_generation_runs_on_the_ring() -> None:
     assert len(set(sent)) == 1
 
 
+@pytest.mark.slow
+def test_the_example_of_diffusion_trains_as_one_rank() -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    wan = ("diffusers.models.transformers.transformer_wan",)
+    done = launched(["examples/diffusion.py", "--steps", "2"], ranks=4, imports=wan)
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()[-3:]
+    assert [row.split()[0].strip(",") for row in rows] == ["loss", "first", "weights"]
+    assert all(float(row.split()[-1]) < 1e-6 for row in rows), done.stdout
+
+
 @pytest.mark.huggingface
 def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")

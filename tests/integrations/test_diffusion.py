@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from burst_plugin import ContextParallel
+from burst_plugin import ContextParallel, Tokens
+from burst_plugin.integrations.caught_attention import CaughtAttention
 from tests.support.ranks import run_ranks
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
 diffusion = pytest.importorskip("burst_plugin.integrations.diffusion")
 support = pytest.importorskip("tests.support.diffusion")
 
@@ -40,7 +44,7 @@ def _summed(found: Tensors) -> Tensors:
 
 def _compare(found: Tensors, truth: Tensors, bound: float, of: str) -> None:
     assert found.keys() == truth.keys()
-    assert len(found) > 60
+    assert len(found) > 20
     for name, expected in truth.items():
         error, size = float((found[name] - expected).norm()), float(expected.norm())
         # Softmax has no gradient by what it adds to all scores of a row, as biases of keys do: all others have one.
@@ -82,6 +86,21 @@ def _train_twice(case: Any) -> Tensors:
     return found
 
 
+def _lora(case: Any) -> Any:
+    """Return a case of which LoRA alone is trained, on attention and on MLPs."""
+    case.model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "proj_mlp", "net.0.proj"]))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        for parameter in case.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn(parameter.shape, dtype=torch.float64)
+    return case
+
+
+def _whole(found: Tensors) -> Tensors:
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+
+
 def _train_otherwise(rank: int) -> dict[str, Tensors]:
     cp = ContextParallel(dist.group.WORLD)
 
@@ -100,25 +119,42 @@ def _train_otherwise(rank: int) -> dict[str, Tensors]:
     inputs = {name: x.detach() for name, x in case.inputs.items()}
     case = case._replace(model=DistributedDataParallel(case.model), inputs=inputs)
     found["ddp"] = support.trained(case, scale=cp.ranks)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        case = prepared()
-        case.model.float()
-        found["bf16"] = {"sample": case.model(**{name: x.float() for name, x in inputs.items()}).sample}
+    case = prepared()
+    for block in (*case.model.transformer_blocks, *case.model.single_transformer_blocks, case.model):
+        fully_shard(block)
+    found["lora"] = _summed(support.trained(_lora(prepared())))
+    found["fsdp"] = _whole(support.trained(case._replace(inputs=inputs), scale=cp.ranks))
     return found
 
 
-def test_checkpoints_copies_ddp_and_autocast() -> None:
-    twice = support.build("flux")
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        case = support.build("flux")
-        half = case.model.float()(**{name: x.float() for name, x in case.inputs.items()}).sample
-    truth = {"twice": _train_twice(twice), "copied": _truth("flux")}
-    truth["ddp"] = {name: x for name, x in _truth("flux").items() if name not in case.inputs}
+def test_checkpoints_copies_lora_ddp_and_fsdp() -> None:
+    case = support.build("flux")
+    truth = {"twice": _train_twice(case), "copied": _truth("flux")}
+    truth["lora"] = support.trained(_lora(support.build("flux")))
+    truth["ddp"] = truth["fsdp"] = {name: x for name, x in _truth("flux").items() if name not in case.inputs}
     for found in run_ranks(_train_otherwise, 2, timeout_s=120.0):
         for name, expected in truth.items():
             _compare(found[name], expected, 1e-11, name)
-        exact = _truth("flux")["sample"]
-        assert (found["bf16"]["sample"] - exact).norm() <= 1.2 * (half - exact).norm()
+
+
+class _Attention(torch.nn.Module):
+    """Attention whose queries are in another type than its values, as norms make them under autocast on GPUs."""
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x.bfloat16(), **options)
+
+
+def test_attention_under_autocast_and_options_that_are_refused() -> None:
+    caught, plain, x = _Attention(), _Attention(), torch.randn(2, 3, 5, 8)
+    CaughtAttention("attn", ContextParallel(None), lambda: Tokens(5)).watch(caught)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = caught(x, scale=0.5)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, plain(x, scale=0.5), rtol=2e-2, atol=2e-2)
+    for options in ({"dropout_p": 0.1}, {"is_causal": True}):
+        with pytest.raises(ValueError, match=r"attn has dropout_p=.*, which is not known on a ring"):
+            caught(x.bfloat16(), **options)
+    assert plain(x.bfloat16(), is_causal=True).shape == x.shape, "no mode is left after an error"
 
 
 @contextmanager
