@@ -30,6 +30,7 @@ class DiffusionFamily(NamedTuple):
 
 _IMAGE: Mapping[str, Cut] = {"hidden_states": ("image", 1)}
 _JOINT: Mapping[str, Cut] = {**_IMAGE, "encoder_hidden_states": ("text", 1)}
+_JOINT_IDS: Mapping[str, Cut] = {**_JOINT, "txt_ids": ("text", -2), "img_ids": ("image", -2)}  # perhaps with a batch
 _TIMES: Mapping[str, Cut] = {"timestep": ("image", 1)}  # where every token has one
 
 FAMILIES: Mapping[str, DiffusionFamily] = {
@@ -53,8 +54,14 @@ FAMILIES: Mapping[str, DiffusionFamily] = {
     "FluxTransformer2DModel": DiffusionFamily(
         streams=("text", "image"),
         attention="*transformer_blocks.*.attn",
-        arguments={"": {**_JOINT, "txt_ids": ("text", -2), "img_ids": ("image", -2)}},  # perhaps with a batch
+        arguments={"": _JOINT_IDS},
         whole=("controlnet_block_samples", "controlnet_single_block_samples"),
+    ),
+    "Flux2Transformer2DModel": DiffusionFamily(
+        streams=("text", "image"),
+        attention="*transformer_blocks.*.attn",
+        arguments={"": _JOINT_IDS},
+        whole=("kv_cache", "kv_cache_mode"),
     ),
     "HunyuanVideoTransformer3DModel": DiffusionFamily(
         streams=("image", "text"),

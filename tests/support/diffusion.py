@@ -93,6 +93,22 @@ def _flux() -> tuple[torch.nn.Module, dict[str, Any]]:
     }
 
 
+def _flux2() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = diffusers.Flux2Transformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=10,
+        timestep_guidance_channels=8,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    names = ("hidden_states", "encoder_hidden_states", "timestep", "guidance")
+    inputs = {name: x for name, x in _flux()[1].items() if name in names}
+    return model, {**inputs, "img_ids": torch.rand(2, 15, 4), "txt_ids": torch.rand(2, 7, 4)}
+
+
 def _cogvideox(rotary: bool = True) -> tuple[torch.nn.Module, dict[str, Any]]:
     model = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
@@ -149,6 +165,7 @@ CASES: dict[str, Callable[[], tuple[torch.nn.Module, dict[str, Any]]]] = {
     "ltx": _ltx,
     "ltx, a time per token": lambda: _ltx(times=True),
     "flux": _flux,
+    "flux 2": _flux2,
     "cogvideox": _cogvideox,
     "cogvideox, sums of positions": lambda: _cogvideox(rotary=False),
     "hunyuan video": _hunyuan_video,
