@@ -52,7 +52,7 @@ def test_a_usual_config_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("experimental_attention_variant", "dsa"),
+        ("experimental_attention_variant", "gdn2"),
         ("attention_backend", AttnBackend.unfused),
         ("attention_backend", AttnBackend.local),
         ("fp8_dot_product_attention", True),

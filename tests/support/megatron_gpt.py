@@ -31,6 +31,7 @@ from tests.support.megatron_hybrid import (
     hybrid_model,
     mixer_sections,
 )
+from tests.support.megatron_sparse import sparse_model
 
 _WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
 
@@ -105,12 +106,12 @@ def join(run: GptRun) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_latent_attention
 
-    if not isinstance(multi_latent_attention.TELinear, type):  # without Transformer Engine a mock, or None
-        multi_latent_attention.TELinear = type("TELinear", (), {})  # type: ignore[misc]
     if run.cp_comm_type == "burst":
         from burst_plugin import megatron as burst_megatron
 
         burst_megatron.install(run.strategy)
+    if not isinstance(multi_latent_attention.TELinear, type):  # without Transformer Engine a mock, or None
+        multi_latent_attention.TELinear = type("TELinear", (), {})  # type: ignore[misc]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=run.pp,
@@ -299,6 +300,8 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
 
     if run.pattern:
         return hybrid_model(run, config)
+    if config.experimental_attention_variant == "dsa":
+        return sparse_model(run, config)
     if config.experimental_attention_variant:
         return delta_model(run, config)
     spec = _block_spec(run, config)

@@ -83,6 +83,25 @@ class _NormAndLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+class _WholeLinear(torch.nn.Module):
+    """A linear layer that all tensor-parallel ranks have whole, each for its own tokens in sequence parallelism."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **options: Any) -> None:
+        super().__init__()
+        if options.get("bias") or options.get("parallel_mode") != "duplicated":
+            raise ValueError("TELinear is not supported on CPUs but without bias, with parallel_mode='duplicated'")
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return the product of x with the weight, and no bias."""
+        return F.linear(x, self.weight), None
+
+
 def _refuse_centered(config: Any) -> None:
     """Raise ValueError for weights of norms that are counted from 1, which PyTorch's norms do not know."""
     if config.layernorm_zero_centered_gamma:
@@ -91,6 +110,7 @@ def _refuse_centered(config: Any) -> None:
 
 _LAYERS: dict[str, Any] = {
     "TENorm": _Norm,
+    "TELinear": _WholeLinear,
     "TEColumnParallelLinear": ColumnParallelLinear,
     "TERowParallelLinear": RowParallelLinear,
     "TELayerNormColumnParallelLinear": _NormAndLinear,

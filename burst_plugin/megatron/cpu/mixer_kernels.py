@@ -1,6 +1,7 @@
-"""Definitions in PyTorch of the functions that Megatron's mixers import from mamba-ssm and flash-linear-attention.
+"""Definitions in PyTorch of functions that Megatron imports from packages for GPUs.
 
-Both packages are for GPUs. Megatron builds Mamba-2 and gated delta net layers only where it can import them.
+Its mixers take some of mamba-ssm and flash-linear-attention; Mamba-2 and gated delta net layers are built only where
+these can be imported. The indexer of sparse attention takes one of fast-hadamard-transform.
 """
 
 from __future__ import annotations
@@ -157,6 +158,19 @@ def _l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
+def _hadamard(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return the Walsh-Hadamard transform of the last dimension of x, a power of two, times `scale`."""
+    size = x.shape[-1]
+    if size & (size - 1):
+        raise NotImplementedError(f"a Hadamard transform of {size} numbers is not supported without a GPU")
+    found = x.to(torch.promote_types(x.dtype, torch.float32))
+    for half in (1 << step for step in range(size.bit_length() - 1)):
+        pairs = torch.unflatten(found, -1, (-1, 2, half))
+        first, second = pairs.unbind(-2)
+        found = torch.stack([first + second, first - second], -2).flatten(-3)
+    return (found * scale).to(x.dtype)
+
+
 def _refuse(options: dict[str, Any], *known: str) -> None:
     """Raise NotImplementedError for options that are set and not known here."""
     for name, value in options.items():
@@ -174,7 +188,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.l2norm": {"l2norm": _l2norm},
     "fla.modules.convolution": {"causal_conv1d": _convolve},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _delta_rule},
+    "fast_hadamard_transform": {"hadamard_transform": _hadamard},
 }
 
-_PACKAGES = ("mamba_ssm", "fla")
+_PACKAGES = ("mamba_ssm", "fla", "fast_hadamard_transform")
 _CALLERS = ("megatron.", "tests.")

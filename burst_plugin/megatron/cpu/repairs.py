@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 
 from burst_plugin.frameworks.wrapping import wrap
@@ -49,6 +50,17 @@ def _load_without_gradients() -> None:
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
+def _rotate_in_float32() -> None:
+    """Let the indexer of sparse attention rotate any type, as its kernel does."""
+
+    def rotate(original: Any, x: torch.Tensor) -> torch.Tensor:
+        assert dsa.hadamard_transform is not None, "it is stood in for"
+        rotated: torch.Tensor = dsa.hadamard_transform(x, scale=x.shape[-1] ** -0.5)
+        return rotated
+
+    wrap(dsa, "rotate_activation", rotate)
+
+
 def _route_without_gemm() -> None:
     """Let the router of experts find that Transformer Engine's product is not there, and take PyTorch's."""
     moe_utils.te_general_gemm = None
@@ -67,6 +79,12 @@ CPU_REPAIRS = (
         fault="the distributed optimizer cannot load a checkpoint of a model in float32",
         fixed_in=None,
         apply=_load_without_gradients,
+    ),
+    Repair(
+        name="indexer_in_float32",
+        fault="the indexer of sparse attention rotates bfloat16 only",
+        fixed_in=None,
+        apply=_rotate_in_float32,
     ),
     Repair(
         name="router_without_te",

@@ -16,6 +16,7 @@ from burst_plugin.frameworks.options import Rule, off, one_of
 from burst_plugin.megatron.flags.arguments import option_of, resets_attention_mask, unsupported
 
 DELTA_NETS = ("gated_delta_net", "gdn")  # names of one kind of layer; the second since 0.20
+SPARSE = "dsa"
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
         "num_attention_heads": "query heads, as the tensors come",
@@ -54,7 +55,8 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
         "experimental_attention_variant": Rule(
-            one_of(*DELTA_NETS, None, ""), "use gated_delta_net, or leave it out, for standard attention"
+            one_of(*DELTA_NETS, SPARSE, None, ""),
+            "use gated_delta_net or dsa, or leave it out, for standard attention",
         ),
         "attention_backend": Rule(
             one_of("auto", "flash", "fused", None),

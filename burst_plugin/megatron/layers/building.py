@@ -34,6 +34,8 @@ from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.memory.host_memory_budget import check_host_memory_budget
 from burst_plugin.megatron.recurrent.mixers import can_take_over
 from burst_plugin.megatron.registry import Registry, group_of
+from burst_plugin.megatron.sparse.building import hook_sparse_config, sparse_submodules
+from burst_plugin.megatron.sparse.sparse_attention import BurstSparseAttention
 
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute what TransformerConfig says
 
@@ -47,6 +49,7 @@ def hook_building(registry: Registry) -> str:
     wrap(MambaLayer, "__init__", partial(_refuse_mamba, registry))
     wrap(DotProductAttention, "__init__", _refuse_whole_sequences)
     hook_latents()
+    hook_sparse_config()
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
@@ -120,6 +123,8 @@ class ChosenCoreAttention:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
         if spreads_sequences(config) and kind == "burst":
+            if (submodules := sparse_submodules(original)) is not None:
+                return BurstSparseAttention(*args, submodules=submodules, registry=registry, **kwargs)
             # Megatron does not tell layers their cp_comm_type with hybrid context parallelism.
             if kwargs.get("cp_comm_type") == "burst" or is_hybrid(config):
                 _check_replaceable(original, kwargs.get("layer_number"))

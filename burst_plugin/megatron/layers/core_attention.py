@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -31,6 +31,21 @@ from burst_plugin.strategy.presets import presets_without_groups
 
 # What a core attention is built with. Head dims are read from the tensors; cp_comm_type has been looked at before.
 _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_channels", "v_channels")
+
+
+class CoreCall(NamedTuple):
+    """What a call asks of the ring.
+
+    q, k, v: [B, S/CP, heads, dim]; where latents travel these and the shared part of keys, in place of k and v.
+    terms: the keywords of `burst_attention`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cp: ContextParallel
+    packed: bool
+    terms: dict[str, Any]
 
 
 class BurstCoreAttention(MegatronModule):
@@ -163,12 +178,16 @@ class BurstCoreAttention(MegatronModule):
         kind = (attn_mask_type or self.attn_mask_type).name
         if self.attend is not None:
             return self._attend_cached(query, key, value, kind, attention_bias)
-        cp = self.context(packed_seq_params)
-        packed = is_packed(packed_seq_params)
+        arguments = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
+        return self._compute(self._read(query, key, value, arguments))
+
+    def _read(self, query: Tensor, key: Tensor, value: Tensor, arguments: MaskArguments) -> CoreCall:
+        """Return what a call asks of the ring. Raises ValueError as `forward` does."""
+        cp = self.context(arguments.packed_seq_params)
+        packed = is_packed(arguments.packed_seq_params)
         if packed:
             self._check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
-        arguments = MaskArguments(kind, attention_mask, attention_bias, packed_seq_params)
         allowed = self._masks.read(arguments, cp, q, k)
         terms: dict[str, Any] = {
             "mask": allowed.mask,
@@ -176,9 +195,14 @@ class BurstCoreAttention(MegatronModule):
             "sink": self._sink(q),
             "bias": allowed.bias,
             "tokens": allowed.tokens,
-            "tag": self._tag(cp, packed_seq_params),
+            "tag": self._tag(cp, arguments.packed_seq_params),
             "return_max_logits": self._clips,
         }
+        return CoreCall(q, k, v, cp, packed, terms)
+
+    def _compute(self, call: CoreCall) -> Tensor:
+        """Return what the ring computes, in the form that `forward` returns."""
+        q, k, v, cp, packed, terms = call
         if self.up_projection and k.shape[2] == 1:
             out = latent_attention(q, k, v, cp, weight=self.up_projection[0].weight, **terms)
         else:

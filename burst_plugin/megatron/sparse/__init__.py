@@ -1,0 +1,1 @@
+"""Megatron's DeepSeek Sparse Attention (`experimental_attention_variant="dsa"`) on a ring."""

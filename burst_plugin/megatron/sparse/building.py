@@ -1,0 +1,46 @@
+"""How layers with Megatron's sparse attention are found, and configurations that have it with context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.megatron.flags.arguments import option_of
+from burst_plugin.megatron.flags.config import SPARSE, asks_for_burst
+
+
+def hook_sparse_config() -> None:
+    """Let a TransformerConfig have sparse attention with cp_comm_type="burst".
+
+    Megatron itself refuses context parallelism with it, or ways of it other than gathering all keys.
+    """
+    wrap(TransformerConfig, "__post_init__", _accepted)
+
+
+def _accepted(original: Callable[..., None], config: Any) -> None:
+    """Run `TransformerConfig.__post_init__`, without its checks of sparse attention where all layers are burst's."""
+    if config.experimental_attention_variant != SPARSE or not asks_for_burst(config):
+        original(config)
+        return
+    if config.apply_rope_fusion:
+        raise ValueError(
+            f"{option_of('apply_rope_fusion', True)} is not supported by sparse attention (dsa): switch it off"
+        )
+    config.experimental_attention_variant = None
+    try:
+        original(config)
+    finally:
+        config.experimental_attention_variant = SPARSE
+
+
+def sparse_submodules(core: Any) -> Any:
+    """Return the submodules of a spec of Megatron's sparse attention; None for another core attention."""
+    if not isinstance(core, ModuleSpec):
+        return None
+    kind = import_module(core.module) if isinstance(core.module, tuple) else core.module
+    return core.submodules if kind is dsa.DSAttention else None

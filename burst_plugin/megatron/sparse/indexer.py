@@ -1,0 +1,30 @@
+"""What Megatron's indexer makes of a rank's tokens, before it would compare all of them with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.experimental_attention_variant import dsa
+from torch import Tensor
+
+from burst_plugin.sparse import Indexed
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor) -> Indexed:
+    """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of a DSAIndexer.
+
+    x: hidden states [S, B, hidden]. qr: compressed queries [S, B, rank]. Under sequence parallelism both are a
+    tensor-parallel rank's part of S. Weights lack the indexer's `softmax_scale`.
+    """
+    length = indexer.rotary_pos_emb.get_rotary_seq_len(None, None, x, indexer.config, None)
+    embedding = indexer.rotary_pos_emb(length, packed_seq=False)
+    angles, mscale = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
+    group = indexer.pg_collection.tp
+    if indexer.config.sequence_parallel and group.size() > 1:
+        x, qr = (gather_from_sequence_parallel_region(each, group=group) for each in (x, qr))
+    q = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
+    k = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
+    q, k = (dsa.rotate_activation(indexer._apply_rope(each, angles, mscale)) for each in (q, k))
+    weights = indexer.linear_weights_proj(x)[0] * indexer.index_n_heads**-0.5
+    return Indexed(q.transpose(0, 1), k.squeeze(2).transpose(0, 1), weights.transpose(0, 1))

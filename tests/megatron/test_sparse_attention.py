@@ -1,0 +1,203 @@
+"""Megatron's sparse attention (DSA) on rings, against Megatron's own on one rank: gradients, losses, selections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import Strategy
+from tests.megatron.test_model_parity import DEEPSEEK, check_equal
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    build,
+    forward_backward,
+    full_grads,
+    leave,
+    packed_forward_step,
+    random_tokens,
+)
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+DENSE = {name: value for name, value in DEEPSEEK.config.items() if "moe" not in name}
+SPARSE = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 16,  # with few heads many scores are 0, equals among which Megatron takes any
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 12,
+    "dsa_indexer_loss_coeff": 0.5,
+    "dsa_indexer_use_sparse_loss": True,
+}
+RUN = replace(DEEPSEEK, config={**DENSE, **SPARSE})
+OVER_ALL_KEYS = {**RUN.config, "dsa_indexer_use_sparse_loss": False}
+TP2 = {"tp": 2, "sequence_parallel": True}
+# Runs of Megatron's own with sequences on one rank, and of rings. All are of 4 ranks; data-parallel ranks have the
+# same batch.
+REFERENCES: dict[str, dict[str, Any]] = {
+    "selected": {},
+    "all keys": {"config": OVER_ALL_KEYS},
+    "tensor parallel": {"tp": 2},
+    "sequence parallel": TP2,
+    "per token": {"per_token_loss": True},
+    "not trained": {"config": {**RUN.config, "dsa_indexer_loss_coeff": 0.0}},
+}
+RINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "2 ranks": ("selected", {"cp": 2}),
+    "2 nodes of 2": ("selected", {"cp": 4, "hierarchical": (2, 2)}),
+    "recomputed": ("selected", {"cp": 4, "recompute": "full"}),
+    "over all keys": ("all keys", {"cp": 4, "config": OVER_ALL_KEYS}),
+    "tensor parallel": ("tensor parallel", {"cp": 2, "tp": 2}),
+    "sequence parallel": ("sequence parallel", {"cp": 2, "recompute": "full", **TP2}),
+    "per token": ("per token", {"cp": 4, "per_token_loss": True}),
+    "distributed optimizer": ("selected", {"cp": 2, "distributed_optimizer": True}),
+    "not trained": ("not trained", {"cp": 2, "config": {**RUN.config, "dsa_indexer_loss_coeff": None}}),
+}
+
+
+@contextmanager
+def _noted() -> Iterator[list[torch.Tensor]]:
+    """Note which keys queries select, bool [B, S, S], of whole sequences, on one rank and on rings."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+
+    from burst_plugin.megatron.sparse.sparse_attention import BurstSparseAttention
+
+    noted: list[torch.Tensor] = []
+    own, ring = DSAIndexer.forward_with_scores, BurstSparseAttention._selected
+
+    def of_one_rank(*args: Any, **kwargs: Any) -> Any:
+        scores, found = own(*args, **kwargs)
+        noted.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(2, found, True).tril_())
+        return scores, found
+
+    def of_ring(core: Any, given: Any, call: Any) -> Any:
+        found = ring(core, given, call)
+        length = found.shape[1] * call.cp.ranks
+        rows = torch.zeros(*found.shape[:2], length + 1, dtype=torch.uint8).scatter_(
+            2, found.long() % (length + 1), 1
+        )
+        whole = torch.zeros(found.shape[0], length, length, dtype=torch.uint8)
+        whole[:, call.cp.positions(length)] = rows[..., :length]
+        dist.all_reduce(whole, group=call.cp.group)
+        noted.append(whole.bool())
+        return found
+
+    DSAIndexer.forward_with_scores, BurstSparseAttention._selected = of_one_rank, of_ring
+    try:
+        yield noted
+    finally:
+        DSAIndexer.forward_with_scores, BurstSparseAttention._selected = own, ring
+
+
+def _steps(rank: int, runs: dict[str, GptRun]) -> dict[str, tuple[StepResult, list[torch.Tensor], float]]:
+    """Run a step of each; return its results, what was selected, and the indexers' loss that Megatron logs."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Logging
+
+    found = {}
+    for name, run in runs.items():
+        model = build(run)
+        with _noted() as noted:
+            loss = forward_backward(model, run, random_tokens(run))
+        Logging.reduce_loss_in_tracker()
+        logged = float(Logging.tracker["values"].sum()) if "values" in Logging.tracker else 0.0
+        Logging.clean_loss_in_tracker()
+        found[name] = StepResult(loss, full_grads(model, run)), noted, logged
+        leave()
+    return found
+
+
+def test_rings_equal_megatrons_own_on_one_rank() -> None:
+    runs = {f"{name} on one rank": replace(RUN, **changes) for name, changes in REFERENCES.items()}
+    runs |= {name: replace(RUN, **changes) for name, (_, changes) in RINGS.items()}
+    for found in run_ranks(_steps, 4, runs):
+        for name, (of, changes) in RINGS.items():
+            (result, selections, logged), (expected, whole, as_logged) = found[name], found[f"{of} on one rank"]
+            _check(result, expected, trained=of != "not trained")
+            assert logged == pytest.approx(as_logged, rel=1e-5), name
+            times = 2 if "recompute" in changes else 1
+            assert len(selections) == times * len(whole), name
+            for one, other in zip(sorted(selections, key=_order), sorted(whole * times, key=_order), strict=True):
+                assert torch.equal(one, other), name
+
+
+def _order(selection: torch.Tensor) -> bytes:
+    return selection.numpy().tobytes()
+
+
+def _check(result: StepResult, expected: StepResult, trained: bool = True) -> None:
+    """Compare; an indexer that is not trained has gradients of 0."""
+    indexers = [name for name in expected.grads if ".indexer." in name]
+    assert len(indexers) == 10
+    if not trained:
+        assert not any(each.grads[name].any() for each in (result, expected) for name in indexers)
+        result, expected = (
+            replace(each, grads={name: grad for name, grad in each.grads.items() if name not in indexers})
+            for each in (result, expected)
+        )
+    check_equal([result], expected)
+
+
+@pytest.mark.slow
+def test_expanded_keys_in_another_layout_equal_megatrons_own() -> None:
+    run = replace(RUN, strategy=Strategy(latents="expand", layout="striped"))
+    runs = {"one rank": run, "ring": replace(run, cp=4)}
+    for found in run_ranks(_steps, 4, runs):
+        _check(found["ring"][0], found["one rank"][0])
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(rank: int, wrong: dict[str, GptRun]) -> dict[str, str]:
+    found = {}
+    for name, run in wrong.items():
+        with pytest.raises(ValueError, match=r".") as refused:
+            _steps(rank, {name: run})
+        found[name] = str(refused.value)
+        leave()
+    return found
+
+
+def test_what_sparse_attention_does_not_have_is_refused_by_name() -> None:
+    cp2 = replace(RUN, cp=2)
+    expected = {
+        "attention_dropout=0.1 is not supported by sparse attention (dsa): Megatron's own ignores it": {
+            "config": {**RUN.config, "attention_dropout": 0.1}
+        },
+        "softmax_type='off-by-one' is not supported by sparse attention (dsa): use vanilla": {
+            "config": {**RUN.config, "softmax_type": "off-by-one"}
+        },
+        "window_size=(7, 0) is not supported by sparse attention (dsa): leave it out": {
+            "config": {**RUN.config, "window_size": (7, 0)}
+        },
+        "apply_rope_fusion=True is not supported by sparse attention (dsa): switch it off": {
+            "config": {**RUN.config, "apply_rope_fusion": True}
+        },
+        "recompute_modules has core_attn": {"recompute": "selective"},
+    }
+    wrong = {message: replace(cp2, **changes) for message, changes in expected.items()}
+    for found in run_ranks(_refused, 2, wrong):
+        for message, text in found.items():
+            assert message in text
+
+
+def _packed(rank: int) -> str:
+    run = replace(RUN, cp=2, seq_length=48, microbatch_size=1)
+    model = build(run)
+    step = partial(packed_forward_step, starts=(0, 16, 40, 48), real=(0, 13, 37, 40))
+    with pytest.raises(ValueError, match=r".") as refused:
+        forward_backward(model, run, random_tokens(run), step)
+    return str(refused.value)
+
+
+def test_packed_sequences_are_refused() -> None:
+    for text in run_ranks(_packed, 2):
+        assert "packed sequences (thd) are not supported by the sparse attention of this release" in text
