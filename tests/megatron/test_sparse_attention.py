@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from burst_plugin import Strategy
+from burst_plugin.megatron.sparse import sparse_attention
 from tests.megatron.test_model_parity import DEEPSEEK, check_equal
 from tests.support.megatron_gpt import (
     GptRun,
@@ -51,53 +53,68 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "not trained": {"config": {**RUN.config, "dsa_indexer_loss_coeff": 0.0}},
 }
 RINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "2 ranks": ("selected", {"cp": 2}),
     "2 nodes of 2": ("selected", {"cp": 4, "hierarchical": (2, 2)}),
-    "recomputed": ("selected", {"cp": 4, "recompute": "full"}),
     "over all keys": ("all keys", {"cp": 4, "config": OVER_ALL_KEYS}),
-    "tensor parallel": ("tensor parallel", {"cp": 2, "tp": 2}),
     "sequence parallel": ("sequence parallel", {"cp": 2, "recompute": "full", **TP2}),
+}
+MORE_RINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "2 ranks": ("selected", {"cp": 2}),
+    "recomputed": ("selected", {"cp": 4, "recompute": "full"}),
+    "tensor parallel": ("tensor parallel", {"cp": 2, "tp": 2}),
     "per token": ("per token", {"cp": 4, "per_token_loss": True}),
     "distributed optimizer": ("selected", {"cp": 2, "distributed_optimizer": True}),
     "not trained": ("not trained", {"cp": 2, "config": {**RUN.config, "dsa_indexer_loss_coeff": None}}),
 }
+if sparse_attention._KNOWS_PACKED:  # since 0.19 layers refuse one of these, and have hidden states in checkpoints
+    del MORE_RINGS["tensor parallel"]
+    MORE_RINGS["core attention recomputed"] = ("selected", {"cp": 2, "recompute": "selective"})
+
+
+def _pairs(found: torch.Tensor, length: int) -> torch.Tensor:
+    """Return which of so many keys are listed, bool [B, S, length]; -1 is none."""
+    pairs = torch.zeros(*found.shape[:2], length + 1, dtype=torch.bool)
+    return pairs.scatter_(2, found.long() % (length + 1), True)[..., :length]
 
 
 @contextmanager
 def _noted() -> Iterator[list[torch.Tensor]]:
     """Note which keys queries select, bool [B, S, S], of whole sequences, on one rank and on rings."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+    from megatron.core.transformer.experimental_attention_variant import dsa
 
     from burst_plugin.megatron.sparse.sparse_attention import BurstSparseAttention
 
     noted: list[torch.Tensor] = []
-    own, ring = DSAIndexer.forward_with_scores, BurstSparseAttention._selected
+    name = "fused_qk_topk_naive"  # from 0.17 on
+    owner: Any = dsa if hasattr(dsa, name) else dsa.DSAIndexer
+    name = name if owner is dsa else "forward_with_scores"
+    own, ring = getattr(owner, name), BurstSparseAttention._selected
 
     def of_one_rank(*args: Any, **kwargs: Any) -> Any:
         scores, found = own(*args, **kwargs)
-        noted.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(2, found, True).tril_())
+        noted.append(_pairs(found, scores.shape[2]).tril())
         return scores, found
 
     def of_ring(core: Any, given: Any, call: Any) -> Any:
         found = ring(core, given, call)
         length = found.shape[1] * call.cp.ranks
-        rows = torch.zeros(*found.shape[:2], length + 1, dtype=torch.uint8).scatter_(
-            2, found.long() % (length + 1), 1
-        )
         whole = torch.zeros(found.shape[0], length, length, dtype=torch.uint8)
-        whole[:, call.cp.positions(length)] = rows[..., :length]
+        whole[:, call.cp.positions(length)] = _pairs(found, length).to(torch.uint8)
         dist.all_reduce(whole, group=call.cp.group)
         noted.append(whole.bool())
         return found
 
-    DSAIndexer.forward_with_scores, BurstSparseAttention._selected = of_one_rank, of_ring
+    setattr(owner, name, of_one_rank)
+    BurstSparseAttention._selected = of_ring
     try:
         yield noted
     finally:
-        DSAIndexer.forward_with_scores, BurstSparseAttention._selected = own, ring
+        setattr(owner, name, own)
+        BurstSparseAttention._selected = ring
 
 
-def _steps(rank: int, runs: dict[str, GptRun]) -> dict[str, tuple[StepResult, list[torch.Tensor], float]]:
+def _steps(
+    rank: int, runs: dict[str, GptRun], step: Any = None
+) -> dict[str, tuple[StepResult, list[torch.Tensor], float]]:
     """Run a step of each; return its results, what was selected, and the indexers' loss that Megatron logs."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Logging
 
@@ -105,7 +122,7 @@ def _steps(rank: int, runs: dict[str, GptRun]) -> dict[str, tuple[StepResult, li
     for name, run in runs.items():
         model = build(run)
         with _noted() as noted:
-            loss = forward_backward(model, run, random_tokens(run))
+            loss = forward_backward(model, run, random_tokens(run), step)
         Logging.reduce_loss_in_tracker()
         logged = float(Logging.tracker["values"].sum()) if "values" in Logging.tracker else 0.0
         Logging.clean_loss_in_tracker()
@@ -114,11 +131,12 @@ def _steps(rank: int, runs: dict[str, GptRun]) -> dict[str, tuple[StepResult, li
     return found
 
 
-def test_rings_equal_megatrons_own_on_one_rank() -> None:
-    runs = {f"{name} on one rank": replace(RUN, **changes) for name, changes in REFERENCES.items()}
-    runs |= {name: replace(RUN, **changes) for name, (_, changes) in RINGS.items()}
+@pytest.mark.parametrize("rings", [RINGS, pytest.param(MORE_RINGS, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_rings_equal_megatrons_own_on_one_rank(rings: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    runs = {f"{of} on one rank": replace(RUN, **REFERENCES[of]) for of, _ in rings.values()}
+    runs |= {name: replace(RUN, **changes) for name, (_, changes) in rings.items()}
     for found in run_ranks(_steps, 4, runs):
-        for name, (of, changes) in RINGS.items():
+        for name, (of, changes) in rings.items():
             (result, selections, logged), (expected, whole, as_logged) = found[name], found[f"{of} on one rank"]
             _check(result, expected, trained=of != "not trained")
             assert logged == pytest.approx(as_logged, rel=1e-5), name
@@ -181,23 +199,73 @@ def test_what_sparse_attention_does_not_have_is_refused_by_name() -> None:
         "apply_rope_fusion=True is not supported by sparse attention (dsa): switch it off": {
             "config": {**RUN.config, "apply_rope_fusion": True}
         },
-        "recompute_modules has core_attn": {"recompute": "selective"},
     }
+    if not sparse_attention._KNOWS_PACKED:
+        expected["recompute_modules has core_attn"] = {"recompute": "selective"}
     wrong = {message: replace(cp2, **changes) for message, changes in expected.items()}
     for found in run_ranks(_refused, 2, wrong):
         for message, text in found.items():
             assert message in text
 
 
-def _packed(rank: int) -> str:
-    run = replace(RUN, cp=2, seq_length=48, microbatch_size=1)
-    model = build(run)
-    step = partial(packed_forward_step, starts=(0, 16, 40, 48), real=(0, 13, 37, 40))
-    with pytest.raises(ValueError, match=r".") as refused:
-        forward_backward(model, run, random_tokens(run), step)
-    return str(refused.value)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dsa_indexer_topk_freq", 2), ("dsa_indexer_scoring_relu", False), ("dsa_kernel_backend", "cudnn")],
+)
+def test_what_newer_releases_have_is_refused_by_name(name: str, value: Any) -> None:
+    usual = SimpleNamespace(softmax_type="vanilla")
+    assert sparse_attention.problems(usual) == []
+    setattr(usual, name, value)
+    (problem,) = sparse_attention.problems(usual)
+    assert problem.startswith(f"{name}={value!r} is not supported by sparse attention (dsa): use ")
 
 
-def test_packed_sequences_are_refused() -> None:
-    for text in run_ranks(_packed, 2):
+# Documents of 16, 24 and 8 tokens, of which 13, 24 and 3 are real.
+STARTS, REAL = (0, 16, 40, 48), (0, 13, 37, 40)
+PACKED = replace(RUN, seq_length=48, microbatch_size=1)
+
+
+def _packed_step(data: Any, model: Any) -> Any:
+    """Run a step of packed documents, of which Megatron's own is told what is padding, as the ring knows."""
+    from megatron.core import packed_seq_params
+
+    kind = packed_seq_params.PackedSeqParams
+
+    def params(*args: Any) -> Any:
+        made = kind(*args)
+        at = torch.arange(STARTS[-1])
+        made.real_token_mask_q = torch.zeros(1, STARTS[-1], dtype=torch.bool)
+        for start, length in zip(STARTS, torch.tensor(REAL).diff().tolist(), strict=False):
+            made.real_token_mask_q |= (at >= start) & (at < start + length)
+        return made
+
+    with mock.patch.object(packed_seq_params, "PackedSeqParams", params):
+        return packed_forward_step(data, model, starts=STARTS, real=REAL)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_packed_documents_equal_megatrons_own_on_one_rank(by_token: bool) -> None:
+    if not sparse_attention._KNOWS_PACKED:
+        pytest.skip("Megatron has no packed sequences here until 0.19")
+    run = replace(PACKED, per_token_loss=by_token)
+    runs = {"one rank": run, "two": replace(run, cp=2), "four": replace(run, cp=4)}
+    for found in run_ranks(_steps, 4, runs, _packed_step):
+        expected, _, as_logged = found.pop("one rank")
+        for result, _, logged in found.values():
+            _check(result, expected)
+            assert logged == pytest.approx(as_logged, rel=1e-5)
+
+
+def test_packed_documents_are_refused_by_releases_without_them() -> None:
+    if sparse_attention._KNOWS_PACKED:
+        pytest.skip("Megatron has packed sequences here since 0.19")
+
+    def refused(rank: int) -> str:
+        run = replace(PACKED, cp=2)
+        model = build(run)
+        with pytest.raises(ValueError, match=r".") as found:
+            forward_backward(model, run, random_tokens(run), _packed_step)
+        return str(found.value)
+
+    for text in run_ranks(refused, 2):
         assert "packed sequences (thd) are not supported by the sparse attention of this release" in text

@@ -29,9 +29,12 @@ def sparse_model(run: Any, config: Any) -> Any:
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
             return transformer_engine.TENorm
 
+    attention = get_dsa_module_spec_for_backend(config, Backend())
+    down = {"linear_q_down_proj": ColumnParallelLinear, "linear_kv_down_proj": ColumnParallelLinear}
+    vars(attention.submodules).update(down)  # Megatron compares the others with classes by identity
     layer = TransformerLayerSubmodules(
         input_layernorm=SequenceParallelNorm,
-        self_attention=get_dsa_module_spec_for_backend(config, Backend()),
+        self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=SequenceParallelNorm,
         mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),

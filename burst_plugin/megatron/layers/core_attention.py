@@ -37,7 +37,7 @@ class CoreCall(NamedTuple):
     """What a call asks of the ring.
 
     q, k, v: [B, S/CP, heads, dim]; where latents travel these and the shared part of keys, in place of k and v.
-    terms: the keywords of `burst_attention`.
+    terms: the keywords of `burst_attention`; with a `weight`, those of `latent_attention`.
     """
 
     q: Tensor
@@ -198,15 +198,15 @@ class BurstCoreAttention(MegatronModule):
             "tag": self._tag(cp, arguments.packed_seq_params),
             "return_max_logits": self._clips,
         }
+        if self.up_projection and k.shape[2] == 1:
+            terms["weight"] = self.up_projection[0].weight
         return CoreCall(q, k, v, cp, packed, terms)
 
     def _compute(self, call: CoreCall) -> Tensor:
         """Return what the ring computes, in the form that `forward` returns."""
         q, k, v, cp, packed, terms = call
-        if self.up_projection and k.shape[2] == 1:
-            out = latent_attention(q, k, v, cp, weight=self.up_projection[0].weight, **terms)
-        else:
-            out = burst_attention(q, k, v, cp, **terms)
+        attend: Any = latent_attention if "weight" in terms else burst_attention
+        out = attend(q, k, v, cp, **terms)
         if isinstance(out, tuple):
             out, largest = out
             known = self.current_max_attn_logits

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.flags.arguments import option_of
-from burst_plugin.megatron.flags.config import SPARSE, asks_for_burst
+from burst_plugin.megatron.flags.config import SPARSE, asks_for_burst, kinds_of
 
 
 def hook_sparse_config() -> None:
@@ -31,11 +31,21 @@ def _accepted(original: Callable[..., None], config: Any) -> None:
         raise ValueError(
             f"{option_of('apply_rope_fusion', True)} is not supported by sparse attention (dsa): switch it off"
         )
-    config.experimental_attention_variant = None
+    kinds = config.cp_comm_type
+    others = [kind for kind in kinds_of(kinds) if kind != "burst"]
+    if others:
+        raise ValueError(
+            f"{option_of('cp_comm_type', kinds)} is not supported by sparse attention (dsa): use burst in all layers"
+        )
+    if hasattr(dsa, "dsa_layout"):  # since 0.19 Megatron gathers keys
+        name, hidden, asked = "cp_comm_type", "allgather", kinds
+    else:
+        name, hidden, asked = "experimental_attention_variant", None, SPARSE
+    setattr(config, name, hidden)
     try:
         original(config)
     finally:
-        config.experimental_attention_variant = SPARSE
+        setattr(config, name, asked)
 
 
 def sparse_submodules(core: Any) -> Any:

@@ -11,12 +11,23 @@ from torch import Tensor
 from burst_plugin.sparse import Indexed
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor) -> Indexed:
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, packed_seq_params: Any = None) -> Indexed:
     """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of a DSAIndexer.
 
+    Scores are sums over heads of weights * relu(queries . keys), without another scale.
+
     x: hidden states [S, B, hidden]. qr: compressed queries [S, B, rank]. Under sequence parallelism both are a
-    tensor-parallel rank's part of S. Weights lack the indexer's `softmax_scale`.
+    tensor-parallel rank's part of S.
     """
+    if hasattr(indexer, "forward_before_topk"):  # from 0.17 on
+        q, k, weights = indexer.forward_before_topk(x, qr, packed_seq_params)
+    else:
+        q, k, weights = _before_selection(indexer, x, qr)
+    return Indexed(q.transpose(0, 1), k.transpose(0, 1), weights.transpose(0, 1))
+
+
+def _before_selection(indexer: Any, x: Tensor, qr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [S, B, H, D], keys [S, B, D] and weights [S, B, H] of an indexer of 0.16."""
     length = indexer.rotary_pos_emb.get_rotary_seq_len(None, None, x, indexer.config, None)
     embedding = indexer.rotary_pos_emb(length, packed_seq=False)
     angles, mscale = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
@@ -26,5 +37,5 @@ def index_inputs(indexer: Any, x: Tensor, qr: Tensor) -> Indexed:
     q = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     k = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
     q, k = (dsa.rotate_activation(indexer._apply_rope(each, angles, mscale)) for each in (q, k))
-    weights = indexer.linear_weights_proj(x)[0] * indexer.index_n_heads**-0.5
-    return Indexed(q.transpose(0, 1), k.squeeze(2).transpose(0, 1), weights.transpose(0, 1))
+    weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
+    return q, k.squeeze(2), weights

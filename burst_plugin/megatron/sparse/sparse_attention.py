@@ -20,12 +20,21 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
+from burst_plugin.latents import sends_latents
+from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.layers.call_masks import MaskArguments
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention, CoreCall
 from burst_plugin.megatron.sparse.indexer import index_inputs
 from burst_plugin.sequence.masks import Causal
 from burst_plugin.sparse import Indexed, Teacher, indexer_loss, select_keys
+
+# What Megatron's layers give sparse attention that the ring does not need: positions, since those of a batch are its
+# layout's; and a weight that Megatron's layer applies by itself.
+_OF_MEGATRON = ("position_ids", "up_v_weight")
+# Whether this release knows packed sequences here, and whether its schedules scale the indexer's loss, by
+# context-parallel ranks, too: both since 0.19.
+_KNOWS_PACKED = _IS_SCALED = hasattr(dsa, "dsa_layout")
 
 
 class BurstSparseAttention(BurstCoreAttention):
@@ -34,6 +43,8 @@ class BurstSparseAttention(BurstCoreAttention):
     Its `indexer` is Megatron's own module, with Megatron's names in checkpoints. Raises ValueError naming each field
     of the configuration that Megatron's sparse attention does not have, and what to write instead.
     """
+
+    requires_dsa_inputs = True  # since 0.19 Megatron's layers ask for it
 
     def __init__(self, config: Any, *args: Any, submodules: Any, pg_collection: Any = None, **options: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **options)
@@ -49,14 +60,17 @@ class BurstSparseAttention(BurstCoreAttention):
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         attention_mask: Any = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Tensor:
-        """Return sparse attention of q on k and v [S/CP, B, heads, dim], [S/CP, B, heads * Dv].
+        """Return sparse attention of q on k and v [S/CP, B, heads, dim]: [S/CP, B, heads * Dv].
+
+        Without a value, queries are in the space of latents, and so is what is returned; key is latents and the part
+        of keys that heads share, [S/CP, B, 1, C + R]. Packed sequences lack the dimension of B.
 
         Megatron gives hidden states `x` [S/CP, B, hidden] and compressed queries `qr` [S/CP, B, rank] in `options`,
         under sequence parallelism those of this tensor-parallel rank's part of S/CP.
@@ -65,11 +79,16 @@ class BurstSparseAttention(BurstCoreAttention):
             ValueError: arguments do not fit together, or ask for something that is not supported.
         """
         x, qr = options.pop("x", None), options.pop("qr", None)
+        for name in _OF_MEGATRON:
+            options.pop(name, None)
         self._refuse_unknown({**options, "attention_bias": attention_bias})
         kind = attn_mask_type or self.attn_mask_type
         self._check_call(kind, packed_seq_params, x)
-        call = self._read(query, key, value, MaskArguments(kind.name, attention_mask, None, packed_seq_params))
-        given = index_inputs(self.indexer, x.detach(), qr.detach())
+        arguments = MaskArguments(kind.name, attention_mask, None, packed_seq_params)
+        call = self._read_any(query, key, value, arguments)
+        assert x is not None, "it is checked"
+        assert qr is not None, "Megatron gives it with x"
+        given = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
         call.terms["selection"] = self._selected(given, call)
         out = self._compute(call)
         if not self.training or not torch.is_grad_enabled():
@@ -80,12 +99,13 @@ class BurstSparseAttention(BurstCoreAttention):
     def _check_call(self, kind: AttnMaskType, packed_seq_params: Any, x: Tensor | None) -> None:
         if self.attend is not None:
             raise ValueError("inference on a ring keeps no keys of indexers: generate with context_parallel_size=1")
-        if packed_seq_params is not None:
+        packed = is_packed(packed_seq_params)
+        if packed and not _KNOWS_PACKED:
             raise ValueError(
                 "packed sequences (thd) are not supported by the sparse attention of this release of Megatron; use "
-                "batches of whole sequences"
+                "batches of whole sequences, or Megatron-core 0.19"
             )
-        if kind != AttnMaskType.causal:
+        if kind != AttnMaskType.causal and not (packed and kind == AttnMaskType.padding_causal):
             raise ValueError(f"sparse attention is causal, got attn_mask_type={kind.name}")
         if x is None:
             raise ValueError(
@@ -93,20 +113,32 @@ class BurstSparseAttention(BurstCoreAttention):
                 'in this release of Megatron; take it out, or use recompute_granularity="full"'
             )
 
+    def _read_any(self, query: Tensor, key: Tensor, value: Tensor | None, arguments: MaskArguments) -> CoreCall:
+        """Return what a call asks of the ring, also one with queries in the space of latents."""
+        if value is not None:
+            return self._read(query, key, value, arguments)
+        size = self.config.kv_lora_rank
+        latents, shared = key[..., :size], key[..., size:]
+        if not sends_latents(self.context(arguments.packed_seq_params)):
+            return self._read(query, key, latents, arguments)
+        call = self._read(query, latents, shared, arguments)
+        call.terms["weight"] = None
+        return call
+
     def _selected(self, given: Indexed, call: CoreCall) -> Tensor:
         """Return the keys that each query of this rank selects, int32 [B, S/CP, top k]."""
-        indexer, tokens = self.indexer, call.terms["tokens"]
+        terms, tokens = call.terms, call.terms["tokens"]
         assert given.weights is not None, "an indexer has weights"
         return select_keys(
             given.q,
             given.k,
             given.weights,
-            indexer.index_topk,
+            self.indexer.index_topk,
             call.cp,
-            mask=call.terms["mask"],
+            mask=terms["mask"],
             tokens=None if tokens is None else tokens[0],
-            scale=indexer.softmax_scale,
-            tag=(*call.terms["tag"], "indexer"),
+            scale=1.0,
+            tag=(*terms["tag"], "indexer"),
         )
 
     def _loss(self, given: Indexed, call: CoreCall) -> Tensor:
@@ -114,41 +146,59 @@ class BurstSparseAttention(BurstCoreAttention):
 
         Without a coefficient it is 0, with gradients of 0, which Megatron's distributed optimizer waits for.
         """
-        config, coefficient, tokens = self.config, self.config.dsa_indexer_loss_coeff, call.terms["tokens"]
+        config, coefficient = self.config, self.config.dsa_indexer_loss_coeff
         assert given.weights is not None, "an indexer has weights"
         if not coefficient:
             nothing: Tensor = (given.q.sum() + given.k.sum() + given.weights.sum()) * 0.0
             return nothing
-        if not config.dsa_indexer_use_sparse_loss and call.terms["mask"] != Causal():
+        terms, tokens = call.terms, call.terms["tokens"]
+        is_sparse = config.dsa_indexer_use_sparse_loss
+        if not is_sparse and terms["mask"] != Causal():
             raise ValueError(
                 "an indexer's loss over all keys is for causal attention in one document, not for "
-                f"{call.terms['mask']}: use {option_of('dsa_indexer_use_sparse_loss')}, the loss over selected keys"
+                f"{terms['mask']}: use {option_of('dsa_indexer_use_sparse_loss')}, the loss over selected keys"
             )
-        total = indexer_loss(
+        total = coefficient * indexer_loss(
             self._teacher(call),
             given,
             call.cp,
-            scale=self.indexer.softmax_scale,
-            selection=call.terms["selection"] if config.dsa_indexer_use_sparse_loss else None,
+            scale=1.0,
+            selection=terms["selection"] if is_sparse else None,
             tokens=None if tokens is None else tokens[0],
         )
-        batch, held = call.q.shape[:2]
-        loss: Tensor = total * (coefficient / (batch * held))  # ranks hold equally many tokens
-        dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(
-            loss, self.layer_number, config.num_layers, avg_group=call.cp.group
-        )
-        # Gradients of ranks are averaged, but added up where each token's loss counts by itself.
-        return loss / call.cp.ranks if config.calculate_per_token_loss else loss
+        return self._scaled(total, call)
+
+    def _scaled(self, total: Tensor, call: CoreCall) -> Tensor:
+        """Return this rank's loss, of which Megatron scales gradients, and adds them up over ranks; logs it, too.
+
+        Megatron multiplies gradients by ranks, if its schedules scale this loss, and takes their mean over ranks; or,
+        with calculate_per_token_loss, it adds them up and divides them by tokens.
+        """
+        config, (group, ranks) = self.config, (call.cp.group, call.cp.ranks)
+        by_token = config.calculate_per_token_loss
+        log = dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker
+        if by_token and _IS_SCALED:
+            log(total, self.layer_number, config.num_layers, reduce_group=group)
+            return total
+        selection = call.terms["selection"]
+        tokens = total.new_tensor(selection.shape[0] * selection.shape[1] * ranks)
+        if call.packed:  # without padding
+            tokens = (selection >= 0).any(-1).sum().to(total.dtype)
+            dist.all_reduce(tokens, group=group)
+        mean = total / tokens.clamp(min=1)
+        log(mean * ranks, self.layer_number, config.num_layers, avg_group=group)
+        return mean if by_token or _IS_SCALED else mean * ranks
 
     def _teacher(self, call: CoreCall) -> Teacher:
         """Return what attends, for the indexer's loss."""
-        q, k, weight = call.q.detach(), call.k.detach(), None
+        q, k, weight = call.q.detach(), call.k.detach(), call.terms.get("weight")
         scale = q.shape[-1] ** -0.5 if self._scores.scale is None else self._scores.scale
-        if self.up_projection and k.shape[2] == 1:
-            shared = call.v.shape[-1]
-            by_head = self.up_projection[0].weight.detach().unflatten(0, (q.shape[2], -1))
-            weight = by_head[:, : q.shape[-1] - shared]
-            k = torch.cat([k, call.v.detach()], -1)
+        if "weight" in call.terms:
+            shared = call.v.detach()
+            k = torch.cat([k, shared], -1)
+            if weight is not None:
+                by_head = torch.unflatten(weight.detach(), 0, (q.shape[2], -1))
+                weight = by_head[:, : q.shape[-1] - shared.shape[-1]]
         group = self._tp_group()
         over_heads = None if group.size() == 1 else partial(dist.all_reduce, group=group)
         return Teacher(q, k, scale, weight, over_heads)
@@ -159,7 +209,7 @@ class BurstSparseAttention(BurstCoreAttention):
 
 
 def problems(config: Any) -> list[str]:
-    """Return what a TransformerConfig has that Megatron's own sparse attention ignores, and what to write instead."""
+    """Return what a TransformerConfig has that sparse attention cannot honour, and what to write instead."""
     instead = {
         "attention_dropout": "Megatron's own ignores it: write 0",
         "window_size": "leave it out",
@@ -172,7 +222,15 @@ def problems(config: Any) -> list[str]:
         for name, remedy in instead.items()
         if (value := getattr(config, name, None))
     ]
-    if config.softmax_type != "vanilla":
-        softmax = option_of("softmax_type", config.softmax_type)
-        reasons.append(f"{softmax} is not supported by sparse attention (dsa): use vanilla")
+    needed = {
+        "softmax_type": "vanilla",
+        "dsa_indexer_topk_freq": 1,
+        "dsa_indexer_scoring_relu": True,
+        "dsa_kernel_backend": "none",
+    }
+    reasons += [
+        f"{option_of(name, value)} is not supported by sparse attention (dsa): use {usual}"
+        for name, usual in needed.items()
+        if (value := getattr(config, name, usual)) != usual
+    ]
     return reasons
