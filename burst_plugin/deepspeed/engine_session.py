@@ -57,6 +57,7 @@ class Session:
         self.shards: list[SequenceShard] | None = None  # of outputs that are left as they are
         self.takes_turns = False  # while a trainer evaluates the batches of the ring's ranks
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
+        self._trained_losses = 0  # of which numbers 1, 2, 4, 8, ... are checked in their backward pass
 
     @property
     def ranks(self) -> int:
@@ -197,7 +198,30 @@ class Session:
     def of_whole_batch(self, loss: Tensor, training: bool) -> Tensor:
         """Return a model's loss with the gradient it has, and the value for the whole batch; collective."""
         self.losses_made += 1
-        return self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
+        whole = self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
+        if training and whole.requires_grad and self.cp.group is not None:
+            self._trained_losses += 1
+            if self._trained_losses & (self._trained_losses - 1) == 0:
+                whole.register_hook(self._check_weight)  # type: ignore[no-untyped-call]
+        return whole
+
+    def _check_weight(self, grad: Tensor) -> None:
+        """Raise ValueError on every rank if ranks have put unlike weights on the loss of a batch; collective.
+
+        Loops for DeepSpeed's Ulysses do: there a loss is that of a rank's tokens, and is weighed by their number.
+        """
+        group = self.cp.group
+        assert group is not None, "there is a ring"
+        bounds = torch.stack([grad.detach(), -grad.detach()]).double().to(group_device(group))
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        most, least = float(bounds[0]), -float(bounds[1])
+        if most - least > 1e-3 * max(abs(most), abs(least)):
+            raise ValueError(
+                f"the ranks of a context-parallel group give the loss of one batch weights from {least:.4g} to "
+                f"{most:.4g}: the loss that the model returns is that of the whole batch, on every rank. Leave out "
+                "what adds up losses of ranks, such as the all_gather over sequence-parallel ranks in loops for "
+                "DeepSpeed's Ulysses (ALST)"
+            )
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
         """Return the mean over all labels of a batch, from `loss`, the mean over those of this rank; collective.

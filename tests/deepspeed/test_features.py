@@ -267,6 +267,32 @@ def test_the_turns_of_accelerates_last_batch_accumulate() -> None:
         assert steps == 1
 
 
+def _weighted_as_for_ulysses(rank: int, even: bool) -> str:
+    """The loop that Accelerate's documentation has for Ulysses, which adds up the losses of ranks by their labels."""
+    engine = start(Run(cp=2, config=NO_CLIPPING), 2)
+    batch = BATCHES[0]
+    if even:  # rank 0 has the last token, which has no next one; rank 1 has token 8
+        batch = {**batch, "labels": batch["input_ids"].masked_fill(torch.arange(32) == 9, -100)}
+    for _ in range(2):
+        local = burst.shard_batch(batch)
+        losses = torch.distributed.nn.functional.all_gather(engine(**local, use_cache=False).loss)
+        labels = torch.distributed.nn.functional.all_gather((local["shift_labels"] != -100).sum())
+        loss = sum(each * count for each, count in zip(losses, labels, strict=True)) / sum(labels)
+        try:
+            engine.backward(loss)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_losses_that_are_weighed_as_for_ulysses_are_refused() -> None:
+    for message in run_ranks(_weighted_as_for_ulysses, 2, False):
+        assert "give the loss of one batch weights from" in message
+        assert "Leave out what adds up losses of ranks" in message
+    for message in run_ranks(_weighted_as_for_ulysses, 2, True):
+        assert not message, "equal weights are right"
+
+
 def _autocast(rank: int) -> float:
     run = Run(cp=2, config={**NO_CLIPPING, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
     engine = start(run, 2)
