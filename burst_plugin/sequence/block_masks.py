@@ -1,4 +1,4 @@
-"""Masks made of blocks, also of those that were selected at run time; and which blocks ranks hold.
+"""Masks made of blocks, also of blocks selected at run time; and the blocks that ranks hold.
 
 Sparse attention by blocks: MoBA (arXiv 2502.13189) selects for every block of queries the k blocks of keys whose mean
 keys score highest; NSA (2502.11089) lets all heads that share keys and values share the selection.

@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a sequence a rank holds, and in which order.
+"""Layouts: the tokens of a sequence that a rank holds, and their order.
 
 A layout says so with *runs*, arithmetic progressions of positions. 8 tokens over 2 ranks:
 
@@ -122,9 +122,9 @@ class Tokens:
 
 
 def even_length(length: int, ranks: int) -> int:
-    """Return the least length, from `length` on, of which ranks hold equally many tokens in every layout.
+    """Return the least length, from `length` on, that every layout divides equally between ranks.
 
-    For one rank that is `length`.
+    For one rank it is `length`.
     """
     if ranks == 1:
         return length
@@ -266,9 +266,9 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
 
 @lru_cache(maxsize=64)
 def in_chunks(holders: tuple[int, ...], bounds: tuple[int, ...] | None = None) -> Layout:
-    """Return the layout in which rank `holders[c]` holds chunk c, which is `bounds[c]:bounds[c + 1]` of a sequence.
+    """Return the layout that gives chunk c, `bounds[c]:bounds[c + 1]` of a sequence, to rank `holders[c]`.
 
-    Without bounds, those of a rank differ by at most one token.
+    Without bounds, the chunks of a rank differ in length by at most one token.
     """
 
     def even_bounds(ranks: int, length: int) -> list[int]:

@@ -1,12 +1,12 @@
-"""What a mask is: which regions it allows, what is special about it, and what both of two masks allow.
+"""Masks: the regions that a mask allows, its special properties, and the intersection of two masks.
 
 A mask is a few disjoint *regions*: rectangles of query and key positions, each with a band around a diagonal,
 
     lower <= key position - query position <= upper        None: no bound
 
-Of a region within spans only queries and keys in some of these spans are meant, as all tokens of several images.
+A region within spans covers only queries and keys in these spans, such as all tokens of several images.
 
-What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
+The work of a rank follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
 themselves are in `sequence.masks`, `sequence.block_masks` and `sequence.prefix_tree`.
 """
 
@@ -40,7 +40,7 @@ class Region(NamedTuple):
     within: Rows | None = None
 
     def intersect(self, other: Region) -> Region:
-        """Return what both regions allow; it may be empty."""
+        """Return the intersection of both regions; it may be empty."""
         return Region(
             max(self.q_start, other.q_start),
             min(self.q_stop, other.q_stop),
@@ -95,10 +95,10 @@ class Region(NamedTuple):
 
 
 class Mask(ABC):
-    """Which queries may attend to which keys. Subclasses are frozen dataclasses: masks are compared and cached.
+    """The keys that each query may attend to. Subclasses are frozen dataclasses: masks are compared and cached.
 
-    Where a subclass has a constant for one of the properties, the constant has no type: with one it would be a field,
-    an argument of the constructor.
+    Where a subclass has a constant for one of the properties, the constant is not annotated: it would become a field
+    then, an argument of the constructor.
     """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Mask(ABC):
 
     @property
     def rows(self) -> int | None:
-        """Return the batch size that the mask is made for; None if it is the same for every batch row."""
+        """Return the batch size that the mask is made for; None if all batch rows share the mask."""
         return None
 
     def of_row(self, row: int) -> Mask:
@@ -116,7 +116,7 @@ class Mask(ABC):
 
     @property
     def head_groups(self) -> int | None:
-        """Return the number of groups of heads that it is made for; None if it is the same for every head."""
+        """Return the number of groups of heads that the mask is made for; None if all heads share the mask."""
         return None
 
     def of_head_group(self, group: int) -> Mask:
@@ -153,11 +153,11 @@ class Mask(ABC):
 
     @property
     def trees(self) -> frozenset[TreeMask]:
-        """Return the prefix trees in it, by which tokens have logical positions: of all rows and groups of heads."""
+        """Return the prefix trees of all batch rows and groups of heads, which give tokens logical positions."""
         return frozenset()
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions without those of a prefix tree; with one, bands count logical positions."""
+        """Return the regions that come from no prefix tree; beside a tree, their bands count logical positions."""
         return self.regions(q_len, kv_len)
 
     def __and__(self, other: Mask) -> Mask:
@@ -166,7 +166,7 @@ class Mask(ABC):
 
 
 class TreeMask(Mask):
-    """A mask by which tokens have logical positions, their places on a path; see `sequence.prefix_tree`."""
+    """A mask that gives tokens logical positions, their places on a path; see `sequence.prefix_tree`."""
 
     @abstractmethod
     def logical(self, positions: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class TreeMask(Mask):
 
     @abstractmethod
     def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Return what the tree leaves of other regions, whose bands count logical positions."""
+        """Return the parts of other regions that the tree allows; bands of these regions count logical positions."""
 
 
 @dataclass(frozen=True)
@@ -268,16 +268,16 @@ class Both(Mask):
         return next(iter(self.trees)).within(regions) if self.trees else regions
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions of both masks without those of a prefix tree."""
+        """Return the intersections of both masks' regions that come from no prefix tree."""
         others = self.other.beside_trees(q_len, kv_len)
         regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
         return tuple(region for region in regions if not region.is_empty)
 
 
 def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
-    """Return which queries attend to which keys, bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+    """Return whether queries attend to keys, bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
 
-    `queries` [Sq] and `keys` [Sk] are positions; `lengths` are those of the whole sequences, (queries, keys).
+    `queries` [Sq] and `keys` [Sk] are positions; `lengths` are (queries, keys) of the whole sequences.
     """
     if mask.rows is not None:
         return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])

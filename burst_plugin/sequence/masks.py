@@ -110,12 +110,12 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True)
 class BidirectionalSpans(Mask):
-    """Causal, but the tokens of a span, such as those of one image, attend to each other both ways.
+    """Causal attention, but the tokens of a span, such as one image, attend to each other both ways.
 
     spans: positions in the whole sequence, `((start, stop), ...)` in ascending order, none in two of them.
     groups: a number for each span; all tokens of spans with one number attend to each other. Without it every span is
         a group of its own.
-    left: how many tokens before it a token attends to besides those of its group; None is no bound. (To bound what
+    left: how many tokens before itself a token attends to besides its own group; None is no bound. (To bound what
         groups attend to as well, combine the mask with `SlidingWindow(left, None)`.)
 
     Example:
@@ -146,7 +146,7 @@ class BidirectionalSpans(Mask):
         return bool(self.spans)
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return what is causal, and the later keys of every group. Raise ValueError for a span beyond the keys."""
+        """Return the causal region, and the groups' later keys. Raise ValueError for a span beyond the keys."""
         if self.spans and self.spans[-1][1] > kv_len:
             raise ValueError(
                 f"BidirectionalSpans up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have "
@@ -404,7 +404,7 @@ def document_starts(mask: Mask) -> set[int]:
 
 
 def check_padding(mask: Mask, what: str) -> None:
-    """Raise ValueError for padding that is followed by tokens of its document, of which `what` are made."""
+    """Raise ValueError for padding in the middle of a document, which would be in its `what`, such as windows."""
     for row in range(mask.rows or 1):
         of_row = mask.of_row(row)
         inside = _begins_of_keys(of_row) - document_starts(of_row)
@@ -431,7 +431,7 @@ def flag_rows(flags: Tensor) -> list[bytes]:
 
 
 def true_ranges(flags: bytes) -> Iterator[tuple[int, int]]:
-    """Yield index ranges (start, stop) of what is 1."""
+    """Yield the index ranges (start, stop) of consecutive flags that are 1."""
     return (found.span() for found in _TRUE.finditer(flags))
 
 

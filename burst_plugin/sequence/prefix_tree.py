@@ -187,7 +187,7 @@ class PrefixTree(TreeMask):
         return (Region(0, q_len, 0, kv_len),)
 
     def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Return what the tree leaves of other regions, whose bands count logical positions."""
+        """Return the parts of other regions that the tree allows; bands of these regions count logical positions."""
         inside: list[Region] = []
         for other in regions:
             if other.lower is None and (other.upper is None or other.upper >= 0):

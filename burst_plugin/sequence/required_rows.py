@@ -1,4 +1,4 @@
-"""Which rows of which blocks every rank works on, found by position, without a look at ranks that are far apart.
+"""The rows of blocks that every rank works on, found by position, without a look at ranks that are far apart.
 
 A window over four ranks, contiguous; k: the keys that queries of rank 2 attend to
 

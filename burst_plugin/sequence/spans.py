@@ -1,4 +1,4 @@
-"""Tokens in spans of a sequence, such as those of all its images, as a sequence of their own.
+"""Tokens in spans of a sequence, such as all its images, as a sequence of their own.
 
 sequence    t t a a a t b b t      spans (2, 5), (6, 8)
 places      . . 0 1 2 . 3 4 .

@@ -256,7 +256,7 @@ def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, 
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """Yield what a band leaves of a full tile of one piece, without rows and columns that are empty."""
+    """Yield the tiles that a band leaves of a full tile of one piece, without empty rows and columns."""
     parts = _banded(tile, lower, upper)
     return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
 
