@@ -1,1 +1,1 @@
-"""Which rank works on which block at which step, and over which link it gets there: pure data, without tensors."""
+"""Schedules as pure data, without tensors: the block that a rank works on at each step, and its link."""

@@ -24,7 +24,7 @@ from burst_plugin.types import Rows, union
 def direct(
     topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
 ) -> Schedule:
-    """Return the schedule in which blocks go from their owners to the ranks that require rows of them, and back.
+    """Return the schedule that sends blocks from owners straight to the ranks that require rows of them, and back.
 
     Every rank is sent just the rows that it requires. But where several ranks of another node require the same block,
     everything that crosses nodes goes over counterparts: an owner sends to its own counterpart there, once, what that

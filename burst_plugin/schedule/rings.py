@@ -1,8 +1,8 @@
-"""Ring schedules as data: which rank visits which block at which step, and what is sent over which link meanwhile.
+"""Ring schedules as data: which rank visits which block at which step, and which transfers cross which link then.
 
-Pure Python, without torch. What a schedule is made of is in `schedule.schedule`, as is how any of them is run in
-parts (`Schedule.in_parts`). A new schedule is a function, here or in a file of its own, and its name at the end;
-docs/architecture.md says what else there is to know.
+Pure Python, without torch. `schedule.schedule` describes the elements of a schedule, and how any schedule is run in
+parts (`Schedule.in_parts`). A new schedule is a function, here or in a file of its own, and an entry in the list at
+the end; docs/architecture.md says more.
 
 `flat_ring`, 4 ranks; rows are ranks, columns steps, entries the owner of the block visited:
 
@@ -194,7 +194,7 @@ class _TwoLevels:
 
 
 def default_schedule_name(topology: Topology) -> str:
-    """Return the name of the schedule for masks by which every rank requires every block."""
+    """Return the name of the schedule for masks that have every rank require every block."""
     return two_level_ring.__name__ if topology.levels == 2 else flat_ring.__name__
 
 
@@ -228,5 +228,5 @@ def sample(name: str, topology: Topology, reduces: bool) -> Schedule:
 
 
 def sample_ranks(name: str, topology: Topology) -> int:
-    """Return how many ranks stand for all: rank 0, or those of node 0 where ranks of a node differ."""
+    """Return how many ranks stand for all: rank 0 alone, or all ranks of node 0 where ranks of a node differ."""
     return topology.ranks_per_node if name in _DIFFERS_IN_NODE and topology.levels == 2 else 1

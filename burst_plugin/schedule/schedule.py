@@ -175,7 +175,7 @@ class Schedule:
         return _in_parts(self, parts)
 
     def pruned(self, required: Required | None) -> Schedule:
-        """Return the schedule without visits that are not required, and without transfers that only served those.
+        """Return the schedule without visits that are not required, and without transfers that only they needed.
 
         A schedule is cut into parts first: in the rings of its parts different visits and transfers may be left.
         """

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class RankSchedule(NamedTuple):
-    """A schedule as one rank sees it; `name` and `tail_share` are those of the whole schedule."""
+    """A schedule as one rank sees it; `name` and `tail_share` describe the whole schedule."""
 
     name: str
     rank: int
