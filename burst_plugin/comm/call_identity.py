@@ -30,7 +30,7 @@ class CallId(NamedTuple):
         return f"call {self.number} ({self.name})" if self.name else f"call {self.number}"
 
     def label(self, direction: Direction, kind: bytes) -> bytes:
-        """Return 16 bytes that no other pass has; `kind` is the digest of what it computes."""
+        """Return 16 bytes that identify one pass of this call; `kind` is the digest of the kind of call."""
         which = 2 * self.number + (direction == "backward")
         named = blake2b(self.name.encode(), key=kind, digest_size=8).digest()
         return named + which.to_bytes(8, "little")
@@ -79,9 +79,9 @@ class Progress:
 
 
 def by_rank(texts: Mapping[int, str], count: int, name_of: Callable[[int], str] = lambda rank: "") -> str:
-    """Return texts with the ranks that have each, the fewest ranks first; just the text if all have the same.
+    """Return each text with its ranks, the rarest text first; the bare text if all `count` ranks have one text.
 
-    `name_of` returns what else to call a rank that is alone with its text.
+    `name_of` returns a suffix for the number of a rank that is alone with its text.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():

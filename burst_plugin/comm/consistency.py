@@ -73,10 +73,10 @@ class ConsistencyCheck:
 
     @property
     def group_name(self) -> str:
-        """Return the name of the ring's group, the same on all of its ranks and different from those of others.
+        """Return the name of the ring's group, which all its ranks share and no other group has.
 
-        Empty with NCCL: ranks may have different names for a group that was split off another there, and they compare
-        on it only.
+        It is empty with NCCL, where ranks may have different names for a group that was split off another, but
+        compare over that group only.
         """
         return "" if self._in_one else str(self._group.group_name)
 
@@ -190,7 +190,7 @@ class ConsistencyCheck:
 
 
 def fingerprint(ours: Sequence[str], problem: str) -> str:
-    """Return what a rank sends: its `problem`, or else what has to be the same on all ranks, line by line."""
+    """Return the text that a rank sends for comparison: its `problem` if it has one, else the lines `ours`."""
     return _PROBLEM + problem if problem else "\n".join(ours)
 
 
@@ -265,9 +265,9 @@ def first_exchange(
     place: str,
     raise_if_apart: Callable[[Mapping[int, str]], None],
 ) -> T:
-    """Return what `exchange` returns, or raise what `raise_if_apart` does with the places of ranks that wait.
+    """Return the result of `exchange`; meanwhile `raise_if_apart` gets the places of waiting ranks, and may raise.
 
-    Ranks count the first exchanges among `global_ranks`, and look only at those of the same number; where their
+    Ranks number the first exchanges among `global_ranks`, and compare places under one number only; where their
     histories differ, they wait for the time-out of `exchange`.
     """
     key = tuple(global_ranks)
@@ -290,7 +290,7 @@ def first_exchange(
 
 
 def _places(store: Store, name: str, ranks: int) -> dict[int, str]:
-    """Return by rank where those that wait are."""
+    """Return the places of the ranks that wait, by rank."""
     waiting = [rank for rank in range(ranks) if store.check([f"{name}/{rank}"])]
     return {rank: store.get(f"{name}/{rank}").decode() for rank in waiting}
 

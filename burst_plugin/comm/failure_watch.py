@@ -52,7 +52,7 @@ class Board:
         return first.decode()
 
     def report_fault(self, fault: str) -> None:
-        """Record what NCCL's watchdog has found on this rank, and where each rank is or that it does not say so."""
+        """Record the fault that NCCL's watchdog has found on this rank, and where ranks are, if they say so."""
         others = (rank for rank in range(len(self._names)) if rank != self.rank)  # first: this one is not at fault
         silent = dict.fromkeys(others, "it does not say where it is")
         where = by_rank(silent | self.places(), len(self._names), self.name_of)
@@ -79,18 +79,18 @@ class Board:
             )
 
     def _count(self, waits: bool) -> None:
-        """Count this rank among those that wait, or no longer."""
+        """Add this rank to the count of waiting ranks, or remove it."""
         if waits != self._is_counted:
             self.store.add(_WAITS, 1 if waits else -1)
             self._epoch = self.store.add(_EPOCH, 1) if waits else self._epoch
             self._is_counted = waits
 
     def close(self) -> None:
-        """Stop counting this rank among those that wait. Raise RuntimeError if the store is gone."""
+        """Remove this rank from the count of waiting ranks. Raise RuntimeError if the store is gone."""
         self._count(False)
 
     def places(self) -> dict[int, str]:
-        """Return where this rank is, and where others are, of those that have published it since this one waits."""
+        """Return the place of this rank, and the places that others published since this rank began to wait."""
         found = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):

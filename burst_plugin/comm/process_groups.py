@@ -1,14 +1,14 @@
-"""The communicators of a ring: process groups, by what they carry over which link.
+"""The communicators of a ring: process groups, by kind of traffic and link.
 
 There is one for each of (gather | reduce) x (intra | inter) where a schedule uses both links at the same time. Groups
-of frameworks are used for gather traffic where they serve for it; the others are made here. With NCCL every one of
-them takes multiprocessors from the attention that hides it, and memory for each peer: so their thread blocks (CTAs)
-are limited.
+that a framework has made carry gather traffic where they suit; the other groups are made here. With NCCL every group
+takes multiprocessors from the attention that hides it, and memory for each peer: so its thread blocks (CTAs) are
+limited.
 
-A rank also ends where it would wait for ever, as with NCCL: what another one owes it never comes. An abort of
-communicators ends the kernels that wait. But what these were to receive is garbage then, and whatever the host has
-enqueued behind them computes with it. So the thread that trains gets an error first, which is raised before it runs
-another line: also where it waits for the GPU, as soon as that wait returns.
+A rank ends even where it would wait for ever, as with NCCL for a message that another rank never sends. An abort of
+communicators ends the waiting kernels. But it leaves garbage in the tensors that they were to receive, and whatever
+the host has enqueued behind them computes with it. So the thread that trains gets an error first, which is raised
+before it runs another line: also where it waits for the GPU, as soon as that wait returns.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _FAULTS = {ErrorType.TIMEOUT: "time-out", ErrorType.COMM_ERROR: "lost connection
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
-    """The process group of every channel that is connected; `created` are those that were made here.
+    """The process groups of the connected channels, by channel; `created` lists the groups that were made here.
 
-    `max_ctas` limits the thread blocks of each of those; 0 does not.
+    `max_ctas` limits the thread blocks of each created group; 0 sets no limit.
     """
 
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
@@ -56,7 +56,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
         """Add the channels of these links, between these ranks of the group; collective.
 
-        `mark`, the same on all ranks, makes the names of new groups differ from those of other rings.
+        `mark`, equal on all ranks, makes the names of new groups differ from the names of other rings' groups.
         """
         known = dict(self._known)
         for group in filter(self._serves, self._given):
@@ -106,11 +106,11 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
 
     def fault(self) -> str:
-        """Return what NCCL's watchdog has found on any of the groups, as `fault_of` does."""
+        """Return the first fault that NCCL's watchdog has found on a group, "" if there is none; see `fault_of`."""
         return next(filter(None, map(fault_of, (*self._given, *self.created))), "")
 
     def abort(self) -> None:
-        """Abort all groups, also those that were given, so that what waits in them ends; not collective."""
+        """Abort all groups, also groups that a framework has made, so that waits in them end; not collective."""
         if not self._is_aborted:
             self._is_aborted = True
             abort_groups({*self._given, *self.created})
@@ -182,9 +182,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def fault_of(group: dist.ProcessGroup) -> str:
-    """Return what NCCL's watchdog has found on `group`, such as "time-out"; "" for nothing, and other backends.
+    """Return the faults that NCCL's watchdog has found on `group`, such as "time-out"; "" without NCCL or faults.
 
-    It is asked, not the GPU: a question of its events could disturb a CUDA graph that another thread captures.
+    The watchdog is asked, not the GPU: a query of its events could disturb a CUDA graph that another thread captures.
     """
     if not is_alive(group):
         return ""
@@ -309,7 +309,7 @@ def _raise_in(thread: int, text: str) -> None:
 
 
 def as_group(group: object) -> dist.ProcessGroup | None:
-    """Return the group, or that of a mesh's only dimension. Raise ValueError for larger meshes and anything else."""
+    """Return a process group, or the group of a one-dimensional mesh; None stays None. Raise ValueError otherwise."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

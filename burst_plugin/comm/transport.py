@@ -79,7 +79,7 @@ class Transport(ABC):
         self.sent_bytes: Counter[Channel] = Counter()
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """Start these messages, as one batch per communicator, and count what is sent."""
+        """Start to send and to receive messages, in one batch per communicator, and count the bytes sent."""
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
         return self._start(sends, recvs)
