@@ -224,7 +224,7 @@ class FlashKernel(ABC):
 
 
 class FlashAttention2(FlashKernel):
-    """A build of flash-attention 2: that of the package flash-attn, and PyTorch's own."""
+    """Flash-attention 2, as the package flash-attn or PyTorch builds it."""
 
     features = FlashKernel.features | {"varlen"}
     tall = False

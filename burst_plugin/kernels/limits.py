@@ -1,4 +1,4 @@
-"""Where a kernel runs: the one description from which it refuses a case, and the table of kernels is made."""
+"""The limits of kernels: one description, used to refuse cases and to make the table of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of all kernels, and the case by which a kernel is chosen."""
+"""The interface of all kernels, and the case that a kernel is chosen for."""
 
 from __future__ import annotations
 

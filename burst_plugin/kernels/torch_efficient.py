@@ -72,7 +72,7 @@ class TorchEfficientKernel:
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, and that of its bias if it is wanted."""
+        """Return the gradients of a tile, including the gradient of its bias if wanted."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         (qk_dim, v_dim), kv_heads, dtype = (k.shape[-1], v.shape[-1]), k.shape[2], k.dtype

@@ -20,7 +20,10 @@ _Sequences = tuple[Tensor | None, Tensor | None, int, int]  # cum_seq_q, cum_seq
 
 
 def activated_library() -> str | None:
-    """Return what `torch.nn.attention.activate_flash_attention_impl` has put in place of PyTorch's kernel."""
+    """Return the library that takes the place of PyTorch's flash-attention kernel; None if none does.
+
+    Source: `torch.nn.attention.activate_flash_attention_impl`.
+    """
     name: str | None = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # in newer ones
     return name
 

@@ -24,7 +24,7 @@ _FEATURES = frozenset({"softcap", "windows"})  # which a tile can be tried with
 
 
 def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
-    """Return what is wrong with a kernel, compared with a trusted one on small tiles; None if nothing.
+    """Return the fault of a kernel, compared with a trusted kernel on small tiles; None if it has none.
 
     There is one trial for each GPU, type, number of heads, head dim, and use of windows and caps, if both have them.
     """
@@ -74,5 +74,5 @@ def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) ->
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Return the 2-norm of the difference over that of `other`."""
+    """Return the 2-norm of `one - other`, divided by the 2-norm of `other`."""
     return float(((one.double() - other.double()).norm() / other.double().norm()).item())

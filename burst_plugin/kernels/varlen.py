@@ -92,7 +92,7 @@ def _sequences(how: How) -> Iterator[tuple[slice, slice]]:
 
 
 class Trial(NamedTuple):
-    """A case in which batched calls of a kernel are compared with looped ones."""
+    """A case to compare batched calls of a kernel with looped calls."""
 
     device: torch.device
     dtype: torch.dtype
