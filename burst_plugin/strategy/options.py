@@ -248,7 +248,7 @@ class Strategy:
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """Return a strategy given whole, or by keywords, of which `preset` sets several, and others override these.
+        """Return `strategy`, or one made of keywords; `preset` sets several options, and other keywords override it.
 
         Raises ValueError for both at once, an unknown keyword, or an unknown preset.
         """
@@ -309,7 +309,7 @@ class Strategy:
 
     @cached_property
     def compared(self) -> Mapping[str, object]:
-        """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""
+        """Return the options that must be equal on all ranks, as ranks compare them: kernel objects by name."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["compared"]}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
@@ -318,7 +318,7 @@ class Strategy:
         return self.check == "always" or (self.check == AUTO and cheap) or call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def parts_of(self, direction: Direction) -> int:
-        """Return the number of parts in which blocks are sent in a pass."""
+        """Return the number of parts that a pass sends each block in."""
         return self.parts if isinstance(self.parts, int) else self.parts[DIRECTIONS.index(direction)]
 
     def schedule_for(self, topology: Topology) -> str:
@@ -328,7 +328,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MeasuredStrategy(Strategy):
-    """Options of which a ring, when it is made, plans those of `PLANNED` that are not `given`, for `model`."""
+    """A strategy whose ring, when it is made, plans the options of `PLANNED` that are not `given`, for `model`."""
 
     measured: ClusterProfile = field(repr=False, hash=False, metadata=_about(""))
     model: Model = field(metadata=_about(""))

@@ -240,7 +240,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by name, of which "preset", if it is there, became those that it sets, unless they are given.
+    """Return options by name, with the options of "preset" in its place; options that are given win.
 
     Raises ValueError for a name that no preset has.
     """
@@ -253,7 +253,7 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_groups(groups: Groups) -> None:
-    """Raise ValueError if there is no ring of such groups, with what is possible."""
+    """Raise ValueError, which lists the presets without groups, if no ring can be made of such groups."""
     try:
         _ = groups.ring_topology
     except ValueError as error:
@@ -261,7 +261,7 @@ def check_groups(groups: Groups) -> None:
 
 
 def presets_with(**options: Any) -> str:
-    """Return the names of the presets in which options have these values, or are left open, for a message."""
+    """Return, for a message, the names of the presets that set options to these values or leave them open."""
     return ", ".join(
         name
         for name, preset in PRESETS.items()

@@ -1,4 +1,4 @@
-"""Options of a run, one by one: what is said of them, and checks, by which numbers of any library become Python's."""
+"""Options of a run, one by one: their descriptions, and checks that turn numbers of any library into Python's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def about(
     """Return the metadata of a field, which flags, keys and docs/options.md are made from.
 
     text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
-    not names. words: what is valid besides numbers. compared: whether it must be the same on all ranks.
+    not names. words: valid words besides numbers. compared: whether all ranks must have one value.
     """
     return {"help": text, "choices": tuple(choices), "words": tuple(words), "compared": compared}
 
 
 def validated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are numbers or switches, as they are kept. Raise ValueError for those that are neither.
+    """Return the options that are numbers or switches, as they are kept. Raise ValueError for invalid values.
 
     options: all fields of a `Strategy`, by name.
     """
@@ -71,7 +71,7 @@ def check_kernel(kernel: object) -> None:
 
 
 def kept_share(kept: float | str) -> float:
-    """Return the share of the sequence that `keep_attention` asks for; nan for what is not valid."""
+    """Return the share of the sequence that `keep_attention` asks for; nan for an invalid value."""
     share = _KEPT.get(kept) if isinstance(kept, str) else as_number(kept)
     return share if share is not None and 0.0 <= share <= 1.0 else math.nan
 
