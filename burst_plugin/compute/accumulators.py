@@ -124,7 +124,7 @@ class Accumulator:
         self._add_up(may_keep)
 
     def settle(self) -> None:
-        """Add up all that waits, and fill rows to which nothing was added, before the result is sent or read."""
+        """Add up all waiting contributions, and fill rows that got none, before the result is sent or read."""
         if self._waiting or self._tensors is None:
             self._add_up()
 

@@ -104,7 +104,7 @@ def project(dout: Tensor, factor: Tensor) -> Tensor:
 
 
 def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out, dout), [B, S, H, D], with which any backward kernel adds the gradient `dlse` [B, H, S] of lse.
+    """Return (out, dout), [B, S, H, D], that make any backward kernel add the gradient `dlse` [B, H, S] of lse.
 
     lse grows by a key's probability p with its score: `dscore = p * (dout . v - rowsum(out * dout) + dlse)`. So `out`
     is made anew, as the multiple of `dout` that has a row sum less by `dlse`. A row of `dout` too small to have one

@@ -42,7 +42,10 @@ class RowTable:
         self._known: dict[Hashable, Tensor] = {}
 
     def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` gives, which `key` is the name of. What is kept goes before it is more than `most`."""
+        """Return the tensor known as `key`, which `make` returns if it is new.
+
+        The table is emptied before it holds more than `most` elements.
+        """
         found = self._known.get(key)
         if found is None:
             with torch.inference_mode(False):  # other calls use them, too
@@ -76,12 +79,12 @@ class Part(Protocol):
         ...
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return what a tile contributes to its queries, and to its keys and values; () for nothing."""
+        """Return the contributions of a tile to its queries, and to its keys and values; () for none."""
         ...
 
 
 class OfQueries(NamedTuple):
-    """What queries bring along, in rows of their own: a bias, and lists of the keys that they attend to.
+    """The inputs with a row for every query: a bias, and the lists of keys that queries attend to.
 
     bias: [1 or B, 1 or Hq, S_local, S_global], or None.
     selection: [B, G, S_local, n], or None.
@@ -92,13 +95,13 @@ class OfQueries(NamedTuple):
 
     @classmethod
     def of(cls, bias: Tensor | None, selection: Tensor | None) -> OfQueries:
-        """Return what there is, a selection without groups of heads as that of one group."""
+        """Return both inputs together; a selection [B, S_local, n] becomes [B, 1, S_local, n], one group of heads."""
         if selection is not None and selection.dim() == 3:
             selection = selection.unsqueeze(1)
         return cls(bias, selection)
 
     def of_part(self, number: int, count: int) -> OfQueries:
-        """Return what one of `count` parts of the heads has."""
+        """Return bias and selection for one of `count` parts of the heads."""
 
         def cut(x: Tensor | None) -> Tensor | None:
             if x is None or x.shape[1] == 1:
@@ -115,7 +118,7 @@ class TileAttention:
     """A kernel at work on the tiles of one part of the heads; see `passes` for its two kinds.
 
     Args:
-        how: what the call wants of its scores.
+        how: the kernel's arguments that all tiles share.
         spans: the rows of tiles with spans, of which there are none with a bias or a selection.
         rows: the bias and the selection, if there are any. The bias' gradient accumulates in `dbias`.
         q, kv: this rank's operands.
@@ -131,7 +134,7 @@ class TileAttention:
         self.dbias: Tensor | None = None
 
     def how(self, tile: Tile, positions: VisitPositions) -> How:
-        """Return what the kernel is told of a tile."""
+        """Return the kernel's arguments for a tile, such as its band, its scores, and its rows of the bias."""
         first = 0 if tile.batch is None else tile.batch[0]
         if positions.q is None or positions.k is None:
             how = self._without_positions.get((tile.band, first, self.in_flight))
@@ -185,7 +188,7 @@ class ForwardPart(TileAttention):
         return Accumulator(SOFTMAX if side == "q" else SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return what a tile contributes to its queries, (out, lse), and () for its keys and values."""
+        """Return the contributions of a tile: (out, lse) to its queries, and () to its keys and values."""
         query, key, value = fold(q[0], tile.q, tile), fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
         if tile.subtiles or tile.taken:
@@ -229,7 +232,7 @@ class BackwardPart(TileAttention):
         return Accumulator(SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return what a tile contributes, (dq,) and (dk, dv); add its gradient of the bias, if there is one."""
+        """Return the gradients of a tile, (dq,) and (dk, dv); add its gradient of the bias, if any, to `dbias`."""
         query, dout, out = fold(q[0], tile.q, tile), fold(q[1], tile.q, tile), fold(q[2], tile.q, tile)
         queries = Queries(query, dout, out, fold_lse(q[3], tile))
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
@@ -256,7 +259,7 @@ class BackwardPart(TileAttention):
 
 
 def bias_grad(bias: Tensor, parts: Sequence[TileAttention]) -> Tensor:
-    """Return the gradient of a whole bias, from that of each part of the heads."""
+    """Return the gradient of a whole bias, from the gradients of all parts of the heads."""
     grads = [torch.zeros_like(bias[:, :1]) if part.dbias is None else part.dbias for part in parts]
     if bias.shape[1] == 1:
         return torch.stack(grads).sum(0) if len(grads) > 1 else grads[0]

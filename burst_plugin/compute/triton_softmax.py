@@ -145,12 +145,12 @@ def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """Return what `online_softmax.row_delta` does, in float32."""
+    """Return `rowsum(out * dout)` as [B, H, S], float32; see `online_softmax.row_delta`."""
     return _rows_of(_row_delta, out, dout)
 
 
 def row_factor(out: Tensor, dout: Tensor) -> Tensor:
-    """Return what `online_softmax.row_factor` does, in float32."""
+    """Return `rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32; see `online_softmax.row_factor`."""
     return _rows_of(_row_factor, out, dout)
 
 

@@ -95,7 +95,7 @@ class LatentBackwardPart(BackwardPart):
         return (*self._up.of(arrived), arrived[0]) if side == "kv" else super().incoming(side, arrived)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return what a tile contributes, (dq,) and the gradients of latents; add that of the weight."""
+        """Return the gradients of a tile, of queries and of latents; add its gradient of the weight to `dweight`."""
         of_queries, (dk, dv) = super().compute(q, kv[:2], tile, positions)
         dshared, dup = self._up.gradients(dk, dv)
         weight = self._up.weight

@@ -1,4 +1,4 @@
-"""Token rows of tensors [B, S, H, D] and [B, H, S], and those of tiles with spans.
+"""Token rows of tensors [B, S, H, D] and [B, H, S], and the rows of tiles with spans.
 
 Rows of spans are taken together for a kernel, and put back among the rows between them:
 

@@ -112,7 +112,7 @@ class ClusterProfile:
         partial.replace(target)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the profile as the dictionary that its file holds."""
         held = {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
         return {"format": _FORMAT, "version": VERSION, **held}
 

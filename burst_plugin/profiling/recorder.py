@@ -93,15 +93,15 @@ class PassLog:
         self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
-        """Return a context around `inside`, of which the duration is noted."""
+        """Return a context around `inside` that notes its duration."""
         return _Timed(self, kind, inside or nullcontext())
 
     def watch(self, transport: Transport) -> Transport:
-        """Return the same transport, with posts and waits noted."""
+        """Return a wrapper of `transport` that notes posts and waits."""
         return _WatchedTransport(transport, self)
 
     def posted(self, start: _Mark, sends: Sequence[Message], pending: Pending) -> _WatchedPending:
-        """Note a batch of messages, once for each of its channels. Return it, with waits noted."""
+        """Note a batch of messages, once for each of its channels. Return a wrapper that notes waits for them."""
         batch = next(self._batches)
         sent_bytes = Counter[Channel]()
         for message in sends:
@@ -112,7 +112,7 @@ class PassLog:
         return _WatchedPending(pending, self, batch)
 
     def watched(self, pending: Pending) -> Pending:
-        """Return the same messages, with waits noted; posting them was not."""
+        """Return a wrapper of `pending` that notes waits; its post has not been noted."""
         return _WatchedPending(pending, self, -1)
 
 
@@ -192,7 +192,7 @@ class Profile:
 
     @property
     def events(self) -> list[Event]:
-        """Return all events, in the order in which they ended. On GPUs this waits for the stream."""
+        """Return all events, ordered by when they ended. On GPUs this waits for the stream."""
         clocks = {id(interval.clock): interval.clock for interval in self._intervals}
         readers = {key: clock.reader() for key, clock in clocks.items()}
         new_events = []

@@ -155,7 +155,7 @@ class RingProfile:
 
     @property
     def caused_s(self) -> list[float]:
-        """Return, by rank, the seconds that its peers waited for it, less those that it waited for its own peers.
+        """Return, by rank, the seconds that its peers waited for it, less the seconds that it waited for its peers.
 
         It is near 0 for a rank that only passes a delay on, and above for the rank where the delay began.
         """
