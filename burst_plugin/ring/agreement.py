@@ -1,4 +1,4 @@
-"""How a rank compares what it is about to do with the other ranks of its ring, before data moves."""
+"""How the ranks of a ring compare the calls that they are about to make, before data moves."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Agreed = TypeVar("Agreed")
 def consistency_check(
     group: dist.ProcessGroup | None, rank: int, global_ranks: Sequence[int], strategy: Strategy
 ) -> ConsistencyCheck | None:
-    """Return how the ranks of a group exchange what they compare; None for a single rank.
+    """Return the `ConsistencyCheck` that a group's ranks compare with; None for a single rank.
 
-    Raises ValueError for an option `check` that the group cannot do.
+    Raises ValueError for an option `check` that the group does not support.
     """
     if group is None:
         return None
@@ -109,7 +109,7 @@ class Agreement:
             self.compare(f"the backward pass of {call}", {})
 
     def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
-        """Check that all ranks are at one place, with one `signature`: what has to be equal, by name; collective.
+        """Check that all ranks are at one place, with one `signature` of values by name; collective.
 
         Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
         """
@@ -150,15 +150,15 @@ class Agreement:
 
 
 def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
-    """Return what this rank prepares, once all ranks have, and what they agreed on; collective.
+    """Return this rank's result of `prepare`, once all ranks have one, and the result of `agree`; collective.
 
     Args:
         prepare: called on this rank alone; may raise.
-        agree: collective, called with what was prepared, or None and the problem with it; raises ValueError on every
-            rank if any has one.
+        agree: collective, called with the result of `prepare` and "", or with None and the problem; raises ValueError
+            on every rank if any has a problem.
 
     Raises:
-        ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
+        ValueError: raised by `agree`; on a rank with a problem its cause is the error that `prepare` raised.
     """
     prepared, problem, cause = None, "", None
     try:

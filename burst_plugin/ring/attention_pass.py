@@ -65,7 +65,7 @@ def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccum
 
 
 class Saved(NamedTuple):
-    """What a rank's backward pass needs: what the ring was given, and what it gave."""
+    """The tensors that a rank's backward pass needs: the inputs `given` to the ring, and its outputs."""
 
     given: Inputs
     out: Tensor
@@ -119,7 +119,7 @@ def dense(inputs: Inputs) -> Inputs:
 
 
 def cut_loose(inputs: Inputs) -> Inputs:
-    """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
+    """Return inputs whose q, k and v are not views of larger tensors, which the backward pass would keep alive.
 
     Values are such views where one projection makes all three and rotary embedding replaces queries and keys.
     """

@@ -220,7 +220,7 @@ def _check_latents(strategy: Strategy) -> None:
 
 
 def why_expanded(strategy: Strategy) -> str:
-    """Return why a strategy does not go with latents, which are those of all heads; "" if it does."""
+    """Return why a strategy does not go with latents, which belong to all heads; "" if it does."""
     if strategy.group_size == 1 and all(strategy.parts_of(direction) == 1 for direction in DIRECTIONS):
         return ""
     return (
@@ -299,7 +299,7 @@ def kernel_for(
 
 
 def features_of(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
-    """Return what a kernel must be able to do, by its name in `kernels.FEATURES`."""
+    """Return the features that a call needs of its kernel, by their names in `kernels.FEATURES`."""
     wanted = {
         "head dims": shapes.qk_dim != shapes.v_dim,
         "softcap": scores.softcap is not None,

@@ -41,11 +41,11 @@ _DROPPED: list[int] = []  # process groups of rings that were dropped without a 
 
 
 class Connections:
-    """A rank's connections to the others of its ring, none of which there are before the first `connect`.
+    """A rank's connections to the other ranks of its ring; there are none before the first `connect`.
 
     Args:
-        rank_state: which gets other transports once ranks meet.
-        group: that of all ranks; None for a single rank.
+        rank_state: the rank's state, which gets other transports once ranks meet.
+        group: the group of all ranks; None for a single rank.
         levels: groups that a framework has made for the levels of a topology.
         global_ranks: the global rank of each rank of the group.
         consistency: how ranks meet; None for a single rank.

@@ -59,7 +59,7 @@ class SendRecvPlan:
     """A rank's schedule and its messages, made once for all calls of a kind.
 
     moving: the side whose blocks are sent.
-    device: where they are.
+    device: the device of these blocks.
     peers: the number by which the transport knows each rank of the schedule.
     packing: how operands (gather) or partial results (reduce) of these rows of a block are laid out.
     """
@@ -73,7 +73,7 @@ class SendRecvPlan:
 
     @cached_property
     def batches(self) -> tuple[tuple[Batch, ...], ...]:
-        """Return the messages by step, those that are due together in one batch."""
+        """Return the messages of each step, one batch for all messages that are due together."""
         return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
@@ -108,7 +108,7 @@ class SendRecvPlan:
 
     @cached_property
     def sent_bytes(self) -> Counter[Channel]:
-        """Return what a pass sends."""
+        """Return the bytes that this rank sends in a pass, by channel."""
         sent: Counter[Channel] = Counter()
         for batch in chain.from_iterable(self.batches):
             for post in batch.sends:
@@ -126,7 +126,7 @@ def _bytes_of(posts: Sequence[P2POp], steps: int) -> Counter[Channel]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Ending:
-    """What ends before the work of a step: messages to wait for, what they bring, buffers that have been sent."""
+    """What ends before the work of a step: messages to wait for, blocks that arrive, buffers that have been sent."""
 
     pending: list[Pending] = field(default_factory=list)
     arriving: list[tuple[P2POp, Buffer]] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Visit:
 
     @property
     def accumulator(self) -> Accumulator:
-        """Return what travels along with the block and collects contributions to it."""
+        """Return the accumulator of contributions to the block, which travels along with it."""
         return self._accumulator()
 
 
@@ -161,7 +161,7 @@ class RingPass:
     """One rank's run of one direction; used once.
 
     Args:
-        parts: of the heads; what they have of the moving side goes around.
+        parts: the parts of the heads, whose operands of the moving side go around.
         own: by part, the accumulators of this rank's own block.
         label: `LABEL_BYTES` of uint8, the same on every rank: to which call a message belongs. It is compared where
             that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
@@ -347,7 +347,7 @@ class PartialResults:
 
     Args:
         own: by part of the heads, the accumulators of this rank's own block, which outlive the pass.
-        lease, release: of buffers.
+        lease, release: functions that lease and release buffers.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class PartialResults:
         return self._here[block].accumulator
 
     def arrive(self, post: P2POp, buffer: Buffer) -> None:
-        """Add partial results to those that are here; where these have no buffer yet, go on in the one that came."""
+        """Add partial results to their block's accumulator, or go on in their buffer if that has none yet."""
         block, rows = post.transfer.block, post.transfer.rows
         part = self._parts[self._schedule.part(block)]
         storage = _Leased(post.packing, self._lease, buffer)
@@ -409,7 +409,7 @@ def _labelled(pool: BufferPool, device: torch.device, label: Tensor | None, nbyt
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Run one program per rank of this process, a step of each in turn, without threads; return what they return."""
+    """Run one program per rank of this process, a step of each in turn, without threads; return their results."""
     results: dict[int, T] = {}
     while len(results) < len(programs):
         for rank, program in enumerate(programs):

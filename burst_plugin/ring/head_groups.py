@@ -12,10 +12,10 @@ from burst_plugin.sequence.masks import Mask
 
 
 def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Request]]:
-    """Return a call for each group of heads, of which there may be one.
+    """Return one call for each of the mask's groups of heads.
 
-    None where heads share the mask, or the call cannot be cut, which is refused by `choices.make_plan`, so that all
-    ranks hear of it.
+    The list is empty where heads share the mask, or where the call cannot be cut, which `choices.make_plan` refuses,
+    so that all ranks hear of it.
     """
     groups = request.mask.head_groups if isinstance(request.mask, Mask) else None
     if groups is None or why_uncut(inputs, request):
@@ -26,7 +26,7 @@ def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Reques
 
 
 def why_uncut(inputs: Inputs, request: Request) -> str:
-    """Return why a call cannot be cut into those of the mask's groups of heads; "" if it can."""
+    """Return why a call cannot be cut into one call per group of heads; "" if it can."""
     try:
         check_kinds(inputs, request)
         if request.latents:
@@ -53,7 +53,7 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
 
 
 def joined(outputs: Sequence[Outputs]) -> Outputs:
-    """Return the outputs of all groups of heads as those of one call."""
+    """Return the outputs of all groups of heads as the outputs of one call."""
     lse = [each.lse for each in outputs if each.lse is not None]
     largest = [each.max_logits for each in outputs if each.max_logits is not None]
     return Outputs(

@@ -32,7 +32,7 @@ class KeptOutputs:
     """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
 
     rest: the plan of the queries before these, which the ring works on again; None if there are none.
-    also: another one, which keeps the outputs of the next run.
+    also: another object, which keeps the outputs of the next run.
     """
 
     def __init__(self, share: float, host: Host | None = None) -> None:
@@ -50,7 +50,7 @@ class KeptOutputs:
         return self._plan is not None
 
     def first_kept(self, plan: Plan) -> int:
-        """Return the position from which on outputs are kept."""
+        """Return the first position whose output is kept; later outputs are kept, too."""
         length = plan.attending.q.length
         return length - round(self.share * length)
 
@@ -71,11 +71,11 @@ class KeptOutputs:
             )
 
     def missing(self, plan: Plan) -> Plan | None:
-        """Return the plan of what has to be computed: all in a first run, else the rest; None if nothing."""
+        """Return the plan of the queries to compute: all in a first run, else the rest; None if all are kept."""
         return self.rest if self.is_filled else plan
 
     def completed(self, plan: Plan, computed: Outputs | None) -> Outputs:
-        """Return the outputs of the call from what was `computed` of it and what is kept, or keep these."""
+        """Return the outputs of all queries: `computed` and kept ones together. A first run keeps outputs here."""
         if self.is_filled:
             outputs = self._with_kept(computed)
         else:
@@ -95,7 +95,7 @@ class KeptOutputs:
         return out, lse
 
     def restore(self, out: Tensor, lse: Tensor) -> None:
-        """Take back what was released."""
+        """Take back out and lse, which `release` returned."""
         self._kept = self._kept._replace(out=out, lse=lse)
         self._version = out._version
 
@@ -114,14 +114,14 @@ class KeptOutputs:
         self._version = self._kept.out._version
 
     def _outputs(self) -> Outputs:
-        """Return what is kept, in new tensors."""
+        """Return the kept outputs, in new tensors."""
         if self._host is None or self._parked is None:
             return _aliased(self._kept)
         lse, out = self._parked
         return Outputs(self._host.fetch(out), self._host.fetch(lse), self._kept.max_logits)
 
     def _with_kept(self, outputs: Outputs | None) -> Outputs:
-        """Return what is kept; of queries that are not, what `outputs` have."""
+        """Return the kept outputs, and `outputs` for queries that have none."""
         kept = self._outputs()
         if outputs is None:
             return kept

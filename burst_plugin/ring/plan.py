@@ -57,7 +57,7 @@ class KernelTiles(NamedTuple):
     max_logits: bool
 
     def of(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
-        """Return the same work in tiles that the kernel can take."""
+        """Return `tiles`, cut or batched into tiles that the kernel can take."""
         if self.uses_positions or self.max_logits:
             tiles = [part for tile in tiles for part in split_taken(tile)]
         if "windows" not in self.features:
@@ -84,7 +84,7 @@ class PassPlan:
     moving: the side whose blocks go around.
     rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
     packing: how tensors travel.
-    visits: which of all visits are in this pass, if not all: from what they require, `moving` and the ranks.
+    visits: selects the visits of this pass, if not all: from the required rows, `moving` and the ranks.
     """
 
     direction: Direction
@@ -114,7 +114,7 @@ class PassPlan:
 
     @cached_property
     def route(self) -> Route:
-        """Return the visits of this rank, and what it sends."""
+        """Return the route of this rank: its visits with their tiles, and its transfers."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
         state, place = self.rank_state, self.rank_state.group.ring_place
         key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.visits)
@@ -186,9 +186,9 @@ class PassPlan:
 
 
 class Extras(NamedTuple):
-    """What a call has besides queries, keys and values, as ranks compare it.
+    """Which inputs a call has besides queries, keys and values, as ranks compare it.
 
-    `shared_bias`: one for all heads; `exchanged_bias`: its rows and type, where it is exchanged with heads.
+    `shared_bias`: whether all heads share the bias; `exchanged_bias`: its rows and type, where ranks exchange heads.
     """
 
     sink: bool = False
@@ -199,12 +199,12 @@ class Extras(NamedTuple):
 
     @property
     def of_queries(self) -> str:
-        """Return the name of what has rows for queries, which stay where these are; "" if there is none."""
+        """Return the name of an input with rows for queries, which stay with the queries; "" if there is none."""
         return "bias" if self.bias else "selection" if self.selection else ""
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Return what there is, for people to read."""
+        """Return the names of the inputs that there are, for people to read."""
         named = (
             ("sink", self.sink),
             ("bias", self.bias),
@@ -257,12 +257,12 @@ class Plan:
 
     @property
     def heads(self) -> int:
-        """Return the query heads of all ranks of a Ulysses group together, those that q had before the exchange."""
+        """Return the number of query heads of all ranks of a Ulysses group together, as q had before the exchange."""
         return self.shapes.q_heads * self.rank_state.strategy.degree
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """Return what was chosen, for people to read."""
+        """Return the choices for this call by name, for people to read."""
         schedules = dict.fromkeys(each.route.schedule.name for each in self.rings)
         moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
@@ -282,7 +282,7 @@ class Plan:
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
-        """Return what has to be the same on every rank, by name."""
+        """Return the values that must be equal on every rank, by name."""
         degree = self.rank_state.group.head_shares
         heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.ranks_per_kv_head}
         named = {**self.shapes._asdict(), **heads}
@@ -338,7 +338,7 @@ class Plan:
         return parts
 
     def _by_part(self, count: int, q: Tensors, inputs: Inputs) -> list[tuple[How, OfQueries, Tensors, Tensors]]:
-        """Return what each part of the heads has: what the kernel is told, its bias and selection, its operands."""
+        """Return for each part of the heads the kernel's arguments, its bias and selection, and its operands."""
         kv, rows = inputs[1:3], OfQueries.of(inputs.bias, inputs.selection)
         if count == 1:
             return [(self._hows[1][0], rows, tuple(q), tuple(kv))]
@@ -350,7 +350,7 @@ class Plan:
 
     @cached_property
     def _hows(self) -> Mapping[int, Sequence[How]]:
-        """Return what the kernel is told of each part of the heads, by the number of parts."""
+        """Return the kernel's arguments for each part of the heads, by the number of parts."""
         first_head, found = self.rank_state.group.heads_of(self.heads).start, {}
         for count in {self.forward.parts, self.backward.parts}:
             heads = self.shapes.q_heads // count
@@ -379,13 +379,13 @@ class Plan:
 
     @property
     def q_runs(self) -> tuple[Run, ...]:
-        """Return the queries, of those that this rank works on, whose outputs it has in the end."""
+        """Return the runs of queries whose outputs this rank has after the ring and a merge in its group."""
         state, whole = self.rank_state, self.attending.q
         table = state.route_table
         return table.shards(whole)[state.rank] if state.group.gathers else table.runs(whole)[state.ring_rank]
 
     def exchange(self, direction: Direction, call: CallId) -> GroupExchange:
-        """Return what the ranks of a group send each other in one pass, before and after the ring."""
+        """Return the exchange between ranks of a group, before and after the ring, for one pass."""
         assert self.exchange_kind is not None, "groups have several ranks"
         state, label = self.rank_state, self.label(direction, call)
         return self.exchange_kind(
@@ -422,19 +422,19 @@ class Plan:
 
     @cached_property
     def _group_blocks(self) -> dict[Side, GroupBlock]:
-        """Return what the group of this rank holds of either side."""
+        """Return the block of this rank's group for either side."""
         table, rank = self.rank_state.route_table, self.rank_state.ring_rank
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 
     def label(self, direction: Direction, which: CallId) -> Tensor | None:
-        """Return what every message of a pass carries on CPUs: the kind of call, which call it is, and which pass."""
+        """Return the label of a pass's messages on CPUs: kind of call, number, direction. None on other devices."""
         if self.device.type != "cpu":
             return None
         return torch.frombuffer(bytearray(which.label(direction, self.digest)), dtype=torch.uint8)
 
     @cached_property
     def digest(self) -> bytes:
-        """Return the digest of the kind of call, the same on all ranks of the ring."""
+        """Return the digest of the kind of call, equal on all ranks of the ring."""
         state = self.rank_state
         text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared))
         return blake2b(text.encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""One rank's place in a ring, and what it notes of its calls.
+"""One rank's place in a ring, and its record of calls.
 
 A `ContextParallel` has one `RankState`; a `VirtualRing` has one for every rank, all in one process.
 """
@@ -75,7 +75,7 @@ class RankState:
 
     @property
     def ring_rank(self) -> int:
-        """Return the number of this rank in its ring: that of its group."""
+        """Return the number of this rank in its ring, which is the number of its group."""
         return self.groups.of(self.rank)[0]
 
     @property
@@ -111,7 +111,7 @@ class RankState:
 
     @property
     def all_calls(self) -> int:
-        """Return the number of calls so far in which tokens of several ranks have met."""
+        """Return the number of calls so far that have brought tokens of several ranks together."""
         return self.calls_made + self.state_calls
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -119,7 +119,7 @@ class RankState:
         return _by_name(self.transport.sent_bytes + self.ulysses_transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """Return what `traffic` should be; see `ContextParallel.expected_traffic`."""
+        """Return the bytes that this rank should have sent; see `ContextParallel.expected_traffic`."""
         return _by_name(self.expected_bytes)
 
     def reset_traffic(self) -> None:
@@ -238,7 +238,7 @@ class RankState:
         return bool(self._broken)
 
     def give_up(self, error: BaseException) -> None:
-        """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
+        """End this ring, while other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
             if self.at_end is not None:
                 self.at_end()

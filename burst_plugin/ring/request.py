@@ -22,7 +22,7 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Inputs(NamedTuple):
     """A rank's tensors, see `burst_attention`.
 
-    Of `latent_attention` k and v are what travels: latents, and the part of keys that heads share.
+    For `latent_attention`, k and v are the tensors that travel: latents, and the part of keys that heads share.
     """
 
     q: Tensor
@@ -35,14 +35,14 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted, of those that take a computation of their own."""
+    """Whether the gradients of bias and weight are wanted; each takes a computation of its own."""
 
     bias: bool = True
     weight: bool = True
 
     @classmethod
     def of(cls, needed: Sequence[bool]) -> Wanted:
-        """Return what is wanted, from whether the gradient of each of `Inputs` is needed."""
+        """Return the wanted gradients, from whether each of `Inputs` needs one."""
         by_name = dict(zip(Inputs._fields, needed, strict=True))
         return cls(by_name["bias"], by_name["weight"])
 
@@ -51,7 +51,7 @@ ALL_WANTED = Wanted()
 
 
 class ExtraTensors(TypedDict, total=False):
-    """Those of `Inputs` that few calls have."""
+    """The optional inputs of attention, which few calls have."""
 
     sink: Tensor | None
     bias: Tensor | None
@@ -69,13 +69,13 @@ class Outputs(NamedTuple):
     max_logits: Tensor | None = None
 
     def asked_for(self, request: Request) -> tuple[Tensor, ...]:
-        """Return out, and what was asked for besides."""
+        """Return out, and lse and max_logits if `request` asks for them."""
         wanted = (True, request.lse, request.max_logits)
         return tuple(x for x, wants in zip(self, wanted, strict=True) if wants and x is not None)
 
 
 class BackwardOperands(NamedTuple):
-    """What a backward pass is given: of the queries, all inputs, and `factor` [B, H, S] of queries that move."""
+    """The operands of a backward pass: tensors of queries, all inputs, and `factor` [B, H, S] of moving queries."""
 
     queries: Queries
     inputs: Inputs
@@ -83,9 +83,9 @@ class BackwardOperands(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys.
+    """The arguments of a call besides tensors, see `burst_attention`. `tokens` is a pair, of queries and of keys.
 
-    `scale` is one given beside `scores`; see `scaled`. `forward` takes the place of the strategy's, if it is given.
+    `scale` is one given beside `scores`; see `scaled`. `forward` overrides the strategy's option, if it is given.
     `latents` says that keys and values are made where they arrive.
     """
 
@@ -100,7 +100,7 @@ class Request(NamedTuple):
 
 
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
-    """Return the sequences of queries and of keys, of which one may stand for both."""
+    """Return the sequences of queries and of keys; a single sequence stands for both."""
     return tokens if isinstance(tokens, tuple) else (tokens, tokens)
 
 
@@ -110,7 +110,7 @@ def has_gradients(inputs: Inputs) -> bool:
 
 
 def check_kinds(inputs: Inputs, request: Request) -> None:
-    """Raise ValueError for an argument of a wrong type, of which nothing else can be asked."""
+    """Raise ValueError for an argument of a wrong type, which other checks could not read."""
     for name, x in zip(Inputs._fields, inputs, strict=True):
         if x is None and name in Inputs._field_defaults:
             continue
@@ -187,7 +187,7 @@ def scaled(request: Request) -> Request:
 
 
 def check_extras(inputs: Inputs, kv_length: int) -> None:
-    """Raise ValueError unless sink, bias and selection fit; `kv_length` is that of the whole sequence of keys."""
+    """Raise ValueError unless sink, bias, selection and weight fit; `kv_length` counts the whole sequence of keys."""
     q, heads = inputs.q, inputs.q.shape[2]
     for name, extra in (
         ("sink", inputs.sink),
@@ -242,13 +242,13 @@ def _check_selection(selection: Tensor, inputs: Inputs) -> None:
 
 
 def check_local(name: str, x: Tensor) -> None:
-    """Raise ValueError for a DTensor: its shape is not that of what a rank holds."""
+    """Raise ValueError for a DTensor, whose shape is not the shape of this rank's tensor."""
     if hasattr(x, "to_local"):
         raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
 
 
 def check_type(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError for floating-point types of which attention is not computed, those of 8 bits and fewer."""
+    """Raise ValueError for floating-point types that attention does not support, such as 8-bit types."""
     if dtype.is_floating_point and dtype not in _TYPES:
         raise ValueError(
             f"{name} has type {dtype}, but attention is computed in float64, float32, bfloat16 or float16; cast it "

@@ -1,7 +1,7 @@
-"""What a mask and a layout make of a schedule: the visits of a rank, their tiles, and what is sent.
+"""Routes: the visits of a rank, their tiles, and its transfers, from a schedule, a mask and a layout.
 
-All of it follows from data that every rank has, so that all ranks choose the same. It is worked out once for each
-kind of call.
+Routes follow from data that every rank has, so that all ranks agree on them. A route is worked out once for each kind
+of call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 
 
 class Attending(NamedTuple):
-    """Which tokens attend to which: the sequence of the queries, that of the keys, and the mask between them."""
+    """An attention problem: the sequence of the queries, the sequence of the keys, and the mask between them."""
 
     q: Tokens
     kv: Tokens
@@ -108,7 +108,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner."""
+    """One rank's part of one pass: its visits and transfers, and the tiles of its visits, by owner."""
 
     schedule: RankSchedule
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -118,10 +118,10 @@ class Route:
 class RouteTable:
     """The routes under one topology and strategy; ranks of one process may share them.
 
-    With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block is what that group holds. Only
-    `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
+    With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block has the tokens of that group. Only
+    `shards` counts ranks of the context-parallel group; all other methods count ranks of the ring.
 
-    Where groups gather blocks that is so for the side that stays. Blocks of the side that moves are those of single
+    Where groups gather blocks, that is so for the side that stays. Blocks of the side that moves belong to single
     ranks, at one `place` in their groups: every such ring has routes of its own.
     """
 
@@ -152,7 +152,7 @@ class RouteTable:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Return what is asked to move, in either direction."""
+        """Return the values of the options `forward` and `backward`: the sides that are asked to move."""
         return frozenset((self._strategy.forward, self._strategy.backward))
 
     @property
@@ -183,12 +183,12 @@ class RouteTable:
         return LAYOUTS[name]
 
     def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """Return what every rank of the context-parallel group holds of a sequence."""
+        """Return the tokens of a sequence that each rank of the context-parallel group holds."""
         layout, ranks = self.layout(tokens), self._cp_topology.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
-        """Return what every group holds."""
+        """Return the block of a sequence that each group holds."""
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
@@ -197,7 +197,7 @@ class RouteTable:
         return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """Return what every rank of the ring holds: the block of its group."""
+        """Return the tokens of a sequence that each rank of the ring holds: the block of its group."""
         return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending, moving: Side = "kv", place: int = 0) -> Pairs:
@@ -236,7 +236,7 @@ class RouteTable:
         return self._routes[ring_rank, key]
 
     def dense(self, reduces: bool, parts: int = 1) -> Schedule:
-        """Return the schedule in which every rank visits every block."""
+        """Return the schedule that has every rank visit every block."""
         if (reduces, parts) not in self._dense:
             whole = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
             self._dense[reduces, parts] = whole.in_parts(parts)

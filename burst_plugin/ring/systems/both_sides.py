@@ -1,4 +1,4 @@
-"""Passes in which both sides move, in different visits: DistFlashAttention's schedule.
+"""Passes that move both sides, in different visits: DistFlashAttention's schedule.
 
 The keys and values of a rank go half way round the ring; the queries of ranks beyond that come to it instead. Of 6
 ranks, what travels for a pair of blocks, and where to:
@@ -7,8 +7,8 @@ ranks, what travels for a pair of blocks, and where to:
     queries of rank 0                   0     q1    q2    k0    k0    k0      k0: these keys come to rank 0
                     3                   k3    k3    k3    3     q4    q5      q4: these queries go to rank 4
 
-A pass has two halves, each with a plan and a ring of its own, whose schedule has the visits in which its side moves.
-They are run together, step by step, and their results are accumulated together.
+A pass has two halves, each with a plan and a ring of its own, whose schedule has the visits that its side travels
+for. They are run together, step by step, and their results are accumulated together.
 
 Source: DistFlashAttn (arXiv 2310.03294), section 3.2: of consecutive tokens under a causal mask, ranks whose queries
 have few keys before them take over work of ranks that have many.
@@ -32,7 +32,7 @@ from burst_plugin.types import SIDES, Side
 
 
 def half_of_visits(required: Required | None, moving: Side, ranks: int) -> Required:
-    """Return what is required in the visits in which side `moving` travels."""
+    """Return the rows required in the visits that side `moving` travels for."""
     if required is None:
         required = [dict.fromkeys(range(ranks))] * ranks
 
@@ -55,7 +55,7 @@ def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HalvedPass(PassPlan):
-    """The half of a pass in which keys and values move, with the other one, in which queries do."""
+    """The half of a pass that moves keys and values, with the `other` half, which moves queries."""
 
     other: PassPlan = field(kw_only=True)
 
@@ -66,7 +66,7 @@ class HalvedPass(PassPlan):
 
 
 def two_halves(make: Callable[..., PassPlan]) -> PassPlan:
-    """Return the plan of a pass in which both sides move; `make` makes that of one in which one does."""
+    """Return the plan of a pass that moves both sides; `make` makes the plan of a pass that moves one."""
     other = make(moving="q", visits=half_of_visits)
     return HalvedPass(**vars(other) | {"moving": "kv", "other": other})
 

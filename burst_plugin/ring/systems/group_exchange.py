@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupExchange:
-    """One rank's part in the exchange of its group, in one pass in which side `moving` goes around the ring.
+    """One rank's part in the exchange of its group, for one pass that sends side `moving` around the ring.
 
-    `blocks` says of side "q" and "kv" what the group holds; `label` to which call a message belongs (see
+    `blocks` has the tokens that the group holds of either side; `label` says which call a message belongs to (see
     `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
-    is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
-    `rows`, if there are any, are those of `rank_groups.member_rows`: then all messages are filled at once.
+    is laid out. With more members than key/value heads, `ranks_per_kv_head` of them share a head. `rows`, if
+    given, come from `rank_groups.member_rows`: then all messages are filled at once.
     """
 
     group: RankGroup
@@ -61,22 +61,22 @@ class GroupExchange:
     # ---------------------------------------------------------------------------------------------- forward, in order
 
     def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return what the backward pass keeps of the inputs."""
+        """Return the inputs that the backward pass keeps."""
         yield from ()
         return inputs
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return what the ring reads, of what the backward pass keeps."""
+        """Return the inputs that the ring reads, from the inputs that the backward pass keeps."""
         yield from ()
         return inputs
 
     def merged(self, out: Tensor, lse: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return out [B, S, H, D] and lse [B, H, S] over the keys of all ranks, of what the ring gave."""
+        """Return out [B, S, H, D] and lse [B, H, S] over the keys of all ranks, from the ring's outputs."""
         yield from ()
         return out, lse
 
     def outputs(self, outputs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
-        """Return out, and lse if it is asked for, of this rank's rows of all heads."""
+        """Return out, and lse if it is asked for, for this rank's rows of all heads."""
         yield from ()
         return outputs
 
@@ -85,7 +85,7 @@ class GroupExchange:
     def upstream(
         self, dout: Tensor, dlse: Tensor | None, with_lse: bool
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Return the gradients of what `merged` returned, from the gradients of out and lse.
+        """Return the gradients of the outputs of `merged`, from the gradients of out and lse.
 
         `with_lse` says whether lse was asked for, on all ranks. None is the gradient of an lse that nothing uses.
         """
@@ -93,12 +93,12 @@ class GroupExchange:
         return dout, dlse
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
-        """Return what the ring reads in the backward pass."""
+        """Return the operands that the ring reads in the backward pass."""
         yield from ()
         return own
 
     def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
-        """Return the gradients of what the backward pass kept, of what the ring gave."""
+        """Return the gradients of the inputs that the backward pass kept, from the ring's gradients."""
         yield from ()
         return grads
 
@@ -270,7 +270,7 @@ class ExchangedTensor(ABC):
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
         """Fill the messages to all other members, [members, B, S, h, D].
 
-        `rows` [members, S] are those of every member among the rows of the group; the last are this rank's own.
+        `rows` [members, S] are the places of every member's rows among the group's; the last are this rank's own.
         """
 
     @abstractmethod
@@ -313,12 +313,12 @@ class ToHeads(ExchangedTensor):
         message.copy_(self.local_heads(receiver))
 
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put the sender's rows among those of the group."""
+        """Put the sender's rows in their places among the group's rows."""
         for local, joint, length in self.block.spans[sender]:
             self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
 
     def stay(self, place: int) -> None:
-        """Put this rank's own rows among those of the group."""
+        """Put this rank's own rows in their places among the group's rows."""
         self.arrive(place, self.local_heads(place))
 
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
@@ -327,11 +327,11 @@ class ToHeads(ExchangedTensor):
             messages[some].copy_(heads)
 
     def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put all senders' rows among those of the group."""
+        """Put all senders' rows in their places among the group's rows."""
         _put_rows(self.joint, rows[:-1], messages.transpose(0, 1))
 
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Put this rank's own rows among those of the group."""
+        """Put this rank's own rows in their places among the group's rows."""
         _put_rows(self.joint, rows[-1], self.local_heads(place))
 
 

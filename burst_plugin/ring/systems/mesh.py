@@ -59,7 +59,7 @@ class MeshExchange(GroupExchange):
         return OTHER_SIDE[self.moving]
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return what a forward pass is given: of the side that stays all rows of the group."""
+        """Return the inputs of the ring's forward pass: of the side that stays, all rows of the group."""
         if self.stays == "kv":
             k, v = yield from self._gather([inputs.k, inputs.v])
             return inputs._replace(k=k, v=v)
@@ -67,7 +67,7 @@ class MeshExchange(GroupExchange):
         return inputs._replace(q=q, bias=bias[0].transpose(1, 2) if bias else None)
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
-        """Return what a backward pass is given; queries that are gathered send their factor in place of out."""
+        """Return the operands of the ring's backward pass; gathered queries send their factor in place of out."""
         if self.stays == "kv":
             return own._replace(inputs=(yield from self.gathered(own.inputs)))
         (q, dout, out, lse), factor, bias = own.queries, own.factor, own.inputs.bias
@@ -90,7 +90,7 @@ class MeshExchange(GroupExchange):
         return merged
 
     def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
-        """Return the gradients of this rank's inputs, of which those of the side that stays are added up."""
+        """Return the gradients of this rank's inputs; gradients of the side that stays are summed over the group."""
         if self.stays == "kv":
             dk, dv = yield from self._reduce([grads.k, grads.v])
             return grads._replace(k=dk, v=dv)

@@ -61,9 +61,9 @@ def group_block(held: Sequence[tuple[Run, ...]]) -> GroupBlock:
 
 
 def member_rows(block: GroupBlock, place: int) -> Tensor:
-    """Return where the rows of every member are among those of the group, [members, S], int64, on the CPU.
+    """Return the places of every member's rows among the group's rows, [members, S], int64, on the CPU.
 
-    The last are those of the member at `place`; all have equally many.
+    The member at `place` comes last; all members have equally many rows.
     """
     members = [*(member for member in range(len(block.spans)) if member != place), place]
     rows = torch.empty(len(members), block.counts[place], dtype=torch.int64, device="cpu")
@@ -75,7 +75,7 @@ def member_rows(block: GroupBlock, place: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A rank's group: its members are the CP ranks `peers`, of which this rank is number `place`.
+    """A rank's group: its members are the CP ranks `peers`, and this rank is the member at `place`.
 
     Members share the heads between them or, if the group `gathers`, blocks of all heads.
     """
@@ -87,7 +87,7 @@ class RankGroup:
 
     @property
     def degree(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of members."""
         return len(self.peers)
 
     @property

@@ -41,7 +41,7 @@ class HeadExchange(GroupExchange):
     what: ClassVar[str] = "the exchange of heads"
 
     def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return what the ring is given: the group's rows of this rank's share of the heads."""
+        """Return the inputs of the ring: the group's rows of this rank's share of the heads."""
         group = self.group
         tensors = [inputs.q, inputs.k, inputs.v]
         sides: list[Side] = ["q", "kv", "kv"]
@@ -54,7 +54,7 @@ class HeadExchange(GroupExchange):
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
     def outputs(self, outputs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
-        """Return what the ring gave, for this rank's rows of all heads; lse if it is asked for."""
+        """Return the outputs of the ring for this rank's rows of all heads; lse only if it is asked for."""
         group = self.group
         tensors = [outputs.out]
         if with_lse and outputs.lse is not None:
