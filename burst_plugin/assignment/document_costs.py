@@ -42,8 +42,8 @@ def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
 class DocumentCosts:
     """The costs of causal documents, by rank of a ring.
 
-    runs: what each rank holds.
-    documents: where each begins and ends, in ascending order.
+    runs: the tokens that each rank holds.
+    documents: (start, stop) of each document, in ascending order.
     """
 
     topology: Topology
@@ -65,7 +65,7 @@ class DocumentCosts:
         return rank, document, start - begins[document], stop - begins[document]
 
     def work(self) -> Tensor:
-        """Return how many pairs every rank works on, [2, ranks]: those of its queries, and those of its keys."""
+        """Return the (query, key) pairs of every rank, [2, ranks]: of its queries in row 0, of its keys in row 1."""
         rank, document, start, stop = self._stretches
         lengths = torch.tensor([stop - start for start, stop in self.documents], dtype=torch.int64, device="cpu")
         before = (start + stop - 1) * (stop - start) // 2  # positions in the document, added up

@@ -54,13 +54,13 @@ class _DocumentShare(NamedTuple):
 def assign_documents(
     documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1
 ) -> Tokens:
-    """Return an assignment of tokens by which all ranks hold equally many, and about equal work.
+    """Return an assignment of tokens that gives all ranks equally many tokens and about equal work.
 
     Args:
-        documents: where each begins and ends, one after the other; they are causal, and tokens outside of all
-            have no work.
-        length: of the sequence, in tokens.
-        topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its tokens.
+        documents: (start, stop) of each document, in ascending order. Documents are causal; tokens outside all
+            documents have no work.
+        length: the tokens of the sequence.
+        topology: the topology of the ring, whose ranks are groups of `degree` ranks; a group works on all its tokens.
     """
     ranks = topology.ranks * degree
     bounds = [rank * length // ranks for rank in range(ranks + 1)]
