@@ -1,4 +1,4 @@
-"""Memory beside attention: what is kept for the backward pass, and what is computed again."""
+"""Memory of activations: which tensors the backward pass keeps, parks on the host, or recomputes."""
 
 from __future__ import annotations
 

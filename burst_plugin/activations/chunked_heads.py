@@ -41,20 +41,20 @@ def chunked_heads(
     chunks: int,
     module: torch.nn.Module | None = None,
 ) -> Tensor:
-    """Return what attention gives all heads of a layer, one chunk of them after the other, forward and backward.
+    """Return the attention outputs of all heads of a layer, one chunk of heads at a time, forward and backward.
 
         heads = chunked_heads(attend, hidden, list(projections.parameters()), chunks=4)
         out = output_projection(heads)
 
     Args:
-        attend: takes the number of a chunk, the hidden states, and what to project them by in place of `F.linear`;
-            returns what `burst_attention` gives the heads of that chunk, [..., heads of the chunk * D]. It is called
+        attend: takes the number of a chunk, the hidden states, and a function to use in place of `F.linear`; returns
+            the output of `burst_attention` for the heads of that chunk, [..., heads of the chunk * D]. It is called
             again in the backward pass, with the random state and under the autocast of the forward pass, and has to
             make the same calls of attention.
-        hidden: [..., H], of which each chunk gets all.
-        parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
-            among them, and one may be there twice, as tied weights are.
-        chunks: how many there are.
+        hidden: [..., H]; every chunk gets all of it.
+        parameters: all tensors besides `hidden` that `attend` differentiates. Tensors that need no gradient may be
+            among them, and a tensor may be listed twice, as tied weights are.
+        chunks: the number of chunks.
         module: the module that `attend` runs; by default the modules that it refers to. The backward pass compares
             their tensors and attributes with those of the forward pass.
 

@@ -71,7 +71,7 @@ class Parked:
 class HostMemory:
     """Where tensors of one device are parked.
 
-    parked_bytes, fetched_bytes: what has been copied so far, to the host and back. latest: the tensor parked last.
+    parked_bytes, fetched_bytes: the bytes copied so far, to the host and back. latest: the tensor parked last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class HostMemory:
         parked.let_go()
 
     def take_back(self, pages: list[Tensor], returning: tuple[Tensor, Any] | None) -> None:
-        """Take the pages of a tensor that is gone, and what was on its way back from them, if anything."""
+        """Reuse the pages of a tensor that is gone, and discard its copy back to the device, if one has begun."""
         if returning is not None:
             self._unwanted.append(returning)
         self._pages.give_back(pages)
@@ -180,7 +180,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def offload_while_alive(owner: object) -> None:
-    """Have checkpoints of this process park what they keep, as long as `owner` lives."""
+    """Have checkpoints of this process park the tensors that they save, as long as `owner` lives."""
     _OWNERS.add(owner)
 
 

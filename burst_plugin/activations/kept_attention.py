@@ -63,7 +63,7 @@ _THREAD = _Thread()
 
 
 class _Checkpoint:
-    """The attention calls inside one checkpoint, in their order; None for one of which nothing is kept."""
+    """The kept outputs of the calls inside one checkpoint, in order; None for a call that keeps nothing."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
@@ -79,9 +79,9 @@ class _Checkpoint:
 
 
 class KeptTensors:
-    """What something besides attention has received from other ranks, in the first run of a checkpoint.
+    """The tensors that a call other than attention received from other ranks in the first run of a checkpoint.
 
-    what: of which call, in words.
+    what: the call, in words.
     """
 
     def __init__(self, what: str) -> None:
@@ -104,7 +104,7 @@ class _CheckpointRun:
         _THREAD.runs.remove(self)
 
     def next_kept(self) -> KeptOutputs | KeptTensors | None:
-        """Return what is kept of the next call."""
+        """Return the kept outputs or tensors of the next call; None if it keeps nothing."""
         self._calls += 1
         if self._calls > len(self.of.of_calls):
             raise RuntimeError(
@@ -165,7 +165,7 @@ class KeptCalls(_Checkpoint):
 
 
 def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
-    """Return where the outputs of the next attention call are kept, or are to be; None if they are not.
+    """Return the `KeptOutputs` of the next attention call, to fill or to read; None if nothing is kept.
 
     Checkpoints keep the strategy's share of the sequence, unless a selective one has all saved.
     """
@@ -192,9 +192,9 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
 
 
 def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
-    """Return where something besides attention keeps what it receives, or finds it again; None if it does not.
+    """Return the `KeptTensors` of the next call other than attention, to fill or to read; None if nothing is kept.
 
-    Raises RuntimeError if that is another call than `what` in a recomputation.
+    Raises RuntimeError if a recomputation makes another call than `what`.
     """
     runs = _THREAD.runs
     if not runs:

@@ -29,7 +29,7 @@ def whole_pages(nbytes: float) -> int:
 
 
 class Pages:
-    """Pages of a process, which it keeps: those of tensors that are gone are used again. `made` counts them."""
+    """A pool of pages of host memory, which are reused once their tensors are gone; `made` counts all pages."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned

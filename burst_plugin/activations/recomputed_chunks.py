@@ -27,7 +27,7 @@ GradientSum = Callable[[], Tensor]  # returns the sum of gradients so far, to be
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which to compute and to add up numbers of `dtype`: at least float32."""
+    """Return the type for computing and adding up numbers of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -107,7 +107,7 @@ class GradientSums:
                 hooks.update(content)
 
     def of_linears(self) -> AbstractContextManager[object]:
-        """Return a context in which `F.linear` adds gradients to the sums before they are rounded."""
+        """Return a context that has `F.linear` add gradients to the sums before they are rounded."""
         return _Linears(self, {id(each) for each in self._parameters})
 
     def add(self, parts: Sequence[Tensor | None]) -> None:
@@ -209,10 +209,10 @@ def summed_linear(
     weight_sum: GradientSum | None = None,
     bias_sum: GradientSum | None = None,
 ) -> Tensor:
-    """Return what `F.linear` does; its backward pass adds gradients to the sums given, before they are rounded.
+    """Return `F.linear(x, weight, bias)`; its backward pass adds gradients to the given sums before rounding them.
 
     A sum is a function that returns a dense tensor in the form of x, weight or bias, in at least float32. Autograd
-    gets no gradient then for what has one.
+    gets no gradient for a tensor that has a sum.
     """
     out: Tensor = _Linear.apply(x, weight, bias, x_sum, weight_sum, bias_sum)  # type: ignore[no-untyped-call]
     return out
@@ -263,9 +263,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, advice: str) -> None:
-    """Raise ValueError if a result depends on a trained tensor that is not among those that get a gradient.
+    """Raise ValueError if a result depends on a trained tensor that is not among the `inputs`, which get gradients.
 
-    what: computes the result, such as "an MLP in chunks"; advice: what to write instead. Both are for the message.
+    what: names the computation, such as "an MLP in chunks"; advice: what to write instead. Both are for the message.
     """
     leaves = {id(each) for each in inputs}
     listed = {(each.grad_fn, each.output_nr) for each in inputs if each.grad_fn is not None}

@@ -63,7 +63,7 @@ def restore_forward(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def in_place_of(module: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module find `values` under names of its parameters or modules, which stay the same, also for ZeRO-3."""
+    """Shadow parameters or submodules of `module` by `values` in the block; they stay registered, also for ZeRO-3."""
     vars(module).update(values)
     try:
         yield
