@@ -64,7 +64,7 @@ def _held_together(schedule: Schedule, rows: int) -> set[frozenset[tuple[int, in
 
 
 def as_many_buffers(topology: Topology) -> Topology:
-    """Return the smallest cluster in which schedules need as many buffers as on this one, every block being needed.
+    """Return the smallest cluster whose schedules need as many buffers as here, if every block is required.
 
     From a few nodes and ranks per node on the number of buffers no longer grows, but counting them takes time that
     grows with the third power of the number of ranks.
@@ -107,9 +107,9 @@ class _Size(Packing):
 
 
 class CountingPool(BufferPool):
-    """Counts the buffers that are leased, by size: `now`, the `most` of each at once, and what was `held` together.
+    """A buffer pool that counts leased buffers by size: how many are leased `now`, and the `most` at one time.
 
-    `held` has the items of what `now` was after each lease.
+    `held` has the items of `now` after each lease: the buffers held together.
     """
 
     def __init__(self) -> None:

@@ -34,10 +34,10 @@ class Choice(NamedTuple):
 
 
 def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tuple[Strategy, str]:
-    """Return the strategy of a ring on `topology`, and what was chosen in words.
+    """Return the strategy of a ring on `topology`, and the choice in words.
 
-    Of a `MeasuredStrategy` the options that are not set are those of the best plan for its model; the same on all
-    ranks that have the same profile. Any other strategy is returned unchanged, with no words. `logs`: whether to log
+    Options that a `MeasuredStrategy` leaves open come from the best plan for its model, and are equal on all ranks
+    with the same profile. Any other strategy is returned unchanged, with no words. `logs`: whether to log
     the choice.
 
     Raises ValueError for links that were not measured, a sequence shorter than the ring, options that no plan has.
@@ -59,7 +59,7 @@ def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tu
 def choose(
     profile: ClusterProfile, model: Model, topology: Topology, fixed: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Return the best plan for `model` on `topology`, with what is `fixed`: options of `Strategy` that are set.
+    """Return the best plan for `model` on `topology`, with the options of `Strategy` that are `fixed`.
 
     Raises ValueError as `planned`.
     """
@@ -81,9 +81,9 @@ def _at_once(strategy: MeasuredStrategy) -> Model:
 
 
 def options_of(strategy: Strategy) -> dict[str, Any]:
-    """Return what a strategy says besides defaults, always with its schedule, as JSON holds it.
+    """Return the options of a strategy that differ from defaults, and its schedule in any case, as JSON holds them.
 
-    Not how many ranks a node has: a smaller group on the same cluster may have fewer, and its ranks know it.
+    `ranks_per_node` is left out: a smaller group on the same cluster may have fewer, and its ranks know how many.
     """
     default = Strategy()
     options: dict[str, Any] = {"schedule": strategy.schedule}
@@ -95,7 +95,7 @@ def options_of(strategy: Strategy) -> dict[str, Any]:
 
 
 def strategy_in_words(strategy: Strategy) -> str:
-    """Return a strategy as it is written, with what it says besides defaults and always with its schedule."""
+    """Return a strategy as it is written in Python: its schedule, and options that differ from defaults."""
     options = ", ".join(f"{name}={value!r}" for name, value in options_of(strategy).items())
     return f"Strategy({options})"
 

@@ -232,7 +232,7 @@ def buffer_bytes(plan: PricedPlan, topology: Topology, shapes: Shapes) -> float:
 
 
 def reason(plan: PricedPlan) -> str:
-    """Return what takes the time of a plan: computing, or which links."""
+    """Return the bottleneck of a plan in words: computing, or the links between or inside nodes."""
     compute_s = plan.forward.compute_s + plan.backward.compute_s
     if plan.step_s <= 1.02 * compute_s:
         return "computing hides all communication"

@@ -58,9 +58,9 @@ def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -
 
 
 def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: Links) -> Price:
-    """Return the price of a schedule by name, every rank requiring every block, to 1e-9 that of `price`.
+    """Return the price of a schedule by name, every rank requiring every block, within 1e-9 of `price`.
 
-    Ranks that do the same are simulated once, and of large clusters only a part: once ranks of a smaller one, with
+    Ranks with equal work are simulated once, and of large clusters only a part: once ranks of a smaller one, with
     nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time.
     """
 
@@ -234,7 +234,7 @@ def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, mo
 
 
 def exchange_buffer_bytes(shapes: Shapes, strategy: Strategy, moving_sides: Sequence[Side]) -> int:
-    """Return the bytes of the buffers in which a mesh gathers and reduces: to send and to receive, one for each."""
+    """Return the bytes of a mesh's buffers to gather and to reduce: for each peer one to send, one to receive."""
     messages = [
         nbytes
         for direction, moving in zip(DIRECTIONS, moving_sides, strict=True)
