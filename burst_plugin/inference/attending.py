@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     sink: Tensor | None
 
     def without_gradient(self) -> Asked:
-        """Return it. Raise RuntimeError if autograd would expect a gradient."""
+        """Return the arguments unchanged. Raise RuntimeError if autograd would expect a gradient."""
         tensors = (self.q, self.k, self.v, self.sink)
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
             raise RuntimeError(
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
         return self
 
     def checked(self, turn: Turn, store: RowStore) -> Asked:
-        """Return it with scores resolved and dense tensors. Raise ValueError for what does not fit."""
+        """Return the arguments with resolved scores and dense tensors. Raise ValueError for any that do not fit."""
         inputs = Inputs(self.q, self.k, self.v, self.sink)
         check_kinds(inputs, Request(self.mask, self.scores))
         check_tensors(self.q, self.k, self.v)
@@ -90,7 +90,7 @@ def check_layer(layer: object, layers: int, attended: frozenset[int]) -> int:
 class LayerCall(NamedTuple):
     """A layer's part in a turn.
 
-    layer: what this rank holds of it.
+    layer: this rank's keys and values of the layer.
     """
 
     turn: Turn
@@ -111,7 +111,7 @@ class LayerCall(NamedTuple):
         self.layer.store.append(k, v)
 
     def unpacked(self, out: Tensor) -> Tensor:
-        """Return what the ring gave as [B, size, Hq, Dv], padded with zeros."""
+        """Return the output of the ring as [B, size, Hq, Dv], padded with zeros."""
         if self.is_uniform:
             return out
         counts = self.turn.counts
@@ -192,9 +192,9 @@ def _traffic(cp: ContextParallel) -> Counter[str]:
 
 
 def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
-    """Return the call of the ring by which new tokens attend to all keys of their rows.
+    """Return the call of the ring that has new tokens attend to all keys of their rows.
 
-    Rows that are alike are its batch; others lie one after another in one sequence, so that nothing is padded.
+    Rows that are alike form its batch; other rows lie one after another in one sequence, so that nothing is padded.
     """
     turn, layer, asked = call
     bounds = layer.first_keys, turn.starts, turn.stops

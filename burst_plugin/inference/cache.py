@@ -28,10 +28,10 @@ _LENGTHS = "give the number of new tokens of each batch row"
 
 
 class KVCache:
-    """Keys and values of all layers for a batch of sequences, of which each rank of a ring holds its share.
+    """Keys and values of all layers for a batch of sequences, divided between the ranks of a ring.
 
         cache = KVCache(cp, layers=2)
-        turn = cache.begin([1000, 700])               # new tokens per batch row, the same on every rank
+        turn = cache.begin([1000, 700])               # new tokens per batch row, equal on every rank
         hidden = model.embed(turn.take(ids))          # this rank's tokens; rotary embeddings: turn.positions
         out = cache.attend(0, q, k, v)                # in every layer, once per turn
 
@@ -39,7 +39,7 @@ class KVCache:
     state; the layout of `Strategy` is not used. Where a turn brings many tokens, ranks share the computing: queries
     attend on the ring, by pass-KV or pass-Q, whichever sends fewer bytes (arXiv 2411.01783). Where it brings few,
     every rank computes all of them and attends to its own share, and the results are merged in a tree (Tree
-    Attention, arXiv 2408.04093): they are the same to the bit on every rank, so that sampling is, too.
+    Attention, arXiv 2408.04093): they are equal to the bit on every rank, and so are sampled tokens.
 
     Sequences grow by `begin` and `attend`, and are cut off by `truncate`; `fork` copies rows. There are no gradients.
 
@@ -47,17 +47,17 @@ class KVCache:
         cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
         layers: the number of layers; 0 for the lengths of rows alone.
         windows: for each layer how many tokens before itself a token attends to, the `left` of `SlidingWindow`, or
-            None for all; None if all layers attend to all. What a window does not need is dropped soon. Windows of
+            None for all; None if all layers attend to all. Keys that no window needs are dropped soon. Windows of
             a `PrefixTree` count logical positions: give the tree in every turn, so that the ends of nodes which later
             tokens may continue are kept.
-        rewind: so many tokens can be cut off by `truncate` where there are windows, and so many before the end of a
-            tree's node it can be continued; more tokens are kept for it.
-        reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond. What
-            rows share (`fork`) counts once.
-        offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
-            is at work, and go after it.
-        forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the one with fewer
-            bytes. That of `Strategy` is for training.
+        rewind: how many tokens `truncate` can cut off where there are windows, and how many tokens before its end a
+            tree's node can be continued; more tokens are kept for it.
+        reserve: tokens of each row, over all ranks, that memory is taken for from the start; it grows beyond. Tokens
+            that rows share (`fork`) count once.
+        offload: whether keys and values wait in host memory; each layer's are copied to the device while the layer
+            before is at work, and freed there afterwards.
+        forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the side with
+            fewer bytes. `Strategy.forward` is for training.
 
     Raises:
         ValueError: for an argument that is not valid.
@@ -111,7 +111,7 @@ class KVCache:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the tokens of each row, with those of the turn that has begun; () before the first."""
+        """Return the number of tokens of each row, new tokens of a turn included; () before the first turn."""
         return self._lengths
 
     @property
@@ -137,16 +137,16 @@ class KVCache:
 
     @between_graphs
     def begin(self, lengths: Sequence[int], *, ids: Tensor | None = None, replicated: bool | None = None) -> Turn:
-        """Begin a turn: tokens that follow what is cached; collective.
+        """Begin a turn of new tokens, which follow the cached tokens; collective.
 
         Args:
-            lengths: the number of new tokens of each batch row, of which some may be 0; the same on every rank.
+            lengths: the number of new tokens of each batch row, 0 for rows without any; equal on every rank.
             ids: the new tokens themselves, of any shape, integers; if given, ranks compare them, so that a rank that
                 has sampled another token is found.
             replicated: whether every rank computes all new tokens; None: if no row has more than two per rank.
 
         Returns:
-            Which tokens are this rank's, with their positions.
+            The turn: this rank's tokens, and their positions.
 
         Raises:
             ValueError: on every rank, if lengths are not valid, a layer did not attend in the turn before, or ranks
@@ -236,10 +236,10 @@ class KVCache:
 
     @between_graphs
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after the first `lengths` tokens of each row; not collective, but the same on every rank.
+        """Forget all but the first `lengths` tokens of each row, on every rank; not collective.
 
-        Ends a turn that was left half way. Raises ValueError for lengths beyond those of the rows, or where a window
-        has dropped what the next token needs, see `rewind`.
+        Ranks pass equal lengths. A turn that was left half way ends. Raises ValueError for lengths beyond the lengths
+        of rows, or where a window has dropped keys that the next token needs, see `rewind`.
         """
         kept = whole_numbers("truncate(lengths={})", lengths, "give the number of tokens to keep of each row")
         if len(kept) != len(self._lengths) or any(not 0 <= n <= m for n, m in zip(kept, self._lengths, strict=False)):
@@ -293,9 +293,9 @@ class KVCache:
 
     @between_graphs
     def finish(self) -> None:
-        """Say that no turn follows for now; collective.
+        """Declare that no turn follows for now; collective.
 
-        A rank that stops while others go on gets an error here, as these do in `begin`, and none waits for ever.
+        A rank that stops while others go on gets an error here, as the others do in `begin`; no rank waits for ever.
         Raises ValueError on every rank if any is elsewhere, or has a layer that did not attend.
         """
 

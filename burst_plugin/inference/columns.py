@@ -1,4 +1,4 @@
-"""New tokens of a turn as columns, consecutive tokens of which each rank computes its part.
+"""New tokens of a turn as columns, so that each rank computes consecutive tokens.
 
 Layers that carry a state along the sequence need consecutive tokens, but keys and values lie round robin. Three rows
 of 7, 6 and 3 new tokens after 4 cached ones, on two ranks, `.` being padding:
@@ -46,10 +46,10 @@ class _Route(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The new tokens of a turn, each row ending in the last column, of which each rank computes equally many.
+    """The new tokens of a turn in columns, each row ending in the last one; every rank computes equally many columns.
 
-    cp: the ranks.
-    turn: says which rank stores the keys and values of which token.
+    cp: the context-parallel group.
+    turn: says which rank stores the keys and values of a token.
     """
 
     cp: ContextParallel
@@ -57,7 +57,7 @@ class Columns:
 
     @classmethod
     def of_one_rank(cls, turn: Turn) -> Columns:
-        """Return the columns of a turn without attention of which every rank computes all by itself."""
+        """Return the columns of a turn without attention, which every rank computes in full by itself."""
         return cls(ContextParallel(hierarchy=[1]), replace(turn, rank=0, ranks=1, replicated=True, known={}))
 
     @cached_property

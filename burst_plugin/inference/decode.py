@@ -46,7 +46,7 @@ class OwnAttention(NamedTuple):
 
     @property
     def signature(self) -> Mapping[str, object]:
-        """Return what has to be the same on every rank, by name."""
+        """Return the values that must be equal on every rank, by name."""
         shapes = self.shapes._asdict()
         return {
             **{name: shapes[name] for name in ("batch", "q_len", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
@@ -69,9 +69,9 @@ class OwnAttention(NamedTuple):
                 )
 
     def of(self, q: Tensor, store: RowStore, shared: RowStore | None = None) -> Partial:
-        """Return attention of q [B, T, Hq, D] to this rank's keys, those of `shared` once for all rows.
+        """Return attention of q [B, T, Hq, D] to this rank's keys; `shared` keys are read once for all rows.
 
-        out is 0 and lse -inf where there are none.
+        out is 0 and lse -inf where this rank has no keys.
         """
         own = self._of_own(q, store)
         if shared is not None and shared.lengths[0]:

@@ -100,7 +100,7 @@ class TreeMerge:
         return Counter({channel.link.value: n for channel, n in self._transport.sent_bytes.items()})
 
     def run(self, compute: Callable[[], Partial], which: CallId, signature: Mapping[str, object]) -> Partial:
-        """Return what `compute` returns on all ranks, merged; collective. Raise RingError for a lost rank."""
+        """Return the merged results of `compute` on all ranks; collective. Raise RingError for a lost rank."""
         state = self._cp.rank_state
         device = signature["device"]
         assert isinstance(device, torch.device)

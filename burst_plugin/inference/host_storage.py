@@ -30,7 +30,7 @@ class HostRowStore(RowStore):
         return sum(x.nbytes for x in self._fetched)
 
     def fetch(self) -> None:
-        """Start to copy to the device what is stored, if that has not been started."""
+        """Start to copy the stored keys and values to the device, unless a copy has been started."""
         if self._fetched or self.is_empty:
             return
         stored = self._tensors()

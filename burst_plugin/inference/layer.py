@@ -52,12 +52,12 @@ class LayerCache:
         return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows, (0,) * rows)
 
     def fetch(self) -> None:
-        """Begin to bring what is stored to where it is read."""
+        """Start to bring the stored keys and values to the device."""
         for store in self.stores:
             store.fetch()
 
     def release(self) -> None:
-        """Free what `fetch` has taken."""
+        """Free the memory that `fetch` has taken."""
         for store in self.stores:
             store.release()
 
@@ -67,7 +67,7 @@ class LayerCache:
         return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
 
     def masked(self, mask: Mask) -> Mask:
-        """Return what tokens attend to: `mask`, within the window, which bounds what comes before a token."""
+        """Return `mask` within the window, which limits how many tokens before itself a token attends to."""
         if self.left is None:
             return mask
         return mask & SlidingWindow(self.left, None if mask.looks_ahead else 0)
@@ -138,7 +138,7 @@ class LayerCache:
         self.store.keep([(0, min(n, most)) for n, most in zip(held, self.store.lengths, strict=True)])
 
     def selected(self, rows: Sequence[int]) -> LayerCache:
-        """Return a copy of these rows, of which one may come several times."""
+        """Return a copy of these rows; a row may be listed several times."""
         firsts, shortest = ([bounds[row] for row in rows] for bounds in (self.first_keys, self.shortest))
         return replace(self, store=self.store.selected(rows), first_keys=tuple(firsts), shortest=tuple(shortest))
 
@@ -152,7 +152,7 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what is stored."""
+        """Return the bytes of the stored keys and values."""
         return sum(store.nbytes for store in self.stores)
 
     @property

@@ -32,7 +32,7 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what is stored."""
+        """Return the bytes of the stored keys and values."""
         return sum(self.lengths) * sum(x[0].nbytes for x in self._tensors() if len(x))
 
     @property
@@ -60,7 +60,7 @@ class RowStore:
                 raise ValueError(f"{name} has type, device, heads and head dim {kinds[1]}, but the cache {kinds[0]}")
 
     def fetch(self) -> None:
-        """Begin to bring what is stored to where it is read; it is there already."""
+        """Do nothing: the stored keys and values are on the device already."""
 
     def release(self) -> None:
         """Free what `fetch` has taken."""
@@ -87,7 +87,7 @@ class RowStore:
             self._lay_out(self.lengths, self._k, self._v)
 
     def undo(self, lengths: Sequence[int] | None) -> None:
-        """Forget what was appended since `state` was `lengths`: with the first tokens also their type and heads."""
+        """Forget the tokens appended since `state` was `lengths`; with the first tokens also their type and heads."""
         if lengths is not None:
             self.keep([(0, length) for length in lengths])
             return
@@ -118,7 +118,7 @@ class RowStore:
         return k, v
 
     def selected(self, rows: Sequence[int]) -> RowStore:
-        """Return a copy of these rows, of which one may come several times."""
+        """Return a copy of these rows; a row may be listed several times."""
         return self._copied(rows, self._reserve)
 
     def split(self, row: int, count: int) -> tuple[RowStore, RowStore]:

@@ -36,9 +36,9 @@ class Partial(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in a round of the tree: it `sends` what it has to `peer`, and what it `receives` is merged.
+    """One rank's part in a round of the tree: it `sends` its result to `peer`, or merges one that it `receives`.
 
-    It does both, or one. What is received is the result itself if it `is_final`.
+    A rank may do both. If `is_final`, the received result takes the place of the rank's own.
     """
 
     peer: int
@@ -56,7 +56,7 @@ def merge_rounds(topology: Topology, rank: int) -> tuple[Round, ...]:
 
 
 def _rounds_of_level(ranks: Sequence[int], place: int, link: Link) -> list[Round]:
-    """Return the rounds of one of `ranks` that merge what these have."""
+    """Return the rounds of one of `ranks` that merge the results of all of them."""
     most = 1 << (len(ranks).bit_length() - 1)  # the largest power of two
     if place >= most:
         partner = ranks[place - most]

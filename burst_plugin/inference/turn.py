@@ -1,8 +1,8 @@
-"""A turn over a cache: which new tokens come to it, which rank holds which token, and what they attend to.
+"""A turn over a cache: its new tokens, the rank that holds each token, and the mask of the turn.
 
 Position p of every sequence is held by rank p % ranks: round robin, whichever turn a token came in. So ranks stay
 even within one token per sequence, however sequences grow and wherever they are cut off, and so do the last tokens,
-those of a window. No list says who holds what. Causal work is even as well, as in Striped Attention (arXiv
+which windows keep. No list of holders is needed. Causal work is even as well, as in Striped Attention (arXiv
 2311.09431). Sequences of a batch lie one after another; nothing is padded:
 
     keys        a a a a a b b b       5 and 3 of them, of which the last 2 and 1 are new
@@ -30,10 +30,10 @@ def are_few(tokens: int, ranks: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """New tokens of each batch row, that follow what is cached.
+    """New tokens of each batch row, which follow the cached tokens.
 
-    number: of the turns of this cache so far.
-    starts, stops: by row, its length before the turn and after it.
+    number: how many turns this cache had before.
+    starts, stops: the length of each row before the turn and after it.
     rank, ranks: this rank and the size of the ring.
     replicated: whether every rank computes all new tokens; if not, position p of a row is computed by rank p % ranks.
         Either way that rank stores its key and value.
@@ -54,7 +54,7 @@ class Turn:
 
     @property
     def compared(self) -> dict[str, object]:
-        """Return what has to be the same on every rank, by name."""
+        """Return the values that must be equal on every rank, by name."""
         return {"new tokens": self.lengths, "cached tokens": self.starts, "replicated": self.replicated}
 
     @property
@@ -84,7 +84,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """Return the tokens per row of this rank's tensors: those of the longest row, to which others are padded."""
+        """Return the padded length of rows in this rank's tensors: its number of tokens of the longest row."""
         return max(self.counts)
 
     @cached_property
@@ -189,7 +189,7 @@ class TurnMask(Mask):
         return self.mask.compares_positions
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return those of each sequence, moved to where it lies. Raise ValueError for other lengths."""
+        """Return the regions of every sequence, moved to where it lies. Raise ValueError for other lengths."""
         regions: list[Region] = []
         q_at, k_at = 0, self.shared
         for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
