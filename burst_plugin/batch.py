@@ -151,18 +151,18 @@ class SequenceShard:
 def shard_batch(
     batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0, layer_mask: LayerMask | None = None
 ) -> dict[str, Any]:
-    """Return this rank's shard of `batch`, which is the same on all ranks of `cp`; collective.
+    """Return this rank's shard of `batch`, which is identical on all ranks of `cp`; collective.
 
     Args:
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
             document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
             for each row, which takes the place of labels and bounds. `position_ids` of mRoPE are [3, B, S], or
-            [4, B, S] with the positions in the text first, of which documents are read. Anything else of that shape
+            [4, B, S] with the positions in the text first, from which documents are read. Anything else of that shape
             is cut as well, and not shifted, as weights of labels have to be before; numbers, strings and tensors of
             one dimension are passed on.
-        pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
-        layer_mask: what `burst_plugin.huggingface.layer_mask(model)` returns; `layout="auto"` balances work by it.
+        pad_token_id: fills up a sequence that the layout cannot divide equally between ranks.
+        layer_mask: the result of `burst_plugin.huggingface.layer_mask(model)`; `layout="auto"` balances work by it.
 
     Returns:
         The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels` in place of `labels`,

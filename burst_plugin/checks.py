@@ -114,6 +114,6 @@ def as_positive(value: object) -> int | None:
 
 
 def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
-    """Raise ValueError, with those that are, if a value is not one of the valid names of an option."""
+    """Raise ValueError, which lists the valid names, if a value is not a valid name of an option."""
     if not isinstance(value, str) or value not in valid:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")

@@ -390,7 +390,7 @@ class ContextParallel:
         return self.rank_state.traffic()
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """Return what `traffic` should be, as the schedule counts it for the calls made."""
+        """Return the bytes that this rank should have sent, counted from the schedules of its calls, as `traffic`."""
         return self.rank_state.expected_traffic()
 
     def reset_traffic(self) -> None:
@@ -423,7 +423,7 @@ class ContextParallel:
         }
 
     def profile(self) -> AbstractContextManager[Profile]:
-        """Return a context in which this rank notes what it computes, sends and waits for; see `Profile`."""
+        """Return a context that records this rank's computing, messages and waits; see `Profile`."""
         from burst_plugin.profiling.recorder import Profile
 
         return self.rank_state.profiled(Profile(self.rank, self.topology, self.group))

@@ -1,6 +1,6 @@
-"""Multi-head latent attention (MLA, arXiv 2405.04434) on a ring on which latents travel, not keys and values.
+"""Multi-head latent attention (MLA, arXiv 2405.04434) on a ring that sends latents, not keys and values.
 
-What is made of latents, and where: `compute.up_projection`.
+`compute.up_projection` makes keys and values from latents where these arrive.
 """
 
 from __future__ import annotations

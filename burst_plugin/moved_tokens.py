@@ -32,7 +32,7 @@ class HeldTokens(NamedTuple):
     group: dist.ProcessGroup | None
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole sequence from what every rank holds; collective."""
+        """Return the whole sequence from the tokens of every rank; collective."""
         if self.group is None:
             return self.layout.unshard([local], self.dim, self.tokens)
         dim, held, most = self.dim, self.lengths[self.rank], max(self.lengths)
@@ -46,11 +46,11 @@ class HeldTokens(NamedTuple):
         return self.layout.unshard(found, dim, self.tokens)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return what a rank holds of a whole sequence."""
+        """Return the tokens of a whole sequence that a rank holds."""
         return self.layout.shard(whole, self.dim, (rank, len(self.lengths)), self.tokens)
 
     def summed_part(self, whole: Tensor) -> Tensor:
-        """Return what this rank holds of the sum of all ranks' `whole`, added in the order of ranks; collective."""
+        """Return this rank's tokens of the sum of all ranks' `whole`, added in the order of ranks; collective."""
         if self.group is None:
             return self.part(whole, self.rank)
         parts = [self.part(whole, rank).movedim(self.dim, 0) for rank in range(len(self.lengths))]
@@ -137,7 +137,7 @@ def shifted(
 
 @lru_cache(maxsize=16)  # all shifts of some microbatches that a pipeline has in flight
 def exchanged_rows(shards: tuple[tuple[Run, ...], ...], rank: int, by: int) -> tuple[Rows, Rows]:
-    """Return the rows that a rank sends for a shift by `by` places, and those that it gets."""
+    """Return the rows that a rank sends for a shift by `by` places, and the rows that it receives."""
     held = [positions(runs) for runs in shards]
     ranks, length = len(shards), sum(map(len, held))
     edge = abs(by)

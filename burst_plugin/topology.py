@@ -1,4 +1,4 @@
-"""Nodes and ranks: on which nodes the ranks of a context-parallel group run, and which link joins two of them.
+"""Nodes and ranks: the nodes that ranks of a context-parallel group run on, and the links that join the ranks.
 
 Pure Python, without torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made and
 checked on a laptop.

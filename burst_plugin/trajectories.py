@@ -1,4 +1,4 @@
-"""Rollouts that begin alike, such as those of GRPO, computed as one sequence: log-probabilities of their tokens.
+"""Rollouts with common beginnings, as in GRPO, computed as one sequence: log-probabilities of their tokens.
 
     ids, position_ids, tree, edges = fold(rollouts)
     batch = shard_batch({"input_ids": ids, "tree": tree}, cp)
@@ -40,7 +40,7 @@ _EXPECTED = "give each rollout as a list or a tensor of one dimension of token i
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """What predicts what in a folded sequence, E edges in the order of the tokens that they lead to.
+    """The predictions in a folded sequence: E edges from token to token, in the order of the tokens predicted.
 
     queries: [E], int64, the place in the folded sequence of the token that predicts.
     tokens: [E], int64, the id of the token that comes next.
@@ -62,7 +62,7 @@ class Edges:
 
 
 class Folded(NamedTuple):
-    """Rollouts as one sequence: ids and position_ids [1, S], int64, the mask, and what predicts what."""
+    """Rollouts as one sequence: ids and position_ids [1, S], int64, the mask, and the edges."""
 
     ids: Tensor
     position_ids: Tensor
@@ -71,7 +71,7 @@ class Folded(NamedTuple):
 
 
 def fold(rollouts: Iterable[Sequence[int] | Tensor]) -> Folded:
-    """Return rollouts as one sequence in which every common beginning is there once.
+    """Return rollouts as one sequence that holds every common beginning once.
 
     Beginnings are found token by token, whichever rollouts share them. Branches are in the order of the first rollout
     that takes them; a rollout that is all of another's beginning adds nothing but its path.
@@ -83,7 +83,7 @@ def fold(rollouts: Iterable[Sequence[int] | Tensor]) -> Folded:
         See `Folded`; tensors are on the device of the first rollout, or the CPU.
 
     Raises:
-        ValueError: for no rollouts, empty ones, and what are no token ids.
+        ValueError: for no rollouts, for empty rollouts, and for values that are no token ids.
 
     Example:
         ids, position_ids, tree, edges = fold([[7, 7, 3, 4], [7, 7, 5, 5]])
@@ -114,9 +114,9 @@ def fold(rollouts: Iterable[Sequence[int] | Tensor]) -> Folded:
 
 
 def unfold(values: Tensor, edges: Edges) -> list[Tensor]:
-    """Return values of edges [E, ...] as those of the rollouts, one tensor [T - 1, ...] for each.
+    """Return values of edges [E, ...] as values of the rollouts, one tensor [T - 1, ...] for each.
 
-    Entry t of a rollout is that of its token t + 1, which token t predicts. An edge that several rollouts share gets
+    Entry t of a rollout belongs to its token t + 1, which token t predicts. An edge that several rollouts share gets
     the sum of their gradients. Raises ValueError for another number of values.
 
     Example:

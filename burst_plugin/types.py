@@ -55,7 +55,7 @@ NOTHING_IN_FLIGHT = InFlight(0, 0.0)
 
 
 def merged(parts: Iterable[tuple[int, int]]) -> Rows:
-    """Return row ranges in ascending order; those that touch or overlap become one."""
+    """Return row ranges in ascending order; ranges that touch or overlap become one."""
     ranges: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
         if ranges and start <= ranges[-1][1]:

@@ -212,7 +212,7 @@ class VirtualRing:
         return self.rank_states[rank].traffic()
 
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        """Return the same, as the schedule counts it."""
+        """Return the bytes that `rank` should have sent, as `ContextParallel.expected_traffic`."""
         return self.rank_states[rank].expected_traffic()
 
 
