@@ -109,7 +109,7 @@ class _Transfers:
 class _Steps:
     """The steps of `direct`: distances between ranks and the owners that they visit, (nodes, ranks).
 
-    `by_node` they are in groups as those of `two_level_ring`, each of which begins with the visit to counterparts;
+    `by_node` they form groups as in `two_level_ring`, and a group begins with the visit to counterparts;
     otherwise ranks are counted through all nodes, in one group.
     """
 
@@ -138,7 +138,7 @@ class _Steps:
         return tuple(at.get(step) for step in range(self.count))
 
     def around(self, step: int) -> tuple[int, int]:
-        """Return how many steps the groups before and after that of a step have."""
+        """Return the numbers of steps in the groups before and after the group of a step."""
         lengths = [0, *map(len, self._groups), 0]
         group = sum(end <= step for end in accumulate(map(len, self._groups)))
         return lengths[group], lengths[group + 2]

@@ -1,11 +1,11 @@
-"""A schedule as data: visits and transfers, and what can be asked of them. Pure Python, without torch.
+"""A schedule as data: visits and transfers, and what follows from them. Pure Python, without torch.
 
-A *block* is what one rank holds of the moving side; that rank is its *owner*. At every step each rank *visits* one
+A *block* is one rank's share of the moving side; that rank is its *owner*. At every step each rank *visits* one
 block: it works on that block and its own local side. Operands are sent ahead of the work (*gather*); partial results
 follow one step behind and end at the owner (*reduce*).
 
 A block has the number of its owner. Cut into `parts`, by heads, part p of the block of rank r has the number
-`r + p * ranks` and takes the same way as the whole block, one part behind the other, or ways of their own, all at
+`r + p * ranks` and takes the way of the whole block, one part behind the other, or ways of their own, all at
 once (`Schedule.in_parts`).
 
 A rank's work on its own block may be split: the *tail* is left for the last step, while the final reduce hops bring
@@ -302,7 +302,7 @@ def _validate(schedule: Schedule, required: Required | None) -> None:
     """Raise ScheduleError, naming the first rank, step and block at fault, unless the schedule is exact.
 
     Each rank visits every block, or each that is `required`, once, and its own once more if there is a tail split;
-    required rows arrive; links are those of the topology; nothing is read or sent before it arrives, and nothing is
+    required rows arrive; links fit the topology; nothing is read or sent before it arrives, and nothing is
     sent to a rank that has it; every contribution to any row reaches its owner once, and is added up with others to
     the same rows.
     """
@@ -340,7 +340,7 @@ def _check_transfer(schedule: Schedule, t: Transfer, kind: Traffic, required: Re
 
 
 def _check_rows(schedule: Schedule, required: Required) -> None:
-    """Check that of a block just those rows come to a rank, or to a rank of another node, that are required there."""
+    """Check that a block's rows go just where required: to a rank, or to the node of a rank on another node."""
     for t in schedule.gather:
         owner, topology = schedule.owner(t.block), schedule.topology
         is_near = topology.link(owner, t.dst) is Link.INTRA
@@ -406,7 +406,7 @@ def _check_reduce(schedule: Schedule, required: Required | None) -> None:
 
 
 class _Pieces:
-    """All blocks in pieces: rows from one at which some transfer, or what is required, begins or ends to the next.
+    """All blocks in pieces, cut wherever rows of a transfer, or required rows, begin or end.
 
     A piece is a number, `block * most + number`, where no block has more than `most`.
     """

@@ -85,8 +85,8 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
 def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
     """Return where documents start in a row of positions [S].
 
-    They start at token 0, and at every real token whose position is not one more than that of the token before it,
-    nor than that of the last real one: padding in between may count or not. Unless the row is `packed`, positions
+    They start at token 0, and at every real token whose position is not one more than the position of the token
+    before it, nor of the last real token: padding in between may count or not. Unless the row is `packed`, positions
     have to start again there: others are shared ones, of images or branches.
 
     Raises ValueError where it is not clear whether a document starts.

@@ -95,15 +95,15 @@ def selected_blocks(selected: Tensor, block: int, *, causal: bool = True, key_bl
     that it selected, in a ring pass of its own.
 
     Args:
-        selected: bool [query blocks, key blocks], on any device; or whole numbers [query blocks, k], those of the
-            selected key blocks, of which any below 0 stand for none. In front may be [groups] of as many query heads
+        selected: bool [query blocks, key blocks], on any device; or whole numbers [query blocks, k], the numbers
+            of selected key blocks, where any below 0 stand for none. In front may be [groups] of as many query heads
             each, or [1 or B, groups].
         block: tokens per block, of queries and of keys; the last may be short.
         causal: whether tokens attend to none behind them, in their own block either.
-        key_blocks: how many there are, where `selected` holds numbers; by default as many as query blocks.
+        key_blocks: how many key blocks there are, where `selected` holds numbers; by default as many as query blocks.
 
     Raises:
-        ValueError: for another shape or type, or a number of a block that there is not.
+        ValueError: for another shape or type, or the number of a block that does not exist.
 
     Example:
         mask = selected_blocks(scores.topk(8).indices, block=128)  # scores [groups, query blocks, key blocks]

@@ -173,7 +173,7 @@ class Layout:
 
     assign: `assign(rank, ranks, length)` returns the runs of a rank.
     chunks_per_rank: all ranks hold equally many tokens where this times their number divides the length.
-    suits: whether `layout="auto"` considers this layout for a mask. Of those that it considers it takes the fastest.
+    suits: whether `layout="auto"` considers this layout for a mask. It takes the fastest layout considered.
     """
 
     name: str

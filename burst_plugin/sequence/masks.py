@@ -177,8 +177,8 @@ class Documents(Mask):
     cu_seqlens: bounds of documents, 0 first and the global length last.
     lengths: how many tokens of each document are real, if documents are padded at their ends; padding neither
         attends nor is attended to. (Megatron's `cu_seqlens_padded` and the differences of its `cu_seqlens`.)
-    kv_cu_seqlens, kv_lengths: the same for the keys, where they differ: cross attention. With `kv_cu_seqlens` alone
-        all keys are real.
+    kv_cu_seqlens, kv_lengths: bounds and real tokens of the keys, where they differ: cross attention. With
+        `kv_cu_seqlens` alone all keys are real.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -238,7 +238,7 @@ class Documents(Mask):
 class Keys(Mask):
     """Only the keys in these index ranges, `((start, stop), ...)` in ascending order, are attended to.
 
-    length: number of all keys, also those that are not attended to; None for any number.
+    length: number of all keys, attended to or not; None for any number.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -288,7 +288,7 @@ class _Several(Mask):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Return the bounds of the documents of all masks, if they are the same."""
+        """Return the bounds of documents, if all masks have equal ones."""
         found = {mask.documents for mask in self.masks}
         return found.pop() if len(found) == 1 else None
 
@@ -309,7 +309,7 @@ class _Several(Mask):
 
     @property
     def trees(self) -> frozenset[TreeMask]:
-        """Return those of all masks."""
+        """Return the prefix trees of all masks."""
         return frozenset().union(*(mask.trees for mask in self.masks))
 
 

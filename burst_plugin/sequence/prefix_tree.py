@@ -149,8 +149,8 @@ class PrefixTree(TreeMask):
     def reached_later(self, reach: int, slack: int) -> int:
         """Return the first position that a token after the tree attends to by a window of `reach` tokens before it.
 
-        Such a token begins a root, or continues a node on the path of the last token, or on that of one of the
-        `slack` tokens before it.
+        Such a token begins a root, or continues a node on the path of the last token, or on the path of one of
+        the `slack` tokens before it.
         """
         first = self.length
         for number, node in enumerate(self._nodes):

@@ -68,7 +68,7 @@ class _Meetings:
             yield from self._met_at_once(run) if run.stride == 1 else self._met_by_region(run)
 
     def _met_at_once(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield the same for consecutive queries: the keys of all regions together, of which none is left out."""
+        """Yield (owner, row range) for consecutive queries: the keys of all regions together, without gaps."""
         key_ranges = []
         for region, first, last in self._regions_at(run):
             low, high = region.keys_of(first, last)
@@ -85,7 +85,7 @@ class _Meetings:
                     yield owner, (offset + start, offset + end)
 
     def _met_by_region(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield the same for queries with gaps between them, which may leave keys out."""
+        """Yield (owner, row range) for queries with gaps between them, which may leave keys out."""
         for region, first, last in self._regions_at(run):
             numbers = self._index.at(*region.keys_of(first, last))
             self._count(len(numbers))

@@ -23,7 +23,7 @@ a: anticausal, c: causal,
             n ... 2n   . a c .       which a kernel works on as a batch
             2n .. 3n   . . a c
 
-Tiles that have neither queries nor keys in common, as those of packed documents, are batched into one tile for a
+Tiles that have neither queries nor keys in common, as with packed documents, are batched into one tile for a
 kernel that takes documents of any lengths in one call; c: causal,
 
     queries of documents 0    c . .
@@ -31,7 +31,7 @@ kernel that takes documents of any lengths in one call; c: causal,
                          2    . . c
 
 Regions within spans are cut as if a sequence had the tokens in spans alone. Their tiles are made of rows that are
-`taken` together, those of a, b and c without the text between them; later keys attend, and c in all is one tile:
+`taken` together, here of a, b and c without the text between them; later keys attend, and c in all is one tile:
 
     queries of a  a . f . f
             text  . . . . .
@@ -147,8 +147,8 @@ class Regions:
 class RunIndex:
     """Runs in any order, found by position.
 
-    Runs of one rank need not be in ascending order of their starts: those of a Ulysses group that holds interleaved
-    stripes, cut to some rows, are not.
+    Runs of one rank need not be in ascending order of their starts: a Ulysses group that holds interleaved stripes,
+    cut to some rows, has runs in another order.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -198,7 +198,7 @@ def _is_by_order(region: Region) -> bool:
 
 
 def _taken(spans: Rows, regions: Sequence[Region], q_runs: Sequence[Run], k_runs: Sequence[Run]) -> Iterator[Tile]:
-    """Yield the tiles of regions within spans, as those of a sequence that has the tokens in spans alone."""
+    """Yield the tiles of regions within spans, found in a sequence that has the tokens of spans alone."""
     places = SpanPlaces(spans)
     (q_inside, q_rows), (k_inside, k_rows) = places.of_runs(q_runs), places.of_runs(k_runs)
     alone = []
@@ -262,7 +262,7 @@ def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
 
 
 def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """Yield what `banded` yields, for all batch rows."""
+    """Yield the tiles of `banded`, for all batch rows."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
         return
