@@ -35,7 +35,8 @@ class Packing:
     def views(self, data: Tensor, count: int = 0) -> tuple[Tensor, ...]:
         """Return the tensors, as views of `data` [nbytes], uint8.
 
-        With a `count` those of so many messages one behind the other, [count * nbytes], with a dim more in front.
+        With a `count`, `data` holds so many messages one behind the other, [count * nbytes]; tensors get a dim in
+        front.
         """
         typed = {dtype: data.view(dtype) for dtype, *_ in self._sections}
         found = []

@@ -15,10 +15,10 @@ from burst_plugin.types import Direction
 
 
 class CallId(NamedTuple):
-    """Which call of attention this is.
+    """The identity of a call of attention.
 
-    number: of comparisons and calls of this rank so far; the same on every rank that is in step.
-    name: the caller's name for it, such as "step 7, layer 3".
+    number: how many comparisons and calls this rank made before; equal on every rank that is in step.
+    name: the caller's name for the call, such as "step 7, layer 3".
     is_compared: whether ranks compare this call, and therefore its backward pass.
     """
 
@@ -49,9 +49,9 @@ class _KnowsItsStep(Protocol):
 
 @dataclass
 class Progress:
-    """What a rank does right now on a ring; written by the training thread, read by the watching thread.
+    """The present work of a rank on a ring; written by the training thread, read by the watching thread.
 
-    where: what it does and of which call, or in words, such as ("in the forward pass of", call 13).
+    where: the action and its call, or words, such as ("in the forward pass of", call 13).
     call: the call whose pass is running, if any; `ring_pass` has the step it is at.
     waiting: the rank that this one waits for, and since when.
     """

@@ -105,8 +105,8 @@ class ConsistencyCheck:
     ) -> None:
         """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
 
-        `at` says what is about to be done; `compared` and `constants` are values by name. Only if they differ behind
-        what one exchange can hold are there more exchanges, which find the place.
+        `at` names the action that is about to begin; `compared` and `constants` are values by name. Only if they
+        differ behind what one exchange can hold are there more exchanges, which find the place.
         """
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items()), *constants.lines]

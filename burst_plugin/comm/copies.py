@@ -60,10 +60,10 @@ class CopyNetwork(InProcessNetwork):
 class NullTransport(Transport):
     """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.
 
-    A received message holds this rank's own first one of the same size and kind, or 0, without `copies` always, which
+    A received message holds this rank's own first message of its size and kind, or 0, without `copies` always, which
     takes no memory: bits of another type would be full of numbers that take a CPU ten times as long. On CPUs it gets
-    the label of this rank's last one, which is that of the pass in every schedule in which a rank sends before it
-    receives; before that it gets `label`.
+    the label of this rank's last message, which is the label of the pass in every schedule that has a rank send
+    before it receives; before that it gets `label`.
     """
 
     def __init__(self, pool: BufferPool | None = None, label: Tensor | None = None, copies: bool = True) -> None:

@@ -6,7 +6,7 @@ Ranks that differ exchange digests of smaller and smaller pieces:
     mask: Documents.cu_seqlens  does; of its entries those from 806 on,
         entry 812               which is 40960 on some ranks and 40992 on others
 
-All decisions follow from what all ranks have exchanged, so that all ranks decide the same.
+All decisions follow from texts that all ranks have exchanged, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def differences(compared: Mapping[str, object], exchange: Exchange) -> str:
 
 
 def _where(path: str, value: object, exchange: Exchange) -> str:
-    """Return what differs first in a value that is not the same on all ranks, and what each has there. Collective."""
+    """Return the first difference of a value between ranks, in words, with each rank's part there. Collective."""
     at = ""
     while True:
         parts, label = _opened(value)
@@ -101,7 +101,7 @@ class _End(str):
 
 
 def _opened(value: object) -> tuple[Sequence[object], Callable[[int], str]]:
-    """Return what a value is made of, fields, entries or pieces of its text, and what each is called."""
+    """Return the parts of a value, fields, entries or pieces of its text, and a function that names a part."""
     if is_dataclass(value):
         names, kind = [field.name for field in fields(value) if field.repr], type(value).__name__
         return [getattr(value, name) for name in names], lambda place: f": {kind}.{names[place]}"
@@ -113,7 +113,7 @@ def _opened(value: object) -> tuple[Sequence[object], Callable[[int], str]]:
 
 
 def _described(value: object, length: int) -> tuple[str, str, str, str]:
-    """Return what ranks send of a value: its type, whether its text is cut, how many parts it has, and the text."""
+    """Return a value as ranks send it: its type, whether its text is cut, the number of its parts, and the text."""
     text = str(value)
     shown = text if len(text) <= _SHORT else f"{text[:_SHORT]} ..."
     return type(value).__name__, "whole" if shown == text and SUMMARY not in text else "cut", str(length), shown

@@ -121,10 +121,10 @@ class FailureWatch:
     until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason, and
     ends the process a minute later. The thread also keeps the board up to date.
 
-    fault: returns what NCCL's watchdog has found here, such as a time-out, or "". That ends the ring, too, once the
-        other ranks have had the time to say where they are.
-    end: called with the text of the error for this rank, "" where it has raised one itself; should end what it waits
-        for. Without it that is left to the time-out and the launcher.
+    fault: returns the fault that NCCL's watchdog has found here, such as a time-out, or "". A fault ends the ring,
+        too, once the other ranks have had the time to say where they are.
+    end: called with the text of the error for this rank, "" where it has raised one itself; should end the waits of
+        this rank. Without it they are left to the time-out and the launcher.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def _end_all() -> None:
 
 
 def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:
-    """Look at the store until a rank has given up. Return what it has recorded; "" if the ring is closed before."""
+    """Look at the store until a rank has given up. Return the text that it recorded; "" if the ring closes first."""
     before = ""
     while not closed.wait(1.2 * period_s if before else period_s):  # so that others look in between
         found = fault()

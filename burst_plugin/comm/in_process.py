@@ -63,7 +63,7 @@ class InProcessNetwork(ABC):
         return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
 
     def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
-        """P2POp one end of a message. Ends meet in the order in which they were posted. Return the message."""
+        """Post one end of a message. Ends meet in the order in which they were posted. Return the message."""
         queue = self._half.setdefault(route, deque())
         if queue and (queue[0].source is None) != (source is None):
             parcel = queue.popleft()

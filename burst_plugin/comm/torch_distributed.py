@@ -51,8 +51,8 @@ class _DistributedPending:
 class _Communicator:
     """A process group that a ring posts to.
 
-    Backends that launch a batch as one get it by `batch_isend_irecv`. With others that would post one message after
-    the other, with a dozen checks each; so what it calls in the end is called here.
+    Backends that launch a batch as one get it by `batch_isend_irecv`. With other backends it would post one message
+    after the other, with a dozen checks each; so the functions that it calls in the end are called here.
     """
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
@@ -63,7 +63,7 @@ class _Communicator:
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
-        """P2POp messages, receives before sends. Return what to wait for. Raise PeerLostError if a peer is gone."""
+        """Post messages, receives before sends. Return handles to wait for. Raise PeerLostError if a peer is gone."""
         works: list[dist.Work] = []
         try:
             if self._launches_batches:

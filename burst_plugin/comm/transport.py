@@ -86,7 +86,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """Start these messages, as one batch per communicator; return what is under way."""
+        """Start these messages, as one batch per communicator; return the messages in flight."""
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
         """Return whether waiting would end; False only where ranks share a process, and others have to run first."""
