@@ -80,9 +80,9 @@ class Agreement:
     ) -> CallId:
         """Compare as `agree` does, before an attention call that `Strategy.check` has ranks compare.
 
-        `signature` returns what has to be equal, by name; it is called where ranks compare. At other calls only this
-        rank knows of its problem, and the other ranks may be sending already: so the ring ends. `name` is the one of
-        `name_of_next_call`.
+        `signature` returns the values that must be equal, by name; it is called where ranks compare. At other calls
+        only this rank knows of its problem, and the other ranks may be sending already: so the ring ends. `name` is
+        the result of `name_of_next_call`.
         """
         self._attention_count += 1
         consistency = self.consistency
@@ -131,11 +131,11 @@ class Agreement:
 
     @cached_property
     def _options(self) -> Constants:
-        """Return what the ring was made with."""
+        """Return the topology and the options that the ring was made with."""
         return Constants({"topology": self.rank_state.topology, **self.rank_state.strategy.compared})
 
     def _is_due(self, consistency: ConsistencyCheck, number: int) -> bool:
-        """Return whether ranks compare what they do for the time number `number`, from 1 on."""
+        """Return whether ranks compare at occasion `number`, counted from 1 on."""
         return self.rank_state.strategy.check_is_due(number, consistency.is_on_cpu)
 
     def _next_comparison(self) -> int:

@@ -30,8 +30,8 @@ def run_pass(
 ) -> Generator[None, None, tuple[Tensors, Tensors]]:
     """Run one pass of one rank, and return the results of its queries, and of its keys and values.
 
-    Yields once per step, for ranks that take turns. `parts` are the parts of the heads, mostly one; `call` is the
-    same on every rank.
+    Yields once per step, for ranks that take turns. `parts` are the parts of the heads, mostly one; `call` is
+    equal on every rank.
     """
     own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
@@ -137,7 +137,7 @@ def cut_loose(inputs: Inputs) -> Inputs:
 def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
     """Return outputs whose lse and largest scores the caller may change in place.
 
-    The backward pass and what is kept have tensors of their own: inside a checkpoint PyTorch would not notice.
+    The backward pass and kept outputs have tensors of their own: inside a checkpoint PyTorch would not notice.
     """
     lse = outputs.lse.clone() if with_lse and outputs.lse is not None else outputs.lse
     largest = outputs.max_logits

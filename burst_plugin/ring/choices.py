@@ -55,7 +55,7 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 
 
 def _kind_of_call(strategy: Strategy, inputs: Inputs, request: Request) -> Hashable:
-    """Return what calls that may share a plan have in common: all but the values of tensors, and dropout's seed."""
+    """Return a key for calls that may share a plan: it has all but the values of tensors, and dropout's seed."""
     kinds: list[object] = []
     for x in inputs:
         kinds.append(None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout))
@@ -146,7 +146,7 @@ def _passes(
     moving: Mapping[Direction, tuple[Side, ...]],
     rounded: Mapping[Direction, Mapping[Side, bool]],
 ) -> tuple[RunPass, dict[Direction, PassPlan]]:
-    """Return what runs the passes, and their plans, in which this side moves, or these two."""
+    """Return the function that runs the passes, and their plans; `moving` has one side or both for each direction."""
     passes: dict[Direction, PassPlan] = {}
     run: RunPass = run_pass
     for direction, sides in moving.items():
@@ -161,7 +161,7 @@ def _passes(
 
 
 def _exchange_kind(group: RankGroup) -> type[GroupExchange] | None:
-    """Return what the ranks of a group do before and after the ring, if anything."""
+    """Return the kind of exchange that a group has before and after the ring; None for a group of one rank."""
     if group.degree == 1:
         return None
     if group.gathers:

@@ -6,8 +6,8 @@
             ...                   # read visit.operands, add to visit.accumulator
         yield                     # one step done: lets ranks in one process take turns
 
-At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
-work of step t, and what crosses between nodes during a whole inner ring.
+At every step: wait for messages that are due, post messages that are issued, work. Blocks for step t+1 are in flight
+during the work of step t, and blocks that cross between nodes during a whole inner ring.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class RingPass:
     Args:
         parts: the parts of the heads, whose operands of the moving side go around.
         own: by part, the accumulators of this rank's own block.
-        label: `LABEL_BYTES` of uint8, the same on every rank: to which call a message belongs. It is compared where
-            that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
+        label: `LABEL_BYTES` of uint8, equal on every rank: it says which call a message belongs to. It is compared
+            where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class RingPass:
         return named if self._log is None else self._log.timed("kernel", named)
 
     def _move(self, step: Step) -> None:
-        """Wait for what ends before this step, release what is not needed any more, and post its messages."""
+        """Wait for messages that end before this step, release buffers no longer needed, and post its messages."""
         ending = self._endings.pop(self._step, None)
         if ending is not None:
             for pending in ending.pending:
@@ -253,7 +253,7 @@ class RingPass:
             self._post()
 
     def _post(self) -> None:
-        """P2POp this step's messages, those that are due together in one batch per communicator."""
+        """Post this step's messages; messages that are due together form one batch per communicator."""
         for due, posts, awaited in self._send_recv.batches[self._step]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
             arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]

@@ -96,7 +96,7 @@ def _selection_of(inputs: Inputs, kv_heads: slice) -> Tensor | None:
 
 
 def _request_of(request: Request, group: int, q_heads: int) -> Request:
-    """Return what is asked for one group."""
+    """Return the request for one group of heads."""
     groups = request.mask.head_groups
     assert groups is not None, "the mask has groups of heads"
     some = slice(group * q_heads // groups, (group + 1) * q_heads // groups)

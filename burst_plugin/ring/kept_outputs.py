@@ -148,5 +148,5 @@ def _lse(outputs: Outputs) -> Tensor:
 
 
 def _aliased(outputs: Outputs) -> Outputs:
-    """Return the same values in new tensors: autograd marks those that it is given as results of one node."""
+    """Return the outputs as detached tensors: autograd marks tensors that it gets as results of a node."""
     return Outputs(*(None if x is None else x.detach() for x in outputs))  # type: ignore[arg-type]

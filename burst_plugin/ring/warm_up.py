@@ -1,8 +1,8 @@
-"""Both passes of a call without its messages, so that nothing is planned or compiled in the middle of a real one.
+"""Both passes of a call without its messages, so that nothing is planned or compiled in the middle of a real pass.
 
 The first tile of a kind may take a library seconds, with Triton, CuTe or a plan of cuDNN's, while other ranks wait
-for what this one is to send. cuDNN's plans are those of a thread (`MHAGraphCache` in MHA.cpp): so passes run in each
-that they are called in: forward also in autograd's, where layers are computed again.
+for messages of this rank. cuDNN keeps plans by thread (`MHAGraphCache` in MHA.cpp): so passes run in each thread that
+calls them: the forward pass also in autograd's, where layers are computed again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _unnoticed(plan: Plan, which: PassPlan) -> Iterator[None]:
 
 
 def _alone(plan: Plan, direction: Direction) -> Plan:
-    """Return the same plan on a ring whose messages go nowhere, and of which nothing is noted."""
+    """Return a copy of the plan on a ring whose messages go nowhere and are not recorded."""
     state, label = plan.rank_state, plan.label(direction, _CALL)
     ring, ulysses = (NullTransport(pool, label, copies=False) for pool in state.pools)
     alone = replace(

@@ -1,7 +1,7 @@
 """What the ranks of a group send each other before and after a pass: heads (`ulysses`), or blocks (`mesh`).
 
 A `GroupExchange` surrounds the ring. At each of its places a kind of exchange may send something; where it does not,
-what is there goes on as it is:
+the tensors go on as they are:
 
     forward     inputs -> (kept for the backward pass) -> gathered -> the ring -> merged -> outputs
     backward    upstream -> gathered_backward -> the ring -> summed -> grads
@@ -140,9 +140,9 @@ class GroupExchange:
     def _begin(
         self, transport: Transport, pieces: Sequence[ExchangedTensor], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
-        """P2POp what goes to and comes from every other member; what stays with this rank is copied meanwhile.
+        """Post the messages to and from every other member; rows that stay with this rank are copied meanwhile.
 
-        `packings` are those of messages with the rows of each member.
+        `packings` has the packing of a message with the rows of each member.
         """
         group, device, traffic, whose = (
             self.group,

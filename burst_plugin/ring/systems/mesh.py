@@ -2,7 +2,7 @@
 
 `mesh_degree` consecutive ranks, a, are a group. Before a pass every rank gets from each other rank of its group the
 block of the side that stays, and goes around a ring with the ranks at its own place in the other groups, b = P / a of
-them; so it works on the a blocks of its group and the b blocks of its ring, of which one each is its own. Afterwards
+them; so it works on the a blocks of its group and the b blocks of its ring, its own block among both. Afterwards
 the partial results of the group's blocks go to the ranks that own these, which merge or add them up in float32.
 
 6 ranks, mesh_degree 2, keys move; which rank works on which pair of blocks, two rings, of ranks 0 2 4 and 1 3 5:
@@ -20,9 +20,9 @@ partial results (`compute.shapes`), a rank sends in a pass
 
     (a - 1) * S + (b - 1) * M
 
-and with a = b = sqrt(P) as few as 2 (sqrt(P) - 1) blocks, where a ring sends P - 1. What the ring sends hides behind
-work, what groups send does not. With a = 1 there is the ring alone; with a = P nothing moves around, and if queries
-are the ones that would, all keys are gathered.
+and with a = b = sqrt(P) as few as 2 (sqrt(P) - 1) blocks, where a ring sends P - 1. Messages of the ring hide
+behind work, messages of groups do not. With a = 1 there is the ring alone; with a = P nothing moves around, and if
+queries are the side that would, all keys are gathered.
 
 Source: Mesh-Attention (arXiv 2512.20968): a tile of a x b blocks for every GPU, of which its own queries and keys are
 one. There queries are those that are gathered, and partial outputs those that are sent back; which side is gathered
