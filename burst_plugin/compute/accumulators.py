@@ -213,7 +213,7 @@ def in_parts(tensors: Sequence[Tensor], parts: int) -> list[Tensors]:
 
 
 def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[slice, Sequence[Sequence[Tensor]]]]:
-    """Yield ranges of rows, with what is contributed to all of each; ranges with nothing end at row `length`."""
+    """Yield ranges of rows, with the contributions to each range; ranges up to row `length` may have none."""
     if len(waiting) == 1 and not length:
         yield waiting[0].rows, [waiting[0].tensors]
         return
@@ -229,14 +229,14 @@ def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[sl
 
 
 class _New:
-    """New tensors, or those of the first contribution where they will do; see `Storage`."""
+    """New tensors, or the tensors of the first contribution where they will do; see `Storage`."""
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
         self._specs, self._device = specs, device
         self.length = specs[0][0][1] if specs else 0  # keys and values accumulate nothing in a forward pass
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """Return new tensors, or those of the contribution `kept` where they will do."""
+        """Return new tensors, or the tensors of the contribution `kept` where they will do."""
         if kept is None:
             return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._specs)
         return tuple(_owned(part, *spec) for part, spec in zip(kept, self._specs, strict=True))
@@ -264,7 +264,7 @@ def _of_length(x: Tensor, length: int) -> Tensor:
 
 
 def _owned(part: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what a kernel gave if it has this shape and type, or any, and no more memory; else a copy that has."""
+    """Return a kernel's result if it has this shape and type, or any, and no spare memory; else a copy that does."""
     shape, dtype = shape or part.shape, dtype or part.dtype
     fits = part.dtype == dtype and part.shape == shape and part.is_contiguous()
     if fits and part.untyped_storage().nbytes() == part.nbytes:

@@ -89,11 +89,11 @@ def row_factor(out: Tensor, dout: Tensor) -> Tensor:
 def project(dout: Tensor, factor: Tensor) -> Tensor:
     """Return `dout * factor`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
 
-    It has the type of `dout`; on CPUs, where kernels compute in it, that of `factor`.
+    It has the type of `dout`; on CPUs, where kernels compute in the type of `factor`, it has this type.
 
     A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
     output on `dout`: `dout * delta / rowsum(dout**2)`, which is `dout` times `row_factor`. By Cauchy-Schwarz no row's
-    2-norm exceeds that of the true output. Not for float16, where one element may overflow.
+    2-norm exceeds the 2-norm of the true output's row. Not for float16, where one element may overflow.
     Source: design of this package.
     """
     factor = factor.transpose(1, 2).unsqueeze(-1)

@@ -169,7 +169,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
-    """Return what a kernel makes of rows of two [B, S, H, D]: [B, H, S], float32."""
+    """Return the result of a kernel on rows of two tensors [B, S, H, D]: [B, H, S], float32."""
     batch, length, heads, _ = out.shape
     rows = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
     _launch(kernel, out.shape, (out, dout, rows))

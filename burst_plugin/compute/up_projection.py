@@ -1,11 +1,11 @@
-"""Keys and values that travel as latents, and are made of them where they arrive (MLA, arXiv 2405.04434).
+"""Keys and values that travel as latents, and are made from latents where these arrive (MLA, arXiv 2405.04434).
 
     travels      c [B, S, 1, C], and the part of keys that heads share [B, S, 1, R], with its rotary embedding
     with weight  k = (W_k c, shared part), v = W_v c, for every query head; weight [Hq * (Dk - R + Dv), C]
     without      k = (c, shared part), v = c, one head: queries are in the space of latents already ("absorbed")
 
 With DeepSeek V3's 128 heads 576 numbers per token travel in place of 40,960. Gradients of keys and values are
-projected back before they leave; that of the weight is summed where it is made, on every rank for its own queries.
+projected back before they leave; the weight's gradient is summed where it is made, on every rank for its own queries.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from burst_plugin.types import Side
 
 
 class UpProjection(NamedTuple):
-    """How keys and values are made of latents.
+    """How keys and values are made from latents.
 
-    weight: [heads * (own_dim + v_dim), C], or None; each head's rows are those of its keys, then of its values.
+    weight: [heads * (own_dim + v_dim), C], or None; each head has rows for its keys, then for its values.
     own_dim: the dim of keys without the part that heads share.
     """
 

@@ -73,7 +73,7 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     Where every batch may bring tiles of new shapes, "auto" prefers a kernel that does not keep a plan for each. Where
     it cannot take a faster kernel of this device because of a feature, a warning says so once, with what that costs.
 
-    Raises ValueError if the kernel asked for cannot, with its reason and the names of those that can.
+    Raises ValueError if the kernel asked for cannot, with its reason and the names of kernels that can.
     """
     if wanted == "auto":
         return _fastest(case)

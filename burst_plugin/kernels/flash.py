@@ -94,7 +94,7 @@ class FlashKernel(ABC):
         return self.limits.refuse(case) or self._refuse_library(case)
 
     def _refuse_library(self, case: Case) -> str | None:
-        """Return why what is installed cannot do `case`; None if it can."""
+        """Return why the installed library cannot do `case`; None if it can."""
         return None
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
@@ -281,7 +281,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _summed(grads: Sequence[Tensor], parts: Sequence[Window], x: Tensor) -> Tensor:
-    """Return the gradient of all keys from those of the pieces."""
+    """Return the gradient of all keys, from the gradients of the pieces."""
     if len(grads) == 1 and grads[0].shape == x.shape:
         return grads[0]
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

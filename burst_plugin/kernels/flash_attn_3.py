@@ -1,9 +1,9 @@
 """flash-attention 3, for Hopper: the operators that importing `flash_attn_interface` registers.
 
-`flash_attn_3::fwd` and `::bwd` (hopper/flash_api.cpp). Their arguments are the same from v2.8.0 on, while those of
-the Python functions around them are not; what `bwd` returns differs too, so gradients are taken from the tensors that
-it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, accept
-`deterministic` and ignore it (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
+`flash_attn_3::fwd` and `::bwd` (hopper/flash_api.cpp). Their arguments are unchanged from v2.8.0 on, unlike the
+arguments of the Python functions around them; the results of `bwd` differ too, so gradients are taken from the
+tensors that it gets. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, accept
+`deterministic` and ignore it (hopper/flash_bwd_launch_template.h); releases that return 5 honour it.
 
 What a build has left out, such as softcap or a head dim (FLASH_ATTENTION_DISABLE_... in hopper/setup.py), it says
 when it is called, so that each use is tried out first.

@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
     dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
     capability: the first and the last CUDA compute capability.
-    library: what has to be installed, in the words of docs/kernels.md.
+    library: the library that has to be installed, in the words of docs/kernels.md.
     keeps_plans: whether it prepares something for every shape of a tile, and never frees it.
     """
 

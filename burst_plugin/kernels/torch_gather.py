@@ -1,7 +1,7 @@
 """Attention on listed keys alone, in plain PyTorch: the keys of each query are gathered, and then multiplied.
 
 Its work grows with the number of selected keys, not with the sequence. Queries with about equally many of their
-keys in a tile are worked on together: those with 33 to 64, say, as if they had 64.
+keys in a tile are worked on together: queries with 33 to 64 keys, say, as if they had 64.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class TorchGatherKernel:
 class _Chunk(NamedTuple):
     """Queries that are worked on together.
 
-    rows: [m], their rows among the tokens of all batch rows. columns: [m, w], the same of their keys, of which those
-    count that are `listed`. heads, kv_heads: to which the list applies, of queries and of keys.
+    rows: [m], their rows among the tokens of all batch rows. columns: [m, w], the rows of their keys, which
+    count if they are `listed`. heads, kv_heads: the heads that the list applies to, of queries and of keys.
     """
 
     rows: Tensor
@@ -98,7 +98,7 @@ class _Chunk(NamedTuple):
         return scores.masked_fill_(~self.listed[:, None, None], -torch.inf)
 
     def add_to(self, sums: Tensor, grads: Tensor) -> None:
-        """Add gradients [m, kv heads, w, D] to those of their keys, [B * Sk, Hkv, D]; other places have zeros."""
+        """Add gradients [m, kv heads, w, D] to `sums` at their keys, [B * Sk, Hkv, D]; other places have zeros."""
         by_key = grads.transpose(1, 2).flatten(0, 1)
         sums[:, self.kv_heads].index_add_(0, self.columns.flatten(), by_key)
 
@@ -142,7 +142,7 @@ def _listed(selection: Selection, first: int, band: Band) -> tuple[Tensor, Tenso
 
 
 def _by_count(counts: Tensor, per_key: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield the rows that have keys, in groups of those that need the same power of two, and this number of keys."""
+    """Yield the rows that have keys in groups, each with the power of two keys that its rows need."""
     ordered, order = counts.sort()
     bits = torch.where(ordered > 0, ordered.double().log2().ceil(), -1.0).long()
     sizes = torch.bincount(bits + 1, minlength=1).tolist()  # waits for the device

@@ -238,7 +238,7 @@ class Strategy:
     def on(self, topology: Topology) -> Strategy:
         """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
 
-        Raises ValueError if ranks cannot be put into such groups there, with what is possible.
+        Raises ValueError if ranks cannot form such groups there, and names the degrees that are possible.
         """
         if isinstance(self.ulysses_degree, str):
             degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}
@@ -282,15 +282,15 @@ class Strategy:
         model: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> MeasuredStrategy:
-        """Return a strategy that is planned by what `burst check` measured, for a model, when a ring is made.
+        """Return a strategy that is planned from the measurements of `burst check`, for a model, when a ring is made.
 
             Strategy.from_profile("burst-profile.json", model={"q_heads": 64, "kv_heads": 8, "seq": 131072})
 
         Args:
-            profile: the path of the file that it wrote, or what the file holds.
-            topology: that of the ring, to be compared with the one that was measured.
-            model: `q_heads`, `kv_heads` of a rank, `head_dim`, `seq`, `mask`; if not, what `burst check` was given.
-            options: fields that are set, around which is planned; also `preset`, whose fields are set then.
+            profile: the path of the file that it wrote, or the content of the file.
+            topology: the topology of the ring, to be compared with the one that was measured.
+            model: `q_heads`, `kv_heads` of a rank, `head_dim`, `seq`, `mask`; by default the model of `burst check`.
+            options: fields that are set, which the plan keeps; also `preset`, whose fields are set then.
 
         Raises ValueError, with what differs, for a profile that is damaged or of another version, device or topology.
         """

@@ -1,10 +1,10 @@
 """Published systems by their names, as options: `Strategy.preset("usp")`.
 
-A new one is an entry of `PRESETS`. It sets the seven options that say what is sent where, so that none of them is
-left to be chosen, and more only if the system needs them. docs/systems.md is made of the entries and of what is
-counted for them.
+A new one is an entry of `PRESETS`. It sets the seven options that decide which data goes where, so that none of them
+is left to be chosen, and more only if the system needs them. docs/systems.md is made from the entries and from counts
+for each entry.
 
-Sources are in the entries. Where what runs is not what the paper describes, the entry says so in `differs`.
+Sources are in the entries. Where a preset differs from its paper, the entry says so in `differs`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
 class Preset(NamedTuple):
     """One published system.
 
-    title: what the field calls it.
+    title: its name in the field.
     arxiv: the number of its paper.
-    what: what it is here.
+    what: a description of the preset here.
     options: the fields of `Strategy` that it sets.
     choose: when to choose it.
-    differs: in what it differs from the paper; "" if in nothing that decides what is sent or computed where.
+    differs: how it differs from the paper; "" if ranks send and compute as in the paper.
     limits: on heads and lengths.
     """
 
