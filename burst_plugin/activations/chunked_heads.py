@@ -56,7 +56,7 @@ def chunked_heads(
             among them, and a tensor may be listed twice, as tied weights are.
         chunks: the number of chunks.
         module: the module that `attend` runs; by default the modules that it refers to. The backward pass compares
-            their tensors and attributes with those of the forward pass.
+            their tensors and attributes with the forward pass.
 
     Returns:
         [..., heads * D], the chunks side by side.
@@ -110,9 +110,9 @@ class _HeadsByChunk(torch.autograd.Function):
 
 
 def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: Tensor | None) -> list[Tensor | None]:
-    """Compute one chunk again; add the gradient of hidden states to `total`, and return that of each parameter.
+    """Compute a chunk again; add the gradient of hidden states to `total`, and return the gradients of parameters.
 
-    A function of its own, so that the graph of a chunk is gone before that of the next is made.
+    A function of its own, so that the graph of a chunk is gone before the graph of the next is made.
     """
     hidden = hidden.detach().requires_grad_(total is not None)
     with torch.enable_grad(), ctx.kept[number].second_run():
@@ -128,10 +128,10 @@ def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: T
 
 
 def _linear(total: Tensor, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `F.linear` does. If x is `hidden`, the backward pass adds its gradient to `total`.
+    """Return `F.linear(x, weight, bias)`. If x is `hidden`, the backward pass adds its gradient to `total`.
 
-    Autograd, which gets none then, would add up those of several projections in new tensors, each rounded, of which
-    three are there at once.
+    Autograd, which gets no gradient then, would add up the gradients of several projections in new tensors, each
+    rounded, three at once.
     """
     if x is not hidden or torch.is_autocast_enabled(x.device.type):
         return linear(x, weight, bias)

@@ -5,8 +5,8 @@
     log_probs, entropy = token_log_probs(hidden, head, tokens)
 
 The forward pass keeps two numbers of every token. The backward pass computes the logits of a chunk once more, has the
-head turn their gradient into those of the hidden states and of its parameters, and adds the latter up in float32: a
-parameter gets one gradient, rounded once, as without chunks. In a process group whose ranks have a share of the
+head turn their gradient into gradients of the hidden states and of its parameters, and adds the latter up in float32:
+a parameter gets one gradient, rounded once, as without chunks. In a process group whose ranks have a share of the
 vocabulary each (`group`), a chunk's sums are reduced over the group.
 """
 
@@ -43,12 +43,12 @@ class Head:
         row each. It is called once per chunk, in the backward pass again.
     chunk: rows of logits at a time, at least 1.
     softcap: logits z become softcap * tanh(z / softcap).
-    scale: what logits are multiplied by, after the cap; one over the temperature.
+    scale: the factor on logits, after the cap; one over the temperature.
     group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks. `project`
-        returns a rank's share. The gradient of hidden states is that of this share: adding up over the group is the
-        head's own affair. Collective.
-    parameters: what gets a gradient besides hidden states; needed if `project` is a function and no module. Those
-        that need no gradient may be among them.
+        returns a rank's share. The gradient of hidden states comes from this share: adding up over the group is
+        the head's own affair. Collective.
+    parameters: the tensors besides hidden states that get a gradient; needed if `project` is a function and no
+        module. Tensors that need no gradient may be among them.
 
     Raises ValueError for options that are not valid.
 
@@ -162,7 +162,7 @@ def token_log_probs(hidden: Tensor, head: Head, tokens: Tensor) -> tuple[Tensor,
     """Return the log-probability of each of `tokens`, and the entropy of the distribution that it was drawn from.
 
     Both have the shape of `tokens` and gradients. For all else, and errors, see `linear_cross_entropy`; every token
-    counts, so that those of a padded batch are to be masked by the caller.
+    counts, so that the caller has to mask the padding of a batch.
 
     Example:
         log_probs, entropy = token_log_probs(hidden, Head(model.lm_head, chunk=1024), tokens)
@@ -195,7 +195,7 @@ def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = Fa
 
 
 class _LossByChunk(torch.autograd.Function):
-    """The head and what is wanted of its logits as one step of autograd, in which a parameter has one gradient."""
+    """The head and the loss of its logits as one step of autograd, so that a parameter gets one gradient."""
 
     @staticmethod
     def forward(
@@ -270,7 +270,7 @@ def _grad_of_logits(
     grads: tuple[Tensor, ...],
     head: Head,
 ) -> Tensor:
-    """Return the gradient of logits z from those of log p(target), of L = log-sum-exp and of the entropy E, `grads`.
+    """Return the gradient of logits z from `grads`: of log p(target), of L = log-sum-exp and of the entropy E.
 
     With p = exp(z - L): d log p(target) = onehot - p, dL = p, and dE = -p (log p + E).
     """

@@ -142,7 +142,7 @@ class _MLPByChunk(torch.autograd.Function):
 def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> list[Tensor | None]:
     """Compute one chunk again; return the gradients of its tokens, None if not wanted, and of each parameter.
 
-    A function of its own, so that the graph of a chunk is gone before that of the next is made.
+    A function of its own, so that the graph of a chunk is gone before the graph of the next is made.
     """
     trained, wants_piece = ctx.trained, ctx.needs_input_grad[2]
     piece = piece.detach().requires_grad_(wants_piece)
@@ -165,7 +165,7 @@ class ChunkedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Do what `forward` did, in chunks. Raise ValueError for a second tensor, which would have to be cut too."""
+        """Run `forward` in chunks. Raise ValueError for a second tensor, which would have to be cut too."""
         if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
             raise ValueError(
                 f"{type(self.module).__name__} in chunks got more than one tensor, of which one can be cut; "

@@ -16,7 +16,7 @@ _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  #
 class DeferredLogits:
     """Logits to come: hidden states, and the steps that a model takes from its head's output to the loss.
 
-    weight: that of the head, if it was handed to it.
+    weight: the weight of the head, if the head got it as an argument.
 
     Steps are elementwise, so that they can be taken chunk by chunk; anything else is refused, by a ValueError that
     begins with `refusal`.

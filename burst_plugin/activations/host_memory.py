@@ -209,7 +209,7 @@ def park_inputs_of_frames() -> None:
 
 
 def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that parks those of its arguments that `original` saves."""
+    """Return a function that runs `original` and parks the arguments that it saves."""
 
     @functools.wraps(original)
     def parking(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _packed(inputs: Sequence[Tensor], x: Tensor) -> Tensor | Parked:
-    """Return what is saved of a tensor: where it is parked, or itself if it is small or no activation.
+    """Return the saved form of a tensor: its parked copy, or itself if it is small or no activation.
 
     Autograd gives hooks a copy of its metadata, so that the input with the same data is looked for.
     """

@@ -1,11 +1,12 @@
 """Attention that checkpoints do not compute twice.
 
-A checkpoint runs a function, keeps only its inputs, and runs it again in the backward pass. What attention gave in
-the first run is kept here, call by call, and given again in the second. (DistFlashAttn, arXiv 2310.03294; by share of
-the sequence: BurstEngine, 2509.19836.)
+A checkpoint runs a function, keeps only its inputs, and runs it again in the backward pass. Outputs of attention in
+the first run are kept here, call by call, and returned again in the second. (DistFlashAttn, arXiv 2310.03294; by
+share of the sequence: BurstEngine, 2509.19836.)
 
-This works for PyTorch's checkpoints, reentrant or not, and for those that frameworks derive from them: the function
-that they are given is wrapped. A selective checkpoint whose policy saves the outputs of attention has them all kept.
+This works for PyTorch's checkpoints, reentrant or not, and for checkpoints that frameworks derive from them: the
+function that they run is wrapped. A selective checkpoint whose policy saves the outputs of attention has all of them
+kept.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class _FollowedFunction:
             return self._function(*args, **kwargs)
 
     def forget(self) -> None:
-        """Let go of what is kept: a loss may outlive its step, and with it this function."""
+        """Let go of kept outputs: a loss may outlive its step, and with it this function."""
         self._checkpoint.of_calls.clear()
 
 

@@ -119,7 +119,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yield what each limit on this process's cgroup, and on those around it, leaves."""
+    """Yield the bytes that each limit on this process's cgroup, or on a cgroup around it, leaves."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):

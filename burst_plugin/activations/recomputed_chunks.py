@@ -62,7 +62,7 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Run the block as in the forward pass, with the same random numbers, and put the generators back after it.
 
-        Raises RuntimeError if what the forward pass read has changed, as autograd does for what it saves.
+        Raises RuntimeError if a tensor that the forward pass read has changed, as autograd does for saved tensors.
         """
         self.read.check()
         devices, states = self.of_devices
@@ -81,8 +81,8 @@ def adds_nothing_itself(parameter: Tensor) -> bool:
 class GradientSums:
     """The gradients of parameters, added up over chunks in float32 and rounded once.
 
-    adds_itself: whether what is differentiated adds the gradient of a parameter up in a buffer of its own; what
-        autograd gets for it then means nothing, and is handed on as it is.
+    adds_itself: whether the differentiated function adds the gradient of a parameter up in a buffer of its own; the
+        gradient that autograd gets means nothing then, and is handed on as it is.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GradientSums:
     def collecting(self) -> Iterator[None]:
         """Keep hooks of parameters from seeing the gradients of chunks: they see the sum, which autograd gets.
 
-        The dictionaries of hooks are emptied, and not replaced: autograd keeps those of tensors that are computed.
+        The dictionaries of hooks are emptied, and not replaced: autograd keeps the dictionaries of computed tensors.
         """
         emptied = [(hooks, dict(hooks)) for each in self._parameters if (hooks := each._backward_hooks)]
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 class ReplacedForward:
     """Takes the place of the `forward` of one module, which keeps its hooks, name and parameters.
 
-    A subclass says in `__call__` what is done, on `chunk` tokens or heads at a time; `earlier` is the `forward` that
+    A subclass computes in `__call__`, on `chunk` tokens or heads at a time; `earlier` is the `forward` that
     the module had.
     """
 
@@ -28,8 +28,8 @@ class ReplacedForward:
     def _input_first(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call with the input as the first positional one, and in need of a gradient.
 
-        Hooks that come after this one, such as those of ZeRO-3, take the backward pass of a module for done once all
-        positional inputs that need gradients have theirs: at once, if there are none.
+        Hooks that come after this one, such as ZeRO-3's, take the backward pass of a module for done once all
+        positional inputs that need gradients have them: at once, if there are none.
         """
         by_name = dict(kwargs)
         x, *rest = args or (by_name.pop(self._name),)

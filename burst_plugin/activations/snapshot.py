@@ -31,13 +31,13 @@ class Snapshot:
     def of(
         cls, function: Callable[..., Any], tensors: Iterable[Tensor], module: torch.nn.Module | None = None
     ) -> Snapshot:
-        """Take a snapshot of what `function` reads, before it runs.
+        """Take a snapshot of the tensors and attributes that `function` reads, before it runs.
 
         Args:
             function: a module, or a function whose closure, defaults, globals and object are searched.
-            tensors: what it reads besides; parameters of modules that are trained and not among these are left out,
-                since the function does not use them.
-            module: the only module that the function runs; by default those that it refers to.
+            tensors: tensors that it reads besides; other trained parameters of modules are left out, since the
+                function does not use them.
+            module: the only module that the function runs; by default all modules that it refers to.
         """
         modules, referenced = _referenced(function)
         modules = modules if module is None else [module]
@@ -77,7 +77,7 @@ class _ModuleState:
         return cls(module, held, _attributes(module))
 
     def kind(self, name: str) -> str:
-        """Return what the tensor of a name is, for an error message."""
+        """Return "buffer" or "parameter" for the tensor of a name, for an error message."""
         return "buffer" if name in dict(self.module.named_buffers(remove_duplicate=False)) else "parameter"
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _held(module: torch.nn.Module, name: str) -> object:
-    """Return what code finds under the full name of a tensor; FSDP puts views beside the parameters.
+    """Return the object that code finds under the full name of a tensor; FSDP puts views beside the parameters.
 
     ZeRO-3 would gather a parameter that is looked up by `getattr`.
     """
@@ -152,7 +152,7 @@ def _referenced(function: object) -> tuple[list[torch.nn.Module], list[Tensor]]:
 
 
 def _parts(value: object) -> list[object]:
-    """Return what a function, a method, a partial or a collection refers to; nothing for other objects."""
+    """Return the objects that a function, a method, a partial or a collection refers to; none for other objects."""
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def _parts(value: object) -> list[object]:
 
 
 def _content(cell: CellType) -> object:
-    """Return what a cell of a closure holds, None if that is not set yet."""
+    """Return the content of a closure's cell; None if it is not set yet."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -130,7 +130,7 @@ class _ByToken:
         return {local: _work(plain, local) for local in _staying(self.table, self.mask)}
 
     def shares(self, tokens: Tokens) -> list[list[float]]:
-        """Return the work of every rank, by side; that of all batch rows is divided by their number."""
+        """Return the work of every rank, by side, averaged over batch rows."""
         batch = self.mask.rows or 1
         return [[share / batch for share in _shares(self.table, tokens, work)] for work in self._work.values()]
 

@@ -57,7 +57,7 @@ def assign_chunks(
 def _by_work(chunks: Sequence[int], count: int, weights: Tensor) -> list[list[int]]:
     """Return equally many chunks for each of `count`: the heaviest first, each for the one with the least work.
 
-    Work is that of the side of which there would be more, so that it is even whichever side stays local.
+    The side with the most work counts, so that work is even whichever side stays local.
     """
     loads, total = weights.new_zeros(len(weights), count), weights.sum(0).tolist()
     per_holder = len(chunks) // count

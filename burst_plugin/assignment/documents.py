@@ -1,7 +1,7 @@
 """Causal documents assigned to nodes, and there to ranks: as many tokens and as much work for each, and few cuts.
 
-Documents a, b, c and d over two ranks. A token of a document of n tokens has n + 1 pairs on average, those of its
-query and those of its key added up:
+Documents a, b, c and d over two ranks. A token of a document of n tokens has n + 1 pairs on average, pairs
+of its query and of its key added up:
 
     documents     a a a a a a a a b b b b c c d d
     pairs         9 9 9 9 9 9 9 9 5 5 5 5 3 3 3 3
@@ -11,7 +11,7 @@ The longest documents have the most work per token, so a rank takes some from ei
 in order of their lengths: so many that its work is even, too. Nodes may also take whole documents from the beginning,
 and the rest from anywhere in the line, where that cuts shorter documents.
 
-Where a document is cut, ranks get what is left of it from the outside in: tokens of its beginning and as many of its
+Where a document is cut, ranks get the rest of it from the outside in: tokens of its beginning and as many of its
 end, which is even work for queries and for keys. Short ones are just cut in two.
 """
 
@@ -43,7 +43,7 @@ _Piece = tuple[_Document, int]  # so many tokens of it, wherever they are
 
 
 class _DocumentShare(NamedTuple):
-    """Tokens of a document for one rank; those of one node are side by side, in order of how many it has."""
+    """Tokens of a document for one rank; ranks of one node are side by side, and nodes ordered by their tokens."""
 
     of_node: int
     node: int
@@ -79,7 +79,7 @@ def assign_documents(
 
 
 def _in_order(documents: Sequence[tuple[int, int]], length: int, ranks: int) -> list[_Piece]:
-    """Return all documents in order of their lengths, and what is outside of them last."""
+    """Return all documents in order of their lengths, and tokens outside documents last."""
     per_rank = sum((stop - start) * (stop - start + 1) / 2 for start, stop in documents) / ranks
     ends = [0, *(end for document in documents for end in document), length]
     found = []
@@ -122,7 +122,7 @@ class _Line:
         return self.ends[number - 1 : number + 1]
 
     def without(self, stop: int, first: int, last: int) -> tuple[list[_Piece], list[_Piece]]:
-        """Return what is before `stop` or between the places `first` and `last`, and the rest."""
+        """Return the pieces before `stop` or between the places `first` and `last`, and the rest."""
         taken, left = [], []
         for (document, tokens), (start, end) in zip(self.pieces, pairwise(self.ends), strict=True):
             here = max(0, min(stop, end) - start) + max(0, min(last, end) - max(first, start))
@@ -160,9 +160,9 @@ def _deal(pieces: list[_Piece], rooms: Sequence[int], slack: float, anywhere: bo
 
 
 def _places(line: _Line, room: int, share: float, anywhere: bool) -> Iterator[tuple[int, int]]:
-    """Yield what a holder of `room` tokens may take: all before one place, and the rest from another on.
+    """Yield the tokens that a holder of `room` tokens may take: all before one place, and the rest from another on.
 
-    The first of all has the work `share`; of others some have about as much.
+    The first choice has the work `share`; some of the others have about as much.
     """
     last = line.ends[-1]
     total, back = line.work(last), last - room
