@@ -44,7 +44,7 @@ def most_held(schedule: Schedule) -> Held:
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
     """Return the most bytes of both together that any rank holds at the same time, for blocks of these sizes.
 
-    The pool keeps what was in use at the same time, whatever the sizes (`BufferPool`).
+    The pool keeps all buffers that were in use at one time, whatever their sizes (`BufferPool`).
     """
     rows = _rows(schedule)
     per_row = operand_bytes / rows, result_bytes / rows
@@ -58,7 +58,7 @@ def _rows(schedule: Schedule) -> int:
 
 
 def _held_together(schedule: Schedule, rows: int) -> set[frozenset[tuple[int, int]]]:
-    """Return what ranks hold at the same time: how many buffers, by size."""
+    """Return the sets of buffers that ranks hold at one time: (size, number of buffers)."""
     pools = [_counted(schedule.of_rank(rank), schedule.reduces, rows) for rank in range(schedule.ranks)]
     return set[frozenset[tuple[int, int]]]().union(*(pool.held for pool in pools))
 

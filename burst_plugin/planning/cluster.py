@@ -51,10 +51,10 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of GPUs. Rates are what is reached, not what is advertised; by default an H100's.
+    """Nodes of GPUs. Rates are reached rates, not advertised ones; by default an H100's.
 
-    margin_gib: what of a GPU a plan leaves: the CUDA context, NCCL beside attention, cuBLAS, fragmentation.
-    process_gib: what a process takes of its host before anything is offloaded: PyTorch, pinned batches, data loading.
+    margin_gib: memory of a GPU that plans leave free: the CUDA context, NCCL beside attention, cuBLAS, fragmentation.
+    process_gib: host memory of a process before anything is offloaded: PyTorch, pinned batches, data loading.
     """
 
     nodes: int = 1

@@ -148,7 +148,7 @@ def measured_links(profile: ClusterProfile, topology: Topology | None = None) ->
 def measured_work_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
     """Return the seconds of work on a whole block, forward and backward, at the measured rates of the kernel.
 
-    As `price.work_seconds`, but each pass has its own rate, that of tiles as long as the block.
+    As `price.work_seconds`, but each pass has its own rate, measured on tiles as long as the block.
     """
     rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
     forward_s, _ = work_seconds(shapes, rate.forward_flops_per_s, causal)

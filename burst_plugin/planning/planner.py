@@ -70,7 +70,7 @@ def plans(
     and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
     gathered in groups, and no heads are exchanged then.
 
-    Raises ValueError if no plan can have what is `fixed`.
+    Raises ValueError if no plan can have the `fixed` options.
     """
     fixed = fixed or {}
     candidates = _candidates(topology, shapes, fixed)
@@ -113,7 +113,7 @@ def _candidates(
 ) -> list[tuple[Strategy, Sequence[Sequence[int]]]]:
     """Return every schedule x degree as a strategy, with the numbers of parts of a forward and of a backward pass.
 
-    Raises ValueError if there is none with what is `fixed`.
+    Raises ValueError if there is none with the `fixed` options.
     """
     candidates: list[tuple[Strategy, Sequence[Sequence[int]]]] = []
     kept = {name: fixed[name] for name in (*DIRECTIONS, "ulysses_placement") if name in fixed}

@@ -120,9 +120,10 @@ def pass_price(
 
     `work_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
     are longer and have fewer heads, with a `mesh_degree` a ring step is with the other side of a whole group. The
-    time of what groups send, which nothing hides, is added: for all operands before the ring, and all results after
+    time of a group's messages, which nothing hides, is added: for all operands before the ring, and all results after
     it, each with the latency of one message. With a `window`, the most keys that a token attends to, itself included,
-    `work_s` is the work on all pairs of a block's tokens. Raises ValueError for what has no price (`has_price`).
+    `work_s` is the work on all pairs of a block's tokens. Raises ValueError for a strategy without a price
+    (`has_price`).
     """
     if strategy.ulysses_placement != PLACEMENTS[0]:
         raise ValueError(
@@ -157,7 +158,7 @@ def work_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[floa
 
 
 def pairs_in_window(tokens: int, window: int) -> int:
-    """Return how many (query, key) pairs there are where each of `tokens` attends to at most `window` keys."""
+    """Return the number of (query, key) pairs if each of `tokens` attends to at most `window` keys."""
     reach = min(tokens, window)
     return reach * (reach + 1) // 2 + (tokens - reach) * reach
 
@@ -167,11 +168,10 @@ def _windowed_price(
 ) -> Price:
     """Return the price of a pass in which each token attends to at most `window` keys, itself included.
 
-    Simulated is the schedule that the ring draws for that mask, with the rows that it sends and the pairs that it
-    computes. `load` is that of blocks without a mask, of `load.rows` rows; `schedule` is an option of `Strategy`.
-    Ranks many nodes apart neither send to each other nor differ, so that of a large cluster a part is simulated that
-    is four times as long as the window. Where it has too many ranks, the price is that of whole blocks going to all
-    ranks.
+    The schedule that the ring draws for that mask is simulated, with the rows that it sends and the pairs that it
+    computes. `load` describes blocks of `load.rows` rows without a mask; `schedule` is an option of `Strategy`.
+    Ranks many nodes apart neither send to each other nor differ, so that only a part of a large cluster is simulated,
+    four times as long as the window. Where this part has too many ranks, whole blocks going to all ranks are priced.
     """
     strategy, width = Strategy(schedule=schedule, ranks_per_node=topology.ranks_per_node), topology.ranks_per_node
     nodes = max(2, _FEW_RANKS // width, math.ceil(4 * window / (load.rows * width)))

@@ -107,14 +107,14 @@ def _nic_of(topology: Topology, links: Links, link: Link, rank: int) -> int:
 
 
 def _ranks_sharing_nic(schedule: Schedule, links: Links, link: Link) -> int:
-    """Return how many ranks use a NIC per drawn rank: those of a node where one rank stands for all of them."""
+    """Return how many ranks use a NIC per drawn rank: a whole node where one rank stands for all of its ranks."""
     shared = link is Link.INTER and links.nic == "node"
     return -(-schedule.topology.ranks_per_node // len(schedule.visits)) if shared else 1
 
 
 @dataclass(eq=False, slots=True)
 class _Message:
-    """A transfer in progress: ranks `ends` wait for it at step `due`; `nics` are those that send and receive it."""
+    """A transfer in progress: ranks `ends` wait for it at step `due`; `nics` send and receive it."""
 
     issue: int
     due: int
@@ -272,7 +272,7 @@ class _State(NamedTuple):
     ends_s: list[float]
 
     def is_like(self, before: _State) -> bool:
-        """Return whether the state is that of another time, except for rounding."""
+        """Return whether the state equals the state at another time, except for rounding."""
         if self.places != before.places:
             return False
         rounding_s = _ROUNDING * (self.now - before.now)
@@ -286,7 +286,7 @@ class _State(NamedTuple):
 class _PeriodSearch:
     """A search for two nodes whose visits begin in the same state, where the schedule repeats itself.
 
-    In the middle of a schedule the same steps are repeated for every node; only those of the first and the last three
+    In the middle of a schedule the same steps are repeated for every node; only steps of the first and the last three
     nodes differ (tests hold every schedule to that).
     """
 
@@ -303,7 +303,7 @@ class _PeriodSearch:
         return self.period is None and self.next_step <= min(at) and max(at) < self._stop
 
     def note(self, state: _State) -> None:
-        """Compare the state with those of some nodes before, and remember it."""
+        """Compare the state with the states of some nodes before, and remember it."""
         self.next_step += self._node_steps
         for nodes, before in enumerate(reversed(self._before), start=1):
             if state.is_like(before):

@@ -53,7 +53,7 @@ class Model:
     mask: str
 
     def of_sizes(self, sizes: Mapping[str, Any]) -> Model:
-        """Return the model with some other sizes, by name. Raise ValueError for what is not valid."""
+        """Return the model with some other sizes, by name. Raise ValueError for sizes that are not valid."""
         if not isinstance(sizes, Mapping) or set(sizes) - set(asdict(self)):
             raise ValueError(f"model={shown(sizes)} is not valid; give sizes by name: {', '.join(asdict(self))}")
         numbers = {name: as_whole(x) for name, x in sizes.items() if name != "mask"}
@@ -71,13 +71,13 @@ class Model:
 class ClusterProfile:
     """A measured cluster.
 
-    device: its name, see `device_name`. backend: that of torch.distributed, such as "nccl".
+    device: the name of its GPUs, see `device_name`. backend: the backend of torch.distributed, such as "nccl".
     intra, inter: the links inside nodes and between them; None where there are none.
     nic: "rank" if each rank has a NIC, "node" if the ranks of a node share one; `inter` is the rate of a NIC.
     kernel, dtype, rates: the kernel that was timed, on which type, and its rates, smallest tiles first.
     strategy: options of `Strategy` by name. why, runner_up: sentences for people.
     node_rates: bytes per second of the slowest NIC of each node by itself; rank_rates: FLOP per second of the kernel
-    forward on each rank; empty where that was not measured. `inter` and `rates` are those of the slowest.
+    forward on each rank; empty where that was not measured. `inter` and `rates` describe the slowest.
     recurrent: FLOP per second of the kernels of layers with a state, both passes together, by kind of layer.
     """
 
@@ -118,10 +118,10 @@ class ClusterProfile:
 
     @classmethod
     def read(cls, source: str | os.PathLike[str] | Mapping[str, Any] | ClusterProfile) -> ClusterProfile:
-        """Return the profile of a path, or of what such a file holds.
+        """Return the profile from a path, or from the content of such a file.
 
-        Raises ValueError for a file that cannot be read, is not a profile, has another version, or is damaged; it
-        says which entry, what was got and what was expected.
+        Raises ValueError for a file that cannot be read, is not a profile, has another version, or is damaged; the
+        error names the entry, its value and the expected value.
         """
         if isinstance(source, ClusterProfile):
             return source
@@ -271,7 +271,7 @@ class _Entries:
         return {str(key): entries.number(key) for key in entries.values}
 
     def text(self, name: str, valid: Sequence[str] = ()) -> str:
-        """Return a text, one of those that are `valid`, if only some are."""
+        """Return the text of an entry, one of the `valid` texts if there are any."""
         value = self.values.get(name)
         if not isinstance(value, str) or (valid and value not in valid):
             raise self.damaged(name, shown(value), f"one of {', '.join(valid)}" if valid else "a text")

@@ -1,4 +1,4 @@
-"""Where the time of ring attention goes: what a rank computes, sends and waits for, and which ranks it waits for.
+"""Where the time of ring attention goes: computing, messages and waits of a rank, and the ranks that it waits for.
 
     with cp.profile() as p:         # a few training steps; p holds every event
         train_step()
@@ -6,8 +6,8 @@
     p.save_chrome_trace("rank0.json")
     print(p.gather())               # collective: all ranks side by side
 
-On CPUs times are the host's. On GPUs they are those of the stream: CUDA events are recorded on it and read when the
-profile is, so that the host never waits while training. A pass alternates between *moves* and *kernels*; a move is
+On CPUs times are the host's. On GPUs they are the stream's: CUDA events are recorded on it and read when the profile
+is, so that the host never waits while training. A pass alternates between *moves* and *kernels*; a move is
 all that is done between two kernels: waiting, posting, packing, adding up what arrived.
 """
 
