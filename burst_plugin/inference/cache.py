@@ -94,11 +94,11 @@ class KVCache:
         self._layers: list[LayerCache] = []
 
     def __copy__(self) -> KVCache:
-        """Return a cache with copies of all rows, which goes on by itself: `fork()`, and the same on every rank."""
+        """Return a cache with copies of all rows, which goes on by itself: `fork()`, for every rank to call."""
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        """Return a cache with copies of all rows, which goes on by itself: `fork()`, and the same on every rank."""
+        """Return a cache with copies of all rows, which goes on by itself: `fork()`, for every rank to call."""
         return self.fork()
 
     def __reduce__(self) -> Any:
@@ -128,7 +128,7 @@ class KVCache:
     def bytes_sent(self) -> dict[str, int]:
         """Return the bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
 
-        For merging they are those of `decode_bytes`. Besides, on the ring they are part of `ContextParallel.traffic`.
+        Merging sends the bytes of `decode_bytes`. Bytes on the ring are part of `ContextParallel.traffic`, too.
         """
         total = self._merge.sent_bytes + self._ring_bytes
         return {link: total[link] for link in ("intra", "inter")}
@@ -258,9 +258,9 @@ class KVCache:
     def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
         """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
 
-        For several answers to one prefix, or beams. All ranks have to choose the same. If it is one row several
+        For several answers to one prefix, or beams. All ranks have to choose equal rows. If one row is listed several
         times, its tokens may be `shared`: they are stored once, and read once for all rows of a turn that all ranks
-        compute (RelayAttention, arXiv 2402.14808). Windows are copied all the same.
+        compute (RelayAttention, arXiv 2402.14808). Windows are copied in any case.
 
         Raises ValueError for rows that are not there, for several that are to share, or in the middle of a turn.
         """
@@ -285,8 +285,8 @@ class KVCache:
     def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
         """Return this turn's `x` [B, n, ...] of all ranks, [B, T, ...], rows padded with zeros; collective.
 
-        T are the new tokens of the longest row. With `last` only that of the last token of each row, [B, ...], which
-        the next token is sampled from; 0 for rows without new tokens. The same bits on every rank. Raises ValueError
+        T are the new tokens of the longest row. With `last` only the last token of each row, [B, ...], which the
+        next token is sampled from; 0 for rows without new tokens. Equal to the bit on every rank. Raises ValueError
         on every rank if any has another shape than expected, or no turn.
         """
         return gathered(self._cp, self._turn, x, last)

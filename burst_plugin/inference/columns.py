@@ -202,8 +202,8 @@ class Columns:
             before: the last tokens of rows so far, [B, width, ...]; None for zeros.
 
         Returns:
-            [B, width + columns, ...], and [B, width, ...] that are the same on every rank. Before a row's first new
-            token is what was before it, and further before anything.
+            [B, width + columns, ...], and [B, width, ...], equal on every rank. A row's first new token follows the
+            row's tokens in `before`; values further in front mean nothing.
         """
         self._compare(f"{width} tokens before columns", (x,))
         if before is None:
@@ -222,7 +222,7 @@ class Columns:
         return _taken(before, (numbers + width).clamp(0, width - 1))
 
     def _compare(self, of: str, xs: Sequence[Tensor]) -> None:
-        """Have ranks agree on what they exchange; a rank that failed before ends all of them."""
+        """Have ranks agree on the sizes that they exchange; a rank that failed before ends all of them."""
         self.cp.agree({"sizes": [list(x.shape[2:]) for x in xs], "dtype": [x.dtype for x in xs]}, of=of)
 
 

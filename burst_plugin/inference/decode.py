@@ -27,12 +27,12 @@ from burst_plugin.types import FULL
 
 
 class OwnAttention(NamedTuple):
-    """How the new tokens of a turn attend to what this rank holds of one layer.
+    """How the new tokens of a turn attend to the keys of one layer that this rank holds.
 
-    shapes: of all rows together, with the most queries of a row.
-    scores: with the scale filled in.
+    shapes: the shapes of all rows together, with the most queries of a row.
+    scores: the scores, with the scale filled in.
     first_keys: by row, the position of the first key that any rank still holds.
-    shared: so many tokens before them are the same in all rows.
+    shared: the number of tokens before `first_keys` that all rows share.
     """
 
     turn: Turn

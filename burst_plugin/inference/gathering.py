@@ -115,7 +115,7 @@ class TreeMerge:
             return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
 
     def _label(self, which: CallId, signature: Mapping[str, object], device: torch.device) -> Tensor | None:
-        """Return what messages carry on CPUs: which call it is, and what it computes."""
+        """Return the label of messages on CPUs, made of call and signature; None on other devices."""
         if device.type != "cpu":
             return None
         text = repr((self._cp.rank_state.ring_id, signature))

@@ -18,11 +18,11 @@ _LEAST_LOOSE = 16  # tokens
 class LayerCache:
     """The keys and values of one layer that a rank holds, from `first_keys` on, a position for each row.
 
-    left: how many tokens before itself a token attends to; None for all. What no later token attends to is dropped,
-        by a quarter of the window at once, since the rest is moved then.
-    rewind: so many tokens can be cut off again.
-    shortest: by row, the length to which it can be cut at most; what shorter rows need has been dropped.
-    shared: so many tokens, before `first_keys`, are the same in all rows; `shared_store` has them once.
+    left: how many tokens before itself a token attends to; None for all. Keys that no later token attends to are
+        dropped, by a quarter of the window at once, since the rest is moved then.
+    rewind: how many tokens can be cut off again.
+    shortest: by row, the least length that it can be cut to; keys that shorter rows need have been dropped.
+    shared: the number of tokens before `first_keys` that all rows share; `shared_store` has them once.
     """
 
     rank: int

@@ -14,12 +14,13 @@ _LEAST_SLACK = 16  # tokens
 class RowStore:
     """The tokens of each batch row, in ascending order of their positions.
 
-    Rows lie one after another in [capacity of all rows, heads, dim]. Where one has no room left, all are copied to
-    larger ones, a quarter larger than what they hold on average: so a token is copied a few times, however many come.
+    Rows lie one after another in [capacity of all rows, heads, dim]. Where a row has no room left, all rows are
+    copied to larger memory, a quarter larger on average than their tokens: so a token is copied a few times, however
+    many come.
 
     Args:
         rows: the batch size.
-        reserve: tokens per row for which there is room from the start.
+        reserve: tokens per row that have room from the start.
     """
 
     def __init__(self, rows: int, reserve: int = 0) -> None:
@@ -148,7 +149,7 @@ class RowStore:
         return torch.empty(*shape, dtype=like.dtype, device=like.device)
 
     def _write(self, to: Tensor, new: Sequence[Tensor]) -> None:
-        """Write tokens that follow those of each row."""
+        """Write new tokens behind the stored tokens of each row."""
         for start, length, tokens in zip(self._starts(), self.lengths, new, strict=True):
             to[start + length : start + length + len(tokens)].copy_(tokens, non_blocking=to.device != tokens.device)
 
@@ -164,7 +165,7 @@ class RowStore:
         return [self._reserve if n <= self._reserve else n + slack for n in needed]
 
     def _lay_out(self, needed: Sequence[int], *like: Tensor) -> None:
-        """Copy what is stored to new tensors, like those given, with room for as many tokens, and for more."""
+        """Copy the stored tokens to new tensors, like the tensors `like`, with room for `needed` tokens and more."""
         capacities = self._roomy(needed)
         starts, grown = [0, *accumulate(capacities)], []
         for old, new in zip(self._tensors() or (None, None), like, strict=True):

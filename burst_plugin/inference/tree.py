@@ -3,12 +3,12 @@
     node 0:  0 <-> 1   2 <-> 3        then 0 <-> 2, 1 <-> 3        then every rank with its counterparts,
     node 1:  4 <-> 5   6 <-> 7             4 <-> 6, 5 <-> 7        0 <-> 4, 1 <-> 5, 2 <-> 6, 3 <-> 7
 
-Two ranks that meet send each other what they have, and both merge the two in one order: so both have the same, and
-by induction all have. Of n ranks that are no power of two, m being the largest one below n, those beyond m first send
-theirs to the rank m before them, and are sent the result in the end. What is sent depends on the new tokens and on
-the number of ranks, not on what is cached.
+Two ranks that meet send each other their results, and both merge the two in one order: so both have equal results,
+and by induction all ranks have. Where the number of ranks n is no power of two, and m is the largest power below n,
+ranks beyond m first send their results to the rank m before them, and receive the final result in the end. The bytes
+sent depend on the new tokens and on the number of ranks, not on the cached tokens.
 
-Source: Tree Attention, arXiv 2408.04093, whose all-reduce is that of (out, lse).
+Source: Tree Attention, arXiv 2408.04093, which all-reduces (out, lse).
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def decode_bytes(
     node and n nodes, powers of two, a rank sends log2(w) of them inside its node, and log2(n) between nodes.
 
     Args:
-        topology, rank: that of the ring, and the rank.
-        shape: of the layer's out, [B, T, Hq, Dv].
-        dtype: of its queries; float64 is merged in float64.
+        topology, rank: the topology of the ring, and the rank.
+        shape: the shape of the layer's out, [B, T, Hq, Dv].
+        dtype: the type of its queries; float64 is merged in float64.
         labelled: whether messages have a label of 16 bytes, as on CPUs.
     """
     found = dict.fromkeys((link.value for link in Link), 0)

@@ -105,7 +105,7 @@ class Turn:
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in their rows, for rotary embeddings: [B, size], int64, CPU.
 
-        Those of padding are that of the row's first new token.
+        Padding has the position of the row's first new token.
         """
         return self.index + torch.tensor(self.starts, device="cpu").unsqueeze(1)
 
@@ -164,11 +164,11 @@ ROUND_ROBIN = _RoundRobinLayout("round robin", lambda rank, ranks, length: (held
 class TurnMask(Mask):
     """`mask`, as the last tokens of each sequence see it, on the keys of the sequence that are still there.
 
-    mask: in positions of a whole sequence; one for every sequence if it is `PerRow`.
-    first_keys: the position of the first key of each sequence that is there.
-    first_queries: that of the first query.
+    mask: the mask in positions of a whole sequence; one for every sequence if it is `PerRow`.
+    first_keys: the position of the first key that is still there, of each sequence.
+    first_queries: the position of the first query of each sequence.
     stops: the length of each sequence.
-    shared: so many tokens are the first ones of all sequences; their keys come first, once for all of them.
+    shared: how many first tokens all sequences share; their keys come first, once for all sequences.
     """
 
     mask: Mask
