@@ -99,31 +99,31 @@ def burst_attention(
 
     Args:
         q: [B, S_local, Hq, D], float64, float32, bfloat16 or float16.
-        k: [B, S_local, Hkv, D]; Hq must be a multiple of Hkv. Other tokens than those of q make cross attention.
+        k: [B, S_local, Hkv, D]; Hq must be a multiple of Hkv. Keys of another sequence make cross attention.
         v: [B, S_local, Hkv, Dv].
         cp: the context-parallel group; its layout says which tokens the rows are (`cp.shard`, `cp.positions`).
         mask: any of `burst_plugin.sequence.masks`, combined with `&`; in positions of the whole sequence.
-        softmax_scale: what scores are multiplied by, `D ** -0.5` if None; the same as `scores=Scores(scale=...)`.
+        softmax_scale: the factor on scores, `D ** -0.5` if None; short for `scores=Scores(scale=...)`.
         scores: scale, softcap, ALiBi slopes, dropout.
         sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
-            gpt-oss; zeros are "off by one" attention. The same on all ranks. Its gradient is that of this rank's
+            gpt-oss; zeros are "off by one" attention. Equal on all ranks. Its gradient comes from this rank's
             queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
             order of the sequence. Its gradient is complete, but for a bias that ranks share.
         selection: int32 or int64 [B, S_local, n], the keys that each of this rank's queries attends to, or, for G
             groups of key/value heads, [B, G, S_local, n]: positions in the whole sequence, in any order, twice counts
-            once; -1 for none. What the mask leaves out is left out all the same. Keys and values move. See
+            once; -1 for none. Keys that the mask leaves out stay left out. Keys and values move. See
             `burst_plugin.sparse` for selections by score.
         tokens: the sequence that the rows are taken from, if it is not cut evenly, or every document is cut on
-            its own; for cross attention that of the queries and that of the keys. By default every rank
-            holds equally many.
-        tag: a name for this call that is the same on every rank: the number of the layer, say, or several such things
+            its own; for cross attention the sequences of the queries and of the keys. By default every rank
+            holds equally many tokens.
+        tag: a name for this call, equal on every rank: the number of the layer, say, or several such things
             in a tuple. Ranks compare it, and on CPUs messages carry it, so that a rank that skipped a call, or made
             one twice, is found there and then. See also `ContextParallel.step`.
         return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, with
             the sink; differentiable, but in float16.
-        return_max_logits: also return, last, the largest score of every query head [Hq] among those that this rank
-            worked on, for qk-clip (arXiv 2507.20534): the maximum over ranks is that of the sequence. It takes a
+        return_max_logits: also return, last, the largest score of every query head [Hq] on this rank,
+            for qk-clip (arXiv 2507.20534): its maximum over ranks is the largest score of the sequence. It takes a
             second multiplication of queries by keys.
 
     Returns:

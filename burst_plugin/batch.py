@@ -88,7 +88,7 @@ class _Forwards:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """What the local tensors of a sharded batch are part of; passed with them to every attention layer.
+    """The whole batch that the tensors of a shard belong to; passed with them to every attention layer.
 
     cp: the ranks that hold the sequence between them.
     length: number of tokens of the whole sequence, without padding.
@@ -97,7 +97,7 @@ class SequenceShard:
         for neither. Padding that makes the length fit comes last, where causal layers never see it; others add
         `Keys(((0, length),))`.
     valid_tokens: number of labels that are part of the loss, in the whole batch.
-    seed: a seed for dropout, the same on all ranks of `cp`; None if it is not known which forward is computed again.
+    seed: a seed for dropout, equal on all ranks of `cp`; None if it is not known which forward is computed again.
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
@@ -208,7 +208,7 @@ def as_given(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]:
     """Return the whole batch of a ring of one rank as it was given, and its `SequenceShard` for attention.
 
     A model on one rank gets the padding, the document bounds and the positions of the batch, and shifts its labels:
-    its own layers may need them, and what it returns is that of every token of the batch.
+    its own layers may need them, and its outputs have every token of the batch.
     """
     shard: SequenceShard = shard_batch(batch, cp)[SHARD_KEY]
     return {**batch, SHARD_KEY: replace(shard, as_given=True)}
@@ -218,7 +218,7 @@ def check_shard(batch: Mapping[str, Any]) -> None:
     """Raise ValueError for parts of a shard that do not fit together, before they are passed to a model.
 
     Ids that were cut, without the entry that says so, would be taken for a whole sequence; labels of a shard, under
-    the name of those that models shift, would be shifted twice. A tree that was not cut would be ignored.
+    the name of labels that models shift, would be shifted twice. A tree that was not cut would be ignored.
     """
     if SHARD_KEY not in batch and _ids_are_cut(batch):
         raise ValueError(
@@ -265,7 +265,7 @@ class _WholeBatch(NamedTuple):
 
 
 def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _WholeBatch:
-    """Return what a batch holds. Raise ValueError for one that is cut already, or that cannot be read or cut."""
+    """Return the content of a batch. Raise ValueError for a batch that is cut already, or cannot be read or cut."""
     if isinstance(batch, Mapping) and (isinstance(batch.get(SHARD_KEY), SequenceShard) or _ids_are_cut(batch)):
         raise ValueError(
             "the batch is cut already, by shard_batch or by a data loader that calls it, as sp_size of "
@@ -461,7 +461,7 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
 
     From logical positions a tree can be told, so that ranks need not compare more than these.
 
-    Raises ValueError for what is no tree of this batch, or does not go with one.
+    Raises ValueError for an entry that is no tree of this batch, or for entries that do not go with a tree.
     """
     entry = batch.get("tree")
     if entry is None:

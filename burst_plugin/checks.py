@@ -60,7 +60,7 @@ def as_number(value: object) -> float | None:
 
 
 def whole_number(pattern: str, value: object, expected: str, least: int | None = 0) -> int:
-    """Return `value` as an int. Raise ValueError, with what is `expected`, for no int or one below `least`."""
+    """Return `value` as an int. Raise ValueError, which says what is `expected`, for others, or below `least`."""
     found = as_whole(value)
     if found is None or (least is not None and found < least):
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
@@ -68,7 +68,7 @@ def whole_number(pattern: str, value: object, expected: str, least: int | None =
 
 
 def number(pattern: str, value: object, expected: str) -> float:
-    """Return `value` as a finite float. Raise ValueError, with what is `expected`, for anything else."""
+    """Return `value` as a finite float. Raise ValueError, which says what is `expected`, for anything else."""
     found = as_number(value)
     if found is None:
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
@@ -78,7 +78,7 @@ def number(pattern: str, value: object, expected: str) -> float:
 def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...]:
     """Return a list, an array or a tensor of whole numbers as a tuple.
 
-    Floats that are whole count as such. Raises ValueError, with what is `expected`, for anything else.
+    Floats that are whole count as such. Raises ValueError, which says what is `expected`, for anything else.
     """
     listed = as_listed(pattern, values, expected)
     if all(type(value) is int for value in listed):  # as mostly, and there may be many
@@ -95,7 +95,7 @@ def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...
 def as_listed(pattern: str, values: object, expected: str) -> tuple[object, ...]:
     """Return the entries of a list, an array, a tensor of one dimension, or of anything else in an order.
 
-    Raises ValueError, with what is `expected`, for anything else.
+    Raises ValueError, which says what is `expected`, for anything else.
     """
     unordered = (str, bytes, Mapping, Set)
     if isinstance(values, unordered) or not isinstance(values, Iterable) or len(getattr(values, "shape", (1,))) != 1:

@@ -59,12 +59,12 @@ class ContextParallel:
 
     Attributes:
         strategy: the options, with what a profile has planned.
-        group: that of all ranks; None for a single rank.
+        group: the group of all ranks; None for a single rank.
         rank, ranks: the number of this rank in the group, and how many there are.
         rank_state: this rank's place in the ring.
-        agreement: how it compares what it is about to do with the others.
-        connections: the communicators between them.
-        plans: of the kinds of attention calls made before; see `ring.choices.make_plan`.
+        agreement: how this rank compares its calls with the other ranks' calls.
+        connections: the communicators between ranks.
+        plans: plans for the kinds of attention calls made before; see `ring.choices.make_plan`.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class ContextParallel:
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
         **extras: Unpack[ExtraTensors],
     ) -> None:
-        """Do before the first step what would hold it up in the middle of a pass; collective.
+        """Prepare for calls of one kind before the first step, so that they do not hold up a pass; collective.
 
-        Arguments are those of `burst_attention`; of tensors shapes, types and strides matter, values do not. Creates
+        Arguments are as for `burst_attention`; shapes, types and strides of tensors matter, values do not. Creates
         communicators and buffers, chooses the kernel and tries it out, and runs the passes without their messages,
         the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
-        a kind do the same by themselves. Raises ValueError on every rank if any cannot do this.
+        a kind do so by themselves. Raises ValueError on every rank if any cannot do this.
         """
         whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
         for call in by_head_group(*whole) or [whole]:
@@ -169,8 +169,8 @@ class ContextParallel:
     def connect(self, by_link: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.
 
-        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls
-        with a mask that leaves most of the work.
+        `by_link`: which sets of communicators, one for both links (False), one for each link (True); by default the
+        set that calls need whose mask leaves most of the work.
         """
         self.connections.connect(by_link)
 
@@ -197,10 +197,10 @@ class ContextParallel:
         return tuple(self.connections.communicators.created)
 
     def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
-        """Compare what all ranks are about to do, and return how many agreements there have been; collective.
+        """Compare the next actions of all ranks, and return how many agreements there have been; collective.
 
-        Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
-        by name, or in their options.
+        Raises ValueError on every rank if any has a `problem`, or if ranks differ in `signature`, values by name, or
+        in their options.
         """
         return self.agreement.agree(signature, problem, of)
 
@@ -236,10 +236,10 @@ class ContextParallel:
             local: this rank's tokens along `dim`, of any dtype.
             dim: the dimension of tokens.
             tokens: the sequence, if it is not cut evenly.
-            loss: what is made of it where gradients are wanted. "same": every rank computes the same loss of the
-                whole sequence, which counts once: the gradient of `local` is this rank's part of its own gradient.
-                "own": every rank computes a loss of its own, and what counts is their sum, so that the gradient is
-                this rank's part of the sum of all ranks' gradients, for which they communicate.
+            loss: the loss made of the sequence, where gradients are wanted. "same": every rank computes the same loss
+                of the whole sequence, which counts once: the gradient of `local` is this rank's part of its own
+                gradient. "own": every rank computes a loss of its own, and what counts is their sum, so that the
+                gradient is this rank's part of the sum of all ranks' gradients, for which they communicate.
 
         Raises:
             RuntimeError: where there is a gradient and no `loss`.
@@ -273,17 +273,17 @@ class ContextParallel:
     ) -> Tensor:
         """Return this rank's tokens of the sequence shifted by `by` places along `dim`; collective, also backward.
 
-        By -1 every token takes the value of the next one, as labels of next tokens are made; by 1 that of the one
-        before. In any layout, with a gradient.
+        By -1 every token takes the value of the next one, as labels of next tokens are made; by 1 the value of the
+        token before. In any layout, with a gradient.
 
         Args:
             local: this rank's tokens along `dim`, of any dtype.
             by: how many places, in the direction of `torch.roll`, which would let values in again at the other end.
             dim: the dimension of tokens.
             tokens: the sequence, if it is not cut evenly.
-            mask: its documents, with padding before a row's first token as one, keep their values to themselves; of
-                one sequence, or of each row of the first dimension of `local`.
-            fill: what tokens take for which there is no value in the sequence, or in their document.
+            mask: documents of this mask, with padding before a row's first token as one, keep their values to
+                themselves; for one sequence, or for each row of the first dimension of `local`.
+            fill: the value of tokens whose source is outside the sequence, or outside their document.
 
         Raises:
             ValueError: on every rank if any does not hold its part of `tokens`, or if ranks pass different arguments.
@@ -303,7 +303,7 @@ class ContextParallel:
     def _held_together(
         self, what: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
     ) -> HeldTokens:
-        """Return how ranks hold the sequence of `local`, once all ranks do the same; collective."""
+        """Return how ranks hold the sequence of `local`, once all ranks ask alike; collective."""
 
         def agree(held: HeldTokens | None, problem: str) -> int:
             if held is None:
@@ -407,8 +407,8 @@ class ContextParallel:
     def describe(self) -> dict[str, str]:
         """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides.
 
-        With a profile also what was planned, why, and the runner-up; with NCCL also the memory that it has for the
-        peers met so far, by its source, on an H100.
+        With a profile also the plan, the reason for it, and the runner-up; with NCCL also the memory that it has for
+        the peers met so far, by its source, on an H100.
         """
         state, degrees = self.rank_state, ("ulysses_degree", "mesh_degree")
         nccl_bytes = state.transport.backend_bytes + state.ulysses_transport.backend_bytes

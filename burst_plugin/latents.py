@@ -78,9 +78,9 @@ def latent_attention(
         shared_keys: [B, S_local, 1, R], the last R of the D dims of every head's keys, with rotary embedding.
         cp, mask, scores, sink, bias, selection, tokens, tag, return_lse, return_max_logits: as for `burst_attention`.
         weight: of the up-projection, [Hq * (D - R + Dv), C], of each head its keys' D - R rows, then its values' Dv.
-            The same on all ranks. Its gradient is that of this rank's queries: sum it over ranks. None: queries are
-            in the space of latents, D = C + R, and so is what is returned, Dv = C.
-        softmax_scale: what scores are multiplied by, `D ** -0.5` if None.
+            Equal on all ranks. Its gradient comes from this rank's queries: sum it over ranks. None: queries are in
+            the space of latents, D = C + R, and so is out, Dv = C.
+        softmax_scale: the factor on scores, `D ** -0.5` if None.
 
     Returns:
         out [B, S_local, Hq, Dv] in the type of q. A tuple if more is asked for.

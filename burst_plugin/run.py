@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _framework_of(script: Path, arguments: list[str]) -> str:
     """Return the name of the framework that a script uses, by the first sign that points to one of them alone.
 
-    The signs are the launcher, a checkout around the script, what is installed, and words in the script or its
+    The signs are the launcher, a checkout around the script, installed frameworks, and words in the script or its
     arguments. With another framework's adapter the script would train without a ring, so SystemExit is raised where
     no sign decides.
     """
@@ -68,7 +68,7 @@ def _framework_of(script: Path, arguments: list[str]) -> str:
 
 
 def _nothing_installed(script: Path) -> str:
-    """Return what is missing, and the ways to add it."""
+    """Return a text that names the missing frameworks, and the ways to add one."""
     everything = all_frameworks()
     with_checkout = [each for each in everything if each.checkout]
     missing = "".join(f", and no directory `{each.name}` lies beside {script}" for each in with_checkout)
@@ -110,7 +110,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _execute(script: Path, *, bare_children: bool) -> None:
     """Run the script as `__main__`, in a module of its own that pickling can find.
 
-    Processes that it spawns import it again unless `bare_children`: in those, CUDA is not redirected.
+    Processes that it spawns import it again, unless `bare_children`: they do not redirect CUDA then.
     """
     module = types.ModuleType("__main__")
     module.__file__ = str(script)

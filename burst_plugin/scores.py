@@ -22,11 +22,11 @@ class Scores:
     scale: factor on q . k; None is 1 / sqrt(head dim).
     softcap: `softcap * tanh(score / softcap)`, as in Gemma 2 (arXiv 2408.00118, section 2).
     alibi_slopes: one per query head: `-slope * |query position - key position|` is added (arXiv 2108.12409).
-    dropout: the share of probabilities set to 0, the others being scaled up. Which ones depends on `seed`, the batch
-        row, the head and the two positions only: it is the same for any number of ranks, and in recomputation. Batch
+    dropout: the share of probabilities set to 0, the others being scaled up. The choice depends on `seed`, the batch
+        row, the head and the two positions only: it is equal for any number of ranks, and in recomputation. Batch
         rows and heads are counted on each rank, so data- and tensor-parallel ranks need seeds of their own.
 
-    Raises ValueError naming what is out of range.
+    Raises ValueError naming the field that is out of range.
     """
 
     scale: float | None = None

@@ -96,7 +96,7 @@ class Topology:
     def of_ulysses_groups(self, degree: int, option: str = "ulysses_degree") -> Topology:
         """Return the topology of Ulysses groups of `degree` consecutive ranks, inside nodes or of whole nodes.
 
-        Raises ValueError for other degrees, naming the `option`. The groups of a `mesh_degree` are the same.
+        Raises ValueError for other degrees, naming the `option`. A `mesh_degree` makes such groups, too.
         """
         if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(

@@ -134,23 +134,23 @@ def edge_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every edge, and the entropy of the distribution that its token was drawn from.
 
-    At most `head.chunk` rows of logits exist at a time. Every rank gets those of all edges, and computes those of its
-    own tokens: the gradient that a rank computes is that of its share, as if all computed the same loss once, so that
-    those of parameters are added up over ranks.
+    At most `head.chunk` rows of logits exist at a time. Every rank gets the results of all edges, and computes
+    the results of its own tokens. A rank's gradients come from its share, as if all ranks computed one loss together:
+    so gradients of parameters are added up over ranks.
 
     Args:
         hidden: [1, S, H], the hidden states before the head, of a folded sequence or of this rank's tokens of it.
         head: the head, see `burst_plugin.activations.Head`.
-        edges: those of the whole sequence, the same on all ranks.
+        edges: the edges of the whole sequence, equal on all ranks.
         cp: the context-parallel group; collective then. Each rank has the head compute as many rows as any other.
         tokens: the sequence that `hidden` is taken from, `batch["burst"].tokens`; padding may follow it. By default
             every rank holds equally many tokens, in the group's layout.
 
     Returns:
-        Two tensors [E], float32, or float64 if `hidden` is; with `unfold` they are those of the rollouts.
+        Two tensors [E], float32, or float64 if `hidden` is; `unfold` cuts them into the values of each rollout.
 
     Raises:
-        ValueError: for what does not fit together, on every rank.
+        ValueError: for arguments that do not fit together, on every rank.
 
     Example:
         log_probs, entropy = edge_log_probs(hidden, Head(model.lm_head, chunk=1024), edges)
@@ -178,7 +178,7 @@ def edge_log_probs(
 
 
 class _Branch:
-    """Tokens that belong together while rollouts are added, and what continues them, by its first token."""
+    """Tokens that belong together while rollouts are added, and their continuations by first token."""
 
     __slots__ = ("children", "start", "tokens")
 
@@ -202,7 +202,7 @@ def _listed(rollouts: object) -> list[object]:
 
 
 def _text(number: int, rollout: object) -> Tensor:
-    """Return the token ids of a rollout on the CPU, [T], int64. Raise ValueError for what has none."""
+    """Return the token ids of a rollout on the CPU, [T], int64. Raise ValueError for anything without ids."""
     name = f"rollout {number}"
     if isinstance(rollout, Tensor):
         if unreadable(rollout):
@@ -220,7 +220,7 @@ def _text(number: int, rollout: object) -> Tensor:
 
 
 def _add(root: _Branch, text: Tensor) -> None:
-    """Add a rollout to the tree: follow what is there already, and branch off where it differs."""
+    """Add a rollout to the tree: follow the branches that it shares, and branch off where it differs."""
     node, place = root, 0
     while place < len(text):
         child = node.children.get(int(text[place]))
@@ -289,7 +289,7 @@ class _OwnEdges(NamedTuple):
 
 
 def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | None) -> _OwnEdges:
-    """Return what this rank has to compute. Raise ValueError for what does not fit together."""
+    """Return the edges that this rank has to compute. Raise ValueError for arguments that do not fit together."""
     _check(hidden, edges)
     tokens = Tokens(max(1, hidden.shape[1] * cp.ranks)) if tokens is None else as_tokens(tokens)
     _check_length(edges, tokens.length)

@@ -85,7 +85,7 @@ class VirtualRing:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualRing:
-        """Return itself: a copy of a model uses the same ring, as that of a `ContextParallel` does."""
+        """Return itself: copies of a model use one ring, as with a `ContextParallel`."""
         return self
 
     def __reduce__(self) -> Any:
@@ -166,7 +166,7 @@ class VirtualRing:
     def _planned(
         self, whole: Inputs, request: Request, tokens: tuple[Tokens, Tokens]
     ) -> tuple[list[Inputs], list[Plan]]:
-        """Return what every rank is given, and its plan."""
+        """Return the inputs of every rank, and the plan of every rank."""
         inputs = self._sharded(whole, *tokens)
         plans = [
             make_plan(rank_state, mine, request, known)
@@ -177,13 +177,13 @@ class VirtualRing:
         return inputs, plans
 
     def _unsharded(self, outputs: Sequence[Outputs], tokens: Tokens) -> Outputs:
-        """Return out and lse of all ranks as those of the whole sequence."""
+        """Return out and lse of the whole sequence, from the shards of all ranks."""
         layout = self.rank_states[0].route_table.layout(tokens)
         lse = layout.unshard([each.lse for each in outputs if each.lse is not None], 2, tokens)
         return Outputs(layout.unshard([each.out for each in outputs], 1, tokens), lse)
 
     def _sharded(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
-        """Return what every rank is given of whole tensors."""
+        """Return the shards of whole tensors that every rank gets."""
 
         def shards(x: Tensor, tokens: Tokens, dim: int = 1) -> list[Tensor]:
             layout, ranks = self.rank_states[0].route_table.layout(tokens), len(self.rank_states)
