@@ -249,7 +249,7 @@ class _WholeBatch(NamedTuple):
     """A batch of whole sequences as it was read.
 
     tensors: [B, S, ...] by name, to be cut along the sequence; position_ids of mRoPE are [3, B, S] or [4, B, S].
-    padded: the length S with padding, of which every rank holds equally many tokens.
+    padded: the length S with padding, which ranks share equally.
     mask: padding and document bounds; None if there are neither.
     real: which tokens of the padded length, [B, S], are no padding; None if all are.
     checksum: what ranks compare to know that they cut the same batch.
@@ -415,7 +415,7 @@ def _check_passed_on(name: str, value: object) -> None:
 
 
 def _check_positions(positions: Tensor, ids: Tensor) -> None:
-    """Raise ValueError for positions of which a token has none, or more than mRoPE has."""
+    """Raise ValueError for positions that leave a token out, or give it more than mRoPE does."""
     shape, rows = list(positions.shape), list(ids.shape[:2])
     if shape == rows or (len(shape) == 3 and shape[0] in (3, 4) and shape[1:] == rows):
         return

@@ -155,7 +155,7 @@ class ContextParallel:
             self.connect(plan.by_link)
 
     def _warmed_up(self, inputs: Inputs, request: Request) -> Plan:
-        """Return the plan of a call, both passes of which have run without their messages."""
+        """Return the plan of a call, after both of its passes have run without their messages."""
         from burst_plugin.ring.warm_up import warm_up
 
         plan = make_plan(self.rank_state, inputs, request, self.plans)

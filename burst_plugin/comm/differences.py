@@ -78,7 +78,7 @@ def _where(path: str, value: object, exchange: Exchange) -> str:
 
 
 def _first_unlike(parts: Sequence[object], length: int, exchange: Exchange) -> int | None:
-    """Return which part differs first between ranks, of which one has `length`; None if none does. Collective."""
+    """Return the number of the first of `length` parts that differs between ranks; None if none does. Collective."""
     start, stop = 0, length
     while True:
         step = max(1, -(-(stop - start) // _DIGESTS))

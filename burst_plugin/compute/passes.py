@@ -119,7 +119,7 @@ class TileAttention:
 
     Args:
         how: the kernel's arguments that all tiles share.
-        spans: the rows of tiles with spans, of which there are none with a bias or a selection.
+        spans: the rows of tiles with spans; a bias or a selection rules such tiles out.
         rows: the bias and the selection, if there are any. The bias' gradient accumulates in `dbias`.
         q, kv: this rank's operands.
 

@@ -79,7 +79,7 @@ def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WID
 
 @triton.jit
 def _add(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Add up parts. `tensors`: the sum, and then the parts, of which the first may be the sum itself."""
+    """Add up parts. `tensors`: the sum, and then the parts; the first part may be the sum itself."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (tokens < sizes[1])[:, None] & (columns < sizes[2])[None, :]

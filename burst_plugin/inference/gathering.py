@@ -48,7 +48,7 @@ def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> T
 
 
 def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
-    """Return all new tokens, of which each rank has some."""
+    """Return all new tokens, gathered from the ranks that have some each."""
     owns = [turn.own_of(rank) for rank in range(turn.ranks)]
     most = max(max(turn.counts_of(rank)) for rank in range(turn.ranks))
     padded = x.new_zeros(len(x), most, *x.shape[2:])

@@ -146,7 +146,7 @@ class RoundRobin(Tokens):
 
 class _RoundRobinLayout(Layout):
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
-        """Return the runs of `rank`, one for each sequence of which it holds anything."""
+        """Return the runs of `rank`, one for each sequence that it holds tokens of."""
         assert isinstance(tokens, RoundRobin)
         assert tokens.cu_seqlens is not None
         runs = []

@@ -1,12 +1,12 @@
 """A simulation of the ranks and messages of a schedule on described links, from event to event.
 
-Every rank works through its steps: waits for what is due, posts what is issued, computes. Messages between the same
-two ranks on one communicator go one after another; messages that share a NIC share its rate evenly. A message arrives
-the link's latency after its last byte has left; the next one does not wait for that. Nothing else is modelled.
+Every rank works through its steps: waits for messages that are due, posts messages, computes. Messages between two
+ranks on one communicator go one after another; messages that share a NIC share its rate evenly. A message arrives the
+link's latency after its last byte has left; the next one does not wait for that. Nothing else is modelled.
 
-Ranks that do the same are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) of which only
-the first ranks are drawn: each of them then stands for those with the same number in all nodes, or rank 0 for every
-rank. A message goes from the rank that stands for its sender to the one that stands for its receiver.
+Ranks with equal work are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) that draws
+only the first ranks: each of them then stands for the ranks with its number in all nodes, or rank 0 for every rank. A
+message goes from the rank that stands for its sender to the one that stands for its receiver.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def find_topology(
 
 
 def _without_nodes(rank: int, ranks: int, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
-    """Return the topology of one flat ring over nodes of such sizes, or interleaved ones, of which rank 0 warns.
+    """Return the topology of one flat ring over nodes of such sizes, or interleaved ones; rank 0 warns of these.
 
     `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
     """

@@ -327,7 +327,7 @@ def _are_in(positions: Tensor, spans: Rows) -> Tensor:
 
 
 def _common(one: Rows | None, other: Rows | None) -> Rows | None:
-    """Return the spans that are in both, of which None is everything."""
+    """Return the spans that are in both; None stands for everything."""
     if one is None or other is None or one == other:
         return other if one is None else one
     both = ((max(a, c), min(b, d)) for a, b in one for c, d in other)

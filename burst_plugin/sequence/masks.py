@@ -282,7 +282,7 @@ class QueriesBefore(Mask):
 
 @dataclass(frozen=True)
 class _Several(Mask):
-    """Masks of which each is for a part of a call; what may be asked of all of them together."""
+    """Several masks, each for a part of a call, and the properties that they have together."""
 
     masks: tuple[Mask, ...]
 

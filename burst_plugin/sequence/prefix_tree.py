@@ -31,7 +31,7 @@ _NO_PARENT = -1
 
 
 class _Node(NamedTuple):
-    """Tokens `start:stop` of a node, of which the first has logical position `depth`; its subtree ends at `end`."""
+    """Tokens `start:stop` of a node, from logical position `depth` on; its subtree ends at `end`."""
 
     start: int
     stop: int
