@@ -232,7 +232,7 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
-    """Return what a layer asks for that the ring does not have; empty if nothing."""
+    """Return why the ring cannot compute the call of a layer; empty if it can."""
     name, implementation = type(module).__name__, f'attn_implementation="{ATTN_IMPLEMENTATION}"'
     for option, value in options.items():
         strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
@@ -262,7 +262,7 @@ def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mappi
 
 
 def mask_of_call(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
-    """Return the layer's own mask and that of the batch together, in positions of the whole sequence."""
+    """Return the layer's own mask combined with the mask of the batch, in positions of the whole sequence."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
     if own.looks_ahead and shard.mask is not None and shard.mask.trees:

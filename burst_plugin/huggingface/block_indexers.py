@@ -1,4 +1,4 @@
-"""Indexers of transformers' models that select blocks of keys (MiniMax M3): on shards among those of all ranks.
+"""Indexers of transformers' models that select blocks of keys (MiniMax M3): on shards among the blocks of all ranks.
 
     layer -> indexer(hidden_states, ...)       returns a `BlockChoice`, in place of blocks
           -> attention(..., block_indices=)    `attention.forward` knows the mask, and asks for what is selected

@@ -1,4 +1,4 @@
-"""A forward with a `RingCache`: its new tokens are cut among the ranks, and what they become is brought together.
+"""A forward with a `RingCache`: ranks share its new tokens, and bring the outputs of the model's body together.
 
     ids [B, n]  ->  this rank's  ->  layers, which attend on the ring  ->  hidden [B, of all, H]  ->  head  ->  logits
 
@@ -37,7 +37,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their by
 
 
 def watch_turns(model: PreTrainedModel) -> None:
-    """Add the hooks by which forwards of a model, or of one that it is the head of, run on a `RingCache`."""
+    """Add the hooks that let forwards of a model, and of the body under its head, run on a `RingCache`."""
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.base_model.register_forward_hook(_bring_together, with_kwargs=True)
     model.register_forward_hook(_end, with_kwargs=True, always_call=True)

@@ -52,7 +52,7 @@ def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Cal
 def marked_turn(
     model: PreTrainedModel, types: Tensor | None, real: Tensor, turn: Turn | Columns
 ) -> MarkedTurn | None:
-    """Return what makes groups of a turn's tokens; None for a model, or tokens, without.
+    """Return the types of a turn's tokens, for the mask of their groups; None if no tokens make groups.
 
     types: of all new tokens, [B, n]. real: which of them are no padding.
     """

@@ -69,7 +69,7 @@ def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:
 
 
 def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
-    """Return what a forward returned, without logits. Raise ValueError if its loss was not computed in chunks."""
+    """Return the output of a forward without its logits. Raise ValueError if its loss was not computed in chunks."""
     state: ChunkedLoss | None = getattr(model, _STATE, None)
     if state is None:
         return output

@@ -26,7 +26,7 @@ _CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which somethin
 
 
 def chunk_modules(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:
-    """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return those that do.
+    """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return chunked modules.
 
     Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads.
 
@@ -52,7 +52,7 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.M
 
 
 def restore_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Let all modules of `model` run at once again; return those that did not."""
+    """Let all modules of `model` run at once again; return the modules that ran in chunks."""
     restored = []
     for module in model.modules():
         if restore_forward(module):

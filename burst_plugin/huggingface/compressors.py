@@ -106,7 +106,7 @@ def layer_types_of_compressors(pretrained: PreTrainedModel) -> tuple[str, ...]:
 
 
 def problems_of_compressors(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's compressors cannot run on a ring: their code is not what is known of them."""
+    """Return why a model's compressors cannot run on a ring: their code is not as in known releases."""
     reasons = {}
     for module in compressors(pretrained):
         for part, used in _parts(module):

@@ -87,7 +87,7 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 
 def name_of_cache(kind: type[Any] = GenerationMixin) -> str:
-    """Return what the argument of `generate` is called in this release of transformers, for one kind of models."""
+    """Return the name of `generate`'s argument for a cache in this release of transformers, for one kind of model."""
     prepare = getattr(kind, "prepare_inputs_for_generation", GenerationMixin.prepare_inputs_for_generation)
     parameters = inspect.signature(prepare).parameters
     if not any(name in parameters for name in CACHES):  # a model that hands on what it is given

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and RLOOTrainer on a ring: the log-probabilities of its loss are those of folded rollouts.
+"""TRL's GRPOTrainer and RLOOTrainer on a ring: their losses take log-probabilities from folded rollouts.
 
 Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss
 of its own, and gradients are averaged over all of them. What the model says of the completions is computed by the

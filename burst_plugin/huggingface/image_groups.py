@@ -1,4 +1,4 @@
-"""Which tokens of a batch attend to each other both ways: those of an image, of all images, or of a prompt.
+"""Which tokens of a batch attend to each other both ways: the tokens of an image, of all images, or of a prompt.
 
 transformers numbers groups of tokens over a row, so that on a shard their numbers are wrong. A shard has the types of
 all tokens of its batch; which of them make groups is known by the kind of model:
@@ -25,7 +25,7 @@ from burst_plugin.sequence.masks import BidirectionalSpans, Causal, Mask, PerRow
 
 
 class GroupRule(NamedTuple):
-    """Which tokens of a row make groups: those of some `types`, by the entry `name` of the batch.
+    """Which tokens of a row make groups: tokens that the batch's entry `name` says are of one of `types`.
 
     is_one: whether all of them are one group; else every run of them is a group of its own.
     """
@@ -51,7 +51,7 @@ MAKES_MASKS = ("paligemma",)
 
 
 class MarkedTurn(NamedTuple):
-    """The types of new tokens that come to a cache, as those of a batch are in its `SequenceShard`.
+    """The types of new tokens that come to a cache, in the form that `SequenceShard` has for a batch.
 
     token_types: by the name of the entry, for each row its runs of one type, in positions of the whole row.
     positions: of this rank's tokens in their rows, [B, n], int64 on the CPU.
@@ -64,16 +64,16 @@ class MarkedTurn(NamedTuple):
 
 
 def group_rule(model: torch.nn.Module) -> GroupRule | None:
-    """Return the rule by which a model of transformers groups tokens; None if it is not known to have one."""
+    """Return the rule that says which tokens a model of transformers groups; None if no rule is known."""
     config: Any = getattr(model, "config", None)
     return GROUP_RULES.get(getattr(config, "model_type", ""))
 
 
 def layer_mask(model: torch.nn.Module) -> LayerMask | None:
-    """Return what `shard_batch` takes for a model, by which `layout="auto"` balances work; None for causal layers.
+    """Return the argument `layer_mask` of `shard_batch` for a model; None if `layout="auto"` needs none.
 
-    It is the mask of models in which all images of a row, or a whole prompt, are one group. Single images of a few
-    hundred tokens make no difference.
+    `layout="auto"` balances work by this mask in models that make all images of a row, or a whole prompt, one group.
+    Single images of a few hundred tokens, each a group of its own, make no difference.
 
         local = shard_batch(batch, cp, layer_mask=layer_mask(model))
     """
@@ -87,11 +87,11 @@ def _mask_of_types(rule: GroupRule, types: Mapping[str, tuple[TypeRuns, ...]]) -
 
 
 def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | None = None) -> Mask | None:
-    """Return the mask of a whole batch in which tokens attend to those before them and to their group.
+    """Return the mask of a whole batch that lets tokens attend to earlier tokens and to their group.
 
     left: how many tokens before it a token attends to besides its group; None is no bound.
 
-    Returns None for a batch without groups. Documents, padding and windows around groups are apart from it.
+    Returns None for a batch without groups. Documents, padding and windows around groups are left to other masks.
     """
     rows = shard.token_types.get(rule.name, ())
     return _mask(rows, rule, left) if any(_spans(row, rule) for row in rows) else None

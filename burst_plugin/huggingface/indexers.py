@@ -69,7 +69,7 @@ INDEXERS = {
 
 
 def indexers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Indexer]]:
-    """Yield the indexers of a model that are known, with what is known of them."""
+    """Yield each indexer of a model whose class is known, with the `Indexer` that describes its class."""
     for module in text_modules(model):
         known = _known(type(module))
         if known is not None:
@@ -92,7 +92,7 @@ def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
 
 
 def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's indexers cannot run on a ring: their code is not what is known of it."""
+    """Return why a model's indexers cannot run on a ring: their code is not as in known releases."""
     found = {type(module): known for module, known in indexers(pretrained)}
     missing = {kind: names for kind, known in found.items() if (names := _missing(kind, known))}
     return [

@@ -20,11 +20,11 @@ from burst_plugin.huggingface.ring_cache import tell
 
 
 class LogLikelihood(NamedTuple):
-    """How likely the ends of texts are, on every rank the same.
+    """The log-likelihoods of the ends of texts; every rank has all of them.
 
     total: [B], float64, the sum of the log-probabilities of the tokens that are scored.
-    is_greedy: [B], bool, whether each of them is the most likely one.
-    of_tokens: [B, S], float32 or float64, the log-probability of each; 0 for those that are not scored.
+    is_greedy: [B], bool, whether each scored token is the most likely one.
+    of_tokens: [B, S], float32 or float64, the log-probability of each token; 0 for tokens that are not scored.
     is_scored: [B, S], bool.
     """
 

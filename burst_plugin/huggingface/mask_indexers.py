@@ -63,7 +63,7 @@ def _is_known(kind: type) -> bool:
 
 
 def problems_of_mask_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's indexers that return masks cannot run on a ring: their code is not what is known of it."""
+    """Return why a model's mask indexers cannot run on a ring: their code is not as in known releases."""
     found = {type(module): _missing(type(module)) for module in mask_indexers(pretrained)}
     return [
         f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "

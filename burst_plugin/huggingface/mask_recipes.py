@@ -121,7 +121,7 @@ def leave_forward(model: torch.nn.Module) -> None:
 
 @contextmanager
 def as_in_forward(forward: Forward) -> Iterator[None]:
-    """Take a forward for the one in progress: that of layers which a checkpoint computes again."""
+    """Take a forward for the one in progress, while a checkpoint computes some of its layers again."""
     before = _FORWARDS.set((*_FORWARDS.get(), forward))
     try:
         yield
@@ -166,7 +166,7 @@ class MaskRecipe:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the mask, [B, 1, S_q, S_k], by which masks are made of masks."""
+        """Return the shape of the mask, [B, 1, S_q, S_k], which code that makes one mask of another reads."""
         return torch.Size((self._asked["batch_size"], 1, self._asked["q_length"], self._asked["kv_length"]))
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:

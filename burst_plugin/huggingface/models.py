@@ -1,4 +1,4 @@
-"""The models of transformers that can run on a ring: those where tokens meet in attention only, as far as known.
+"""Which models of transformers can run on a ring: models whose tokens meet only in ways that are known here.
 
 What a model parks in host memory in a step is known before its first forward.
 """
@@ -228,12 +228,12 @@ def problems(
     averages_gradients: bool = True,
     apart: torch.nn.Module | None = None,
 ) -> list[str]:
-    """Return what in a model cannot be computed on shards of its sequences, each with a reason.
+    """Return the reasons why a model cannot be computed on shards of its sequences; empty if it can.
 
     is_whole: on a ring of one rank, batches stay as they are, and only masks and the counting of labels matter.
-    is_own_mean: labels are not counted there, and any loss will do.
+    is_own_mean: labels are not counted on a ring of one rank, and any loss will do.
     averages_gradients: gradients are averaged over ranks, as DeepSpeed does.
-    apart: a model in it that gets whole sequences, and leaves shards to its body.
+    apart: a model inside `model` that gets whole sequences, and leaves shards to its body.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:

@@ -1,4 +1,4 @@
-"""Indexers of transformers' models that select pools of keys (GLM-5-Next): on shards among those of all ranks.
+"""Indexers of transformers' models that select pools of keys (GLM-5-Next): on shards among the pools of all ranks.
 
     layer -> indexer(hidden_states, ...)                          on shards returns a `PoolChoice`
           -> build_attention_mask_from_topk(topk_indices=choice)  hands it on in place of a mask of queries by keys

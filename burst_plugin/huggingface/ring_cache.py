@@ -27,19 +27,19 @@ _DRAFT = 128  # tokens that models which assist may draft at once; some of them 
 
 
 class RingCache(Cache):
-    """Keys and values of a model's layers, of which each rank of a ring holds its share, and states, which all hold.
+    """The cache of a model: keys and values are spread over the ranks of a ring, and every rank holds all states.
 
         model = burst_plugin.huggingface.prepare(model).eval()
         ids = model.generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
 
-    All ranks call `generate`, or the model, alike, with the same whole tokens, and get the same results: prompts are
-    cut among them, tokens that follow one by one are computed by each; see `burst_plugin.inference.KVCache`. Given
-    again, it goes on after what it holds, as other caches do.
+    All ranks call `generate`, or the model, with identical whole tokens, and get identical results: prompts are cut
+    among the ranks, and each rank computes the tokens that follow one by one; see `burst_plugin.inference.KVCache`.
+    A cache that is given again goes on after the tokens that it holds, as other caches do.
 
     Args:
         cp: the context-parallel group, all of whose ranks take part.
-        options: `reserve`, `offload`, `forward` and `rewind` of `KVCache`. Layers that the model's configuration says
-            to have a window keep what that needs; `rewind` more tokens, if some are to be cut off by `crop`.
+        options: `reserve`, `offload`, `forward` and `rewind` of `KVCache`. Layers that have a window by the model's
+            configuration keep the tokens of that window, and `rewind` more, which `crop` may then cut off.
 
     Raises:
         ValueError: for an argument that is not valid.
@@ -61,7 +61,7 @@ class RingCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; not collective, but the same on every rank."""
+        """Forget all tokens; not collective, but every rank has to do so."""
         self._kv: KVCache | None = None
         self._windows: dict[int, int | None] = {}  # of layers that attend, by their numbers in the model
         self._set_states(None)
@@ -137,7 +137,7 @@ class RingCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, with padding, and that of the first one. No mask of that size is made."""
+        """Return the number of keys, with padding, and the number of the first key. No mask of this size is made."""
         return self.get_seq_length() + int(query_length), 0
 
     # ---------------------------------------------------------------------------------------------- during a forward
@@ -165,9 +165,9 @@ class RingCache(Cache):
         return columns
 
     def mark(self, marked: MarkedTurn | None, rule: GroupRule | None) -> None:
-        """Note the types of the turn's tokens, by which groups attend to each other both ways.
+        """Note the types of the turn's tokens, which decide what groups of tokens attend to each other both ways.
 
-        Raises ValueError for a group of tokens in two turns, of which the first have attended without the others.
+        Raises ValueError for a group that comes in two turns: its first tokens have attended without the others.
         """
         before, self.marked = self._in_groups, marked
         found = [] if marked is None or rule is None else marked.token_types[rule.name]
@@ -235,7 +235,7 @@ class RingCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Return what a layer convolves, [B, C, n], with the tokens before it in front, and keep the last tokens."""
+        """Return the input of a convolution, [B, C, n], with earlier tokens in front, and keep the last tokens."""
         if self.states is None or self.states.columns is None:
             if conv_kernel_size:
                 kwargs["conv_kernel_size"] = conv_kernel_size
@@ -339,7 +339,7 @@ class RingCache(Cache):
         self._select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def finish(self) -> None:
-        """Say that no forward follows for now, as `generate` does at its end; collective: `KVCache.finish`."""
+        """Tell all ranks that no forward follows for now, as `generate` does at its end; see `KVCache.finish`."""
         if self._kv is not None:
             self._kv.finish()
 
@@ -399,7 +399,7 @@ def ring_cache_of(values: Iterable[Any]) -> RingCache | None:
 
 
 def tell(cp: ContextParallel, error: Exception) -> None:
-    """Raise the ValueError by which all ranks hear of an `error`; collective, where they compare anything."""
+    """Tell all ranks of an `error`: each raises ValueError where it next compares anything; collective."""
     try:
         cp.agree({}, error_text(error), "tokens for a cache")
     except ValueError as told:

@@ -33,7 +33,7 @@ def problem_of_rotary(model: PreTrainedModel) -> str:
 
 
 def use_longest_positions(model: torch.nn.Module) -> None:
-    """Have the rotary embeddings of a model that depend on the longest position get that of the whole batch."""
+    """Give the longest position of the whole batch to those rotary embeddings of a model that depend on it."""
     for module in _dependent(model):
         if _add_position not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_add_position, with_kwargs=True)
@@ -73,7 +73,7 @@ def _longest_position() -> int | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _add_position(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add the longest position of the batch behind those of this rank's tokens."""
+    """Add the longest position of the batch behind the positions of this rank's tokens."""
     longest = _longest_position()
     setattr(module, _ADDED, longest is not None)
     if longest is None:

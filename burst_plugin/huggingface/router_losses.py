@@ -36,7 +36,7 @@ _TOLERANCE = 1e-5
 
 
 def problem_of_router_loss(pretrained: PreTrainedModel, averages_gradients: bool) -> str:
-    """Return why a model's router loss cannot be that of a whole ring; empty if it can."""
+    """Return why a model's router loss cannot be computed over a whole ring; empty if it can."""
     off = "leave output_router_logits out, in TRL by router_aux_loss_coef=0.0"
     functions = [getattr(module, _FUNCTION) for module in _modules(pretrained)]
     if not functions or not all(map(_is_known, functions)):
@@ -51,7 +51,7 @@ def problem_of_router_loss(pretrained: PreTrainedModel, averages_gradients: bool
 
 
 def check_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for a forward on a shard with a router loss that cannot be that of a whole ring."""
+    """Raise ValueError for a forward on a shard whose router loss cannot be computed over the whole ring."""
     shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.as_given or not asks_for_router_loss(pretrained, kwargs):
         return
@@ -71,7 +71,7 @@ def asks_for_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any])
 
 
 def use_router_losses(pretrained: PreTrainedModel, averages_gradients: bool) -> None:
-    """Have the router losses of a model, where it has any, be those of whole rings.
+    """Have the router losses of a model, where it has any, computed over whole rings.
 
     averages_gradients: whether gradients are averaged over the ranks of a ring.
     """

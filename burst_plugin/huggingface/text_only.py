@@ -70,7 +70,7 @@ def _is_part(config: Any, text: Any) -> bool:
 
 
 def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the models inside `model` that text does not pass: those of other parts than the language model."""
+    """Return the models inside `model` that text does not pass: all but its language model and the parts of that."""
     found: dict[int, PreTrainedModel] = {}
     for around in model.modules():
         if isinstance(around, PreTrainedModel) and text_part(around.config):

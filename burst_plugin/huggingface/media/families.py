@@ -69,7 +69,7 @@ _REASONS = {
 
 
 def modalities_of(module: torch.nn.Module) -> list[str]:
-    """Return what a module encodes in its own forward, and puts in the places of tokens."""
+    """Return the modalities that a module encodes in its own forward and puts in the places of tokens."""
     kind: Any = type(module)
     return list(_modalities_of_class(kind))
 
@@ -94,7 +94,7 @@ def why_not(module: Any, modality: str) -> str:
 
 
 def shared_by(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """Return what ranks share of what a model encodes, "image", "video" or "audio", and why not the rest."""
+    """Return which modalities ranks share in encoding, "image", "video" or "audio", and why not the rest."""
     found = [(each, why_not(module, each)) for module in model.modules() for each in modalities_of(module)]
     shared = [modality for modality, reason in found if not reason]
     return shared, list(dict.fromkeys(reason.removesuffix(f"; {_INSTEAD}") for _, reason in found if reason))

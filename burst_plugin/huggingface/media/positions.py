@@ -1,4 +1,4 @@
-"""Positions in three axes (mRoPE) of a batch that is cut: those of the whole batch, each document by itself."""
+"""Positions in three axes (mRoPE) of a batch that is cut, made for the whole batch, each document by itself."""
 
 from __future__ import annotations
 

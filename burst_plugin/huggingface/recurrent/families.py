@@ -1,4 +1,4 @@
-"""Layers of transformers in which tokens meet by a state or a convolution: which are known, and their hooks.
+"""Layers of transformers that carry a state or convolve along the sequence: which are known, and their hooks.
 
     family                         layers                     what is replaced
     Qwen3-Next, Bamba, Mamba, ...  functions of their file    these, once per file: `functions.py`
@@ -114,7 +114,7 @@ MIXERS = {
 
 
 def mixers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Mixer]]:
-    """Yield the layers of a model that are known here, with what is known of them."""
+    """Yield each layer of a model whose class is in `MIXERS`, with the `Mixer` that describes its class."""
     for module in text_modules(model):
         known = _known(type(module))
         if known is not None:
@@ -122,7 +122,7 @@ def mixers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Mixer]]:
 
 
 def is_mixer(module: torch.nn.Module) -> bool:
-    """Return whether a module is a layer that is known here, in which tokens meet other than by attention."""
+    """Return whether a module is a known layer that carries a state or convolves along the sequence."""
     return _known(type(module)) is not None
 
 

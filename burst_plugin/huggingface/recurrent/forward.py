@@ -59,7 +59,7 @@ def states_of_turn() -> LayerStates | None:
 
 
 def placement(shard: SequenceShard, name: str, initial: Sequence[Tensor] = ()) -> recurrent.Placement:
-    """Return which tokens of which documents this rank has, for one call that all ranks know by `name`.
+    """Return the placement of this rank's tokens in documents, for one call that all ranks know by `name`.
 
     initial: the states that rows go on from.
     """
@@ -147,7 +147,7 @@ def _compute_in(forward: Forward, function: Callable[..., Any], /, *args: Any, *
 
 
 def watch_mixer(mixer: torch.nn.Module) -> None:
-    """Add hooks by which what a layer calls finds its shard, also where a checkpoint of others computes it again."""
+    """Add hooks that let functions inside a layer find its shard, also where a checkpoint around it recomputes it."""
     if _before not in mixer._forward_pre_hooks.values():
         mixer.register_forward_pre_hook(_before, with_kwargs=True)
         mixer.register_forward_hook(_after, always_call=True)

@@ -1,4 +1,4 @@
-"""What takes the place of functions of transformers' modeling files in which tokens meet by a state or a convolution.
+"""Replacements for functions of transformers' modeling files that carry a state or convolve along the sequence.
 
     mixer -> causal_conv1d_fn, torch_chunk_gated_delta_rule, ...    globals of its file
                 whole batch: the function itself

@@ -1,6 +1,6 @@
-"""Modules of transformers that compute a state in their own code: what they do on a shard instead.
+"""Modules of transformers that compute a state in their own code, and their replacements on shards.
 
-Before and after the state they do here what they do in transformers; whole batches go to the original.
+Replacements repeat the module's computation before and after the state; whole batches go to the original.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[
 def compressed_projection(
     module: Any, shard: SequenceShard, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Zaya's queries, keys and values, [B, S, H, D], of which parts are those of tokens before."""
+    """Compute Zaya's queries, keys and values, each [B, S, H, D], with earlier tokens convolved or shifted in."""
     hidden: Tensor = given["hidden_states"]
     mask = given.get("conv_mask")
     if mask is not None:
@@ -174,7 +174,7 @@ def compressed_projection(
 
 
 def _with_cached(module: Any, states: LayerStates, qk: Tensor, hidden: Tensor) -> Tensor:
-    """Return Zaya's convolved queries and keys, and delayed values, with those of tokens before a turn."""
+    """Return Zaya's convolved queries and keys, and delayed values, which also depend on tokens before a turn."""
     width, layer = module.conv_kernel_size, states.layers[module.layer_idx]
     padded = states.with_conv_state(qk.transpose(1, 2), module.layer_idx, 0, width)
     mixed = module.conv_qk_grouped(module.conv_qk_depthwise(padded)).transpose(1, 2)

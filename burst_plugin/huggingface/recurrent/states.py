@@ -28,12 +28,12 @@ XLSTM = "xlstm"
 
 
 class LayerStates:
-    """States by layer, and those that families keep in their own way.
+    """The states of recurrent layers: by layer, and by names for families that keep states in their own way.
 
-    layers: those of a `DynamicCache`.
-    takes_single: whether layers are given single tokens, each rank all of them; RWKV's of transformers mix up rows.
-    columns: of the turn in progress, if it has more tokens.
-    own: nested tensors [B, ...] by any name.
+    layers: the layers of a `DynamicCache`.
+    takes_single: whether layers get single tokens, each rank all of them; transformers' RWKV layers mix up rows.
+    columns: the columns of the turn in progress, if it has more than one token.
+    own: the states of families with names, nested tensors [B, ...].
     """
 
     def __init__(self, layers: Sequence[Any], takes_single: bool = True) -> None:
