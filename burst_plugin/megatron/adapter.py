@@ -41,7 +41,7 @@ _MARK = "_burst_plugin_adapter"
 
 
 class MegatronAdapter:
-    """An installed adapter: its rings, and a report of what it did."""
+    """An installed adapter: its rings, and a report of the changes that it made."""
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.registry = Registry(strategy)

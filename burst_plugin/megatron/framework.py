@@ -14,7 +14,10 @@ from burst_plugin.megatron.releases import about, parse_version, tree_version
 
 
 def report(tree: str | None) -> Iterator[str]:
-    """Yield what is there, changed, repaired and refused. Raise ValueError if `tree` is not a checkout."""
+    """Yield a report: the release, and what `install` changes, repairs and refuses; `tree` is a checkout, if given.
+
+    Raises ValueError if `tree` is not a checkout.
+    """
     if tree is not None:
         root = Path(tree).resolve()
         yield about(tree_version(root))

@@ -48,7 +48,7 @@ class Identity:
 
     @property
     def microbatch_id(self) -> tuple[int, int] | None:
-        """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
+        """Return the numbers of the pass in progress and its microbatch, which all stages of a pipeline share."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
     @property

@@ -34,7 +34,7 @@ _RECOMPUTE = {
 
 
 def space(fused_norms: bool) -> Space:
-    """Return what Megatron can do, with Transformer Engine's layers: norms and activations are one kernel each."""
+    """Return Megatron's `Space`, with Transformer Engine's layers: norms and activations are one kernel each."""
     code = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
     return Space(code=code, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
 
@@ -236,7 +236,7 @@ def _ranks_in_node(args: argparse.Namespace, strategy: Strategy, context: int, r
 
 
 def unpriced(text: str, setting: Setting) -> list[str]:
-    """Return what of a command line a plan does not price, and what it takes for granted, as sentences."""
+    """Return sentences on the flags that a plan does not price, and on the flags that it takes for granted."""
     args, strategy = _parsed(text), strategy_of(_parsed(text))
     without = [
         flag_of(name, value)

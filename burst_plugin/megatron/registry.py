@@ -1,4 +1,4 @@
-"""The rings of Megatron's context-parallel groups, and what was read of the tensors of their batches."""
+"""The rings of Megatron's context-parallel groups, and values read from the tensors of their batches."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Registry:
         return self
 
     def asked(self) -> Strategy:
-        """Return the options: those of `install()`, else those of Megatron's parsed arguments, else the defaults."""
+        """Return the options that `install()` got, else the options in Megatron's parsed arguments, else defaults."""
         return self.strategy or parsed_strategy() or Strategy()
 
     @property
@@ -77,7 +77,7 @@ class Registry:
 
     @property
     def layout_of_sequences(self) -> str:
-        """Return the layout of batches without packed documents; that of Megatron's causal ones, if it is "auto"."""
+        """Return the layout of batches without packed documents; "auto" becomes zigzag, as Megatron cuts batches."""
         return "zigzag" if self.layout == AUTO else self.layout
 
     def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:

@@ -57,10 +57,10 @@ def tree_version(tree: Path) -> Version:
 
 
 def target_version() -> Version:
-    """Return the version of the Megatron to write flags for, none of which is imported.
+    """Return the version of the Megatron to write flags for, without importing it.
 
-    That is a checkout in the current directory, else the installed megatron-core, else the oldest that was tested,
-    whose flags later ones have as well.
+    It is the version of a checkout in the current directory, else of the installed megatron-core, else of the oldest
+    tested release, whose flags later releases have as well.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")

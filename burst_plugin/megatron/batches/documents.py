@@ -127,7 +127,7 @@ def are_bounds(attention_mask: Any) -> bool:
 
 
 def rows_of(bounds: Tensor) -> Rows:
-    """Return bounds [B, N] without what they are filled up with.
+    """Return the bounds of each row's documents, from bounds [B, N] that are filled up with the row's length.
 
     Raises ValueError for a row that does not begin with 0, or that decreases.
     """

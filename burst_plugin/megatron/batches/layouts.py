@@ -1,7 +1,7 @@
-"""What Megatron itself cuts in zigzag, cut by the ring's layout: batches, rotary embedding, and what it rolls.
+"""Batches, rotary embeddings and rolled tensors cut by the ring's layout, where Megatron itself cuts in zigzag.
 
-With 8 tokens over 2 ranks, and `layout="striped"`, rank 0 gets of everything what belongs to tokens 0 2 4 6, and
-rank 1 what belongs to 1 3 5 7. In zigzag Megatron's own code runs.
+With 8 tokens over 2 ranks, and `layout="striped"`, rank 0 gets the parts of all tensors that belong to tokens
+0 2 4 6, and rank 1 the parts that belong to tokens 1 3 5 7. With `layout="zigzag"` Megatron's own code runs.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _LayoutHooks:
         return original(embedding, *args, **kwargs)
 
     def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Roll what is cut over a group as one rank rolls the whole; return this rank's part of it, and its sum.
+        """Roll a tensor that is cut over a group as if it were whole; return this rank's rolled part, and its sum.
 
         Collective, with gradient, which Megatron's own does not send to the rank that a row came from.
         """

@@ -23,7 +23,7 @@ _SPECS = (".hybrid_layer_specs", ".mamba_layer_specs")
 
 
 def use_local_layers() -> None:
-    """Let specs that name Transformer Engine's layers be built without it, also those of hybrid models that exist."""
+    """Let specs that name Transformer Engine's layers be built without it, also existing specs of hybrid models."""
     provider = transformer_engine_spec_provider.TESpecProvider
     if provider.grouped_mlp_modules is _experts_one_by_one:
         return

@@ -1,1 +1,1 @@
-"""Flags: those of this package, and what Megatron's own flags and TransformerConfig ask for."""
+"""This package's flags, and checks of Megatron's own flags and TransformerConfig."""

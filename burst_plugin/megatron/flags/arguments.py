@@ -130,7 +130,7 @@ def option_of(name: str, value: Any = None) -> str:
 
 
 def unsupported(rules: Mapping[str, Rule], options: Any) -> list[str]:
-    """Return what `options`, a configuration or arguments, have that breaks `rules`, with what to write instead."""
+    """Return a reason for each of `options`, a configuration or arguments, that breaks `rules`, with a way out."""
     return [
         f"{option_of(name, value)} is not supported: {instead}"
         for name, value, instead in broken_rules(rules, options)

@@ -55,7 +55,7 @@ _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 
 def flag_problems() -> list[str]:
-    """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
+    """Return a reason for each of Megatron's parsed flags, beyond TransformerConfig's, that a ring cannot follow."""
     return unsupported(REFUSED_FLAGS, parsed_arguments())
 
 

@@ -1,4 +1,4 @@
-"""How Megatron's flags spell what a model computes, and which features have no spelling in which release.
+"""How Megatron's flags spell what a model computes, and which features a release of Megatron has no flags for.
 
     lines = model_flags(model_shape("path/to/config.json"), 1, (0, 16, 1))
 

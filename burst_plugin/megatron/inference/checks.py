@@ -41,7 +41,7 @@ _REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 
 def refuse_in_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for a layer that is to keep keys and values itself: it would see those of one rank only."""
+    """Raise ValueError for a layer that is to keep keys and values itself: it would see one rank's tokens only."""
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
         raise ValueError(
             f"inference with context_parallel_size={layer.config.context_parallel_size} and cp_comm_type='burst' is "

@@ -15,7 +15,7 @@ from burst_plugin.megatron.registry import Registry
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_host_memory_budget(registry: Registry, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise MemoryError if this host has no room for what is parked until the first backward pass: a hook of layers.
+    """Raise MemoryError if this host has no room for the tensors parked until the first backward pass: a layer hook.
 
     It looks at full recomputation, which keeps inputs of layers and, with `keep_attention`, outputs of attention.
     """

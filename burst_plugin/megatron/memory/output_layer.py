@@ -86,7 +86,7 @@ def _check_chunks(model: Any, chunk: int) -> None:
 
 
 def output_layer_problems(model: Any) -> list[str]:
-    """Return what keeps the loss of a model from being computed in chunks, each with what to write instead."""
+    """Return the reasons why the loss of a model cannot be computed in chunks, each with what to write instead."""
     reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, model.config)]
     loss = model.compute_language_model_loss
     function = getattr(loss, "__func__", loss)

@@ -1,9 +1,9 @@
-"""A call of a mixer: which of its tokens are whose, from the layer that Megatron calls to the functions inside.
+"""A call of a mixer: which rank holds which tokens, from the layer that Megatron calls to the functions inside.
 
     layer(attention_mask, packed_seq_params)
         mixer    ->  `MixerOnRing.read`  the ring, layout and documents of this call
             causal_conv1d_fn, mamba_chunk_scan_combined, ...
-                 ->  `call_in_progress`  the same, for `burst_plugin.recurrent`
+                 ->  `call_in_progress`  this call, for `burst_plugin.recurrent`
 
 The call is that of the thread which computes the mixer, so that layers that are recomputed in a backward pass have
 their own.
@@ -29,7 +29,7 @@ from burst_plugin.sequence.mask import Mask
 
 
 class MixerCall(NamedTuple):
-    """A ring, and which tokens of which documents its ranks hold. tag: as ranks know the call."""
+    """A ring, and how its ranks hold the tokens of documents. tag: the name that ranks know the call by."""
 
     cp: ContextParallel
     mask: Mask

@@ -1,4 +1,4 @@
-"""What takes the place of functions that Megatron's mixers call, in which tokens meet by a state or a convolution.
+"""Replacements for functions that Megatron's mixers call to carry a state or convolve along the sequence.
 
     MambaMixer     ->  mamba_split_conv1d_scan_combined, or causal_conv1d_fn and mamba_chunk_scan_combined
     GatedDeltaNet  ->  causal_conv1d (causal_conv1d_fn until 0.17), then chunk_gated_delta_rule
@@ -46,14 +46,14 @@ class ConvolutionOnRing(torch.nn.Conv1d):
 
 
 def replace_functions(module: Any, kinds: Mapping[str, _Function]) -> None:
-    """Replace functions of a module by those of `kinds`; names that it does not have, or that are None, stay so."""
+    """Wrap the functions of a module that `kinds` names, unless the module lacks the name or has None for it."""
     for name, around in kinds.items():
         if getattr(module, name, None) is not None:
             wrap(module, name, around)
 
 
 def functions_of_mamba(module: Any) -> dict[str, _Function]:
-    """Return what takes the place of functions of the module of `MambaMixer`."""
+    """Return the replacements for functions of the module of `MambaMixer`, by their names."""
     convolve, scan = getattr(module, "causal_conv1d_fn", None), getattr(module, "mamba_chunk_scan_combined", None)
     fused = partial(_convolve_and_scan, _convolve_by_torch if convolve is None else convolve, scan)
     return {
