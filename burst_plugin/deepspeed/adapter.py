@@ -48,7 +48,7 @@ _BATCH_KEYS = ("train_batch_size", _STEPS, "sequence_parallel_size")
 
 
 class Adapter:
-    """An installed adapter: the session of every engine, and a report of what it did."""
+    """An installed adapter: the session of every engine, and a report of the changes that it made."""
 
     def __init__(self) -> None:
         self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

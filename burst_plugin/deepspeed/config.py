@@ -23,7 +23,7 @@ _OTHER_BLOCKS = ("sparse_attention",)  # of DeepSpeed, with a similar name
 
 
 class RepeatedKeyError(ValueError):
-    """A configuration has a key twice, of which one would be taken silently."""
+    """A configuration has a key twice, so that one of its values would be taken silently."""
 
 
 def loads(text: str) -> Any:
@@ -208,7 +208,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 
 def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
-    """Return what else in a DeepSpeed configuration clashes with a ring of `size`, each with a way out."""
+    """Return a reason for each option of a DeepSpeed configuration that clashes with a ring of `size` ranks."""
     values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
     reasons = [
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"

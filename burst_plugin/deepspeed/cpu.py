@@ -23,5 +23,5 @@ def enable() -> list[str]:
 
 
 def prepare(directory: Path) -> list[str]:
-    """Get ready for a script in `directory`; return what was done, a line each."""
+    """Get ready for a script in `directory`; return a line for each change that was made."""
     return enable()

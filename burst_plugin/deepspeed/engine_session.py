@@ -27,14 +27,14 @@ class AttachedHooks(Protocol):
 
 
 class Session:
-    """The ring of one engine, which cuts batches for the engine's model and makes its losses those of whole batches.
+    """The ring of one engine, which cuts batches for the engine's model and makes its losses right for whole batches.
 
     loss: "token_mean", one mean over the tokens of all rings, or "mean_of_ranks", each ring's own mean. DeepSpeed
         averages gradients over rings as over data-parallel ranks.
     engine: a weak reference to the engine, once it exists.
-    hooks: those of the model, once it is attached.
+    hooks: the hooks of the model, once it is attached.
     whole_batches: whether the model takes whole batches as keyword arguments, which are cut in its forward.
-    layer_mask: what `shard_batch` takes for the model.
+    layer_mask: the argument `layer_mask` of `shard_batch` for the model.
     only_caller: the name of the only function that may call the model in training; empty if any may. See `permitted`.
     """
 
@@ -132,9 +132,9 @@ class Session:
         return shard_batch(batch, self.cp, pad_token_id=pad_token_id, layer_mask=self.layer_mask)
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the model gets of a whole batch: the shard of this rank, or all of it on a ring of one rank.
+        """Return this rank's shard of a whole batch for the model; on a ring of one rank it may be the whole batch.
 
-        A number of tokens in the batch becomes this rank's share of it.
+        The batch's `num_items_in_batch`, if it has one, is divided by the number of ranks of the ring.
         """
         if self.leaves_losses and self.whole_batches:  # labels of any kind are left to the model
             rest = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
@@ -190,7 +190,7 @@ class Session:
         return self._with_mean_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
 
     def divisor(self, shard: SequenceShard, training: bool) -> float:
-        """Return what the model is to divide the sum of its losses on `shard` by."""
+        """Return the number that the model is to divide the sum of its losses on `shard` by."""
         one_mean = self._is_one_mean(training)
         labels_per_rank = self.valid_tokens(shard) / self.ranks if one_mean else shard.valid_tokens / self.cp.ranks
         return max(labels_per_rank, 1.0 / self.ranks)
@@ -224,7 +224,7 @@ class Session:
             )
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
-        """Return the mean over all labels of a batch, from `loss`, the mean over those of this rank; collective.
+        """Return the mean over all labels of a batch, from `loss`, the mean over this rank's labels; collective.
 
         `local` is this rank's shard of the batch. A rank without labels counts as 0: the mean over none is NaN.
         """

@@ -14,7 +14,7 @@ from burst_plugin.strategy import AUTO
 
 
 def report(path: str | None) -> Iterator[str]:
-    """Yield what is installed, what a configuration asks for, and what is refused.
+    """Yield a report: whether DeepSpeed is installed, the options of a configuration, and options that are refused.
 
     Raises ValueError if the configuration cannot be read, or cannot be honoured.
     """

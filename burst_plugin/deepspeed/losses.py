@@ -1,7 +1,7 @@
-"""Losses that models of one's own return in training: the mean over a rank's labels becomes that over all ranks'.
+"""Losses that models of one's own return in training: the mean over a rank's labels becomes the mean over all labels.
 
-Also those of a module around a model of transformers, if it computes them from what that returns for a shard.
-A model may return its loss in a form that is not found, and tensors that are for reading only.
+So do the losses of a module around a model of transformers, if it computes them from the model's outputs for a shard.
+Here are also checks of the form of a loss, and outputs of models that may be read, but not trained on.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 def check_form_of_loss(model_name: str, output: Any) -> None:
-    """Raise ValueError if a loss in what a model returned has a form in which it is not found."""
+    """Raise ValueError if a model returned a tuple, a loss in a plain mapping, or a loss of more than one number."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     form = ""
     if isinstance(output, tuple):
@@ -211,7 +211,7 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
 
 
 def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
-    """Return what the router loss of experts has added to the loss that a model returned; None if there is none."""
+    """Return the router loss of experts, scaled as a model has added it to its loss; None if there is none."""
     aux_loss = getattr(outputs, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
@@ -279,5 +279,5 @@ def summed_loss(logits: Tensor, labels: Tensor) -> float:
 
 
 def tolerance_of(logits: Tensor) -> float:
-    """Return the relative difference that may be between a model's loss and that of its logits."""
+    """Return the relative difference that is allowed between a model's loss and the loss of its logits."""
     return _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)

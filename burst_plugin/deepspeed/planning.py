@@ -17,7 +17,7 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 
 
 def space(fused_norms: bool) -> Space:
-    """Return what DeepSpeed can do with models of transformers; without Liger their norms are single operations."""
+    """Return DeepSpeed's `Space` with models of transformers; without Liger their norms are single operations."""
     code = Code(
         plain_norms=not fused_norms,
         mlp_kept=4,
