@@ -32,11 +32,11 @@ class Affine(ABC):
 
     @abstractmethod
     def apply_transposed(self, transition: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of S, of that of A S."""
+        """Return the gradient of S from the gradient of A S."""
 
     @abstractmethod
     def grad_of_transition(self, grad: Tensor, state: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient of A, of the shape of `like`, of that of A S."""
+        """Return the gradient of A, in the shape of `like`, from the gradient of A S."""
 
     def through(self, transition: Tensor, bias: Tensor, state: Tensor) -> Tensor:
         """Return A S + B."""

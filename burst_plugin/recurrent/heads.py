@@ -1,6 +1,6 @@
 """Exchange heads instead of states: every rank computes whole sequences of its share of the heads.
 
-What that sends grows with the number of tokens, so that it pays for few tokens per rank, and where a rank holds no
+The exchange sends more the more tokens there are, so that it pays for few tokens per rank, and where a rank holds no
 tokens that follow each other, as in a striped layout.
 """
 
@@ -138,7 +138,7 @@ def heads_of(part: int, parts: int, heads: int) -> slice:
 
 
 def can_share(ranks: int, heads: Sequence[int]) -> bool:
-    """Return whether ranks can share so many heads, of several tensors; those with few heads by several ranks."""
+    """Return whether ranks can share the heads of several tensors evenly; several ranks may get the same head."""
     return max(heads) % ranks == 0 and not any(count % ranks and ranks % count for count in heads)
 
 

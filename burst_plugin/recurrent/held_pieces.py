@@ -64,7 +64,7 @@ class Group(NamedTuple):
         return x.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 2)), 0)
 
     def of_pieces(self, x: Tensor) -> Tensor:
-        """Return what x has for these pieces, of all pieces of this process."""
+        """Select the entries of these pieces from x [pieces, ...], which has all pieces of this process."""
         return x.index_select(0, self.places)
 
 
@@ -99,7 +99,7 @@ class HeldPieces:
         ]
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return the rows of x [B, S, ...], those of piece after piece: [T, ...]."""
+        """Return the rows of x [B, S, ...] piece after piece, [T, ...]."""
         flat = x.flatten(0, 1)
         return flat if self.whole_rows is None else flat[self._kept("whole", x.device, lambda: self.whole_rows)]
 

@@ -33,20 +33,20 @@ Results = Callable[[], list[Any]]  # waits for a pass
 
 
 class Passes(ABC):
-    """What the ranks of this process run."""
+    """How the ranks of this process run their programs."""
 
     states: Sequence[RankState]
 
     @abstractmethod
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Return what `prepare` returns, and which call it is; collective.
+        """Return the result of `prepare` and the identity of the call; collective.
 
-        Raises ValueError on every rank if it raises on any, or if ranks differ in their `signature`.
+        Raises ValueError on every rank if `prepare` raises on any, or if ranks differ in their `signature`.
         """
 
     @abstractmethod
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
-        """Run a program for each rank; return what they return."""
+        """Run a program for each rank; return the results of the programs."""
 
     def start(
         self,
@@ -56,12 +56,12 @@ class Passes(ABC):
         inputs: Sequence[Tensor],
         beside: bool,
     ) -> Results:
-        """Start a program for each rank; return a function that waits for what they return.
+        """Start a program for each rank; return a function that waits for the results of the programs.
 
         No other pass of these ranks may run before that function has been called.
 
-        inputs: all tensors that programs read, the first of which says on which device.
-        beside: whether they may run while this thread does something else; if not, they have run at once.
+        inputs: all tensors that programs read; they run on the device of the first one.
+        beside: whether programs may run while this thread does something else; if not, they have run at once.
         """
         results = self.run(direction, call, programs, inputs[0].device)
         return lambda: results
@@ -169,7 +169,7 @@ class OfVirtualRing(Passes):
         self._numbers = ring
 
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Return what `prepare` returns, and the number of the call."""
+        """Return the result of `prepare` and the number of the call."""
         return prepare(), self._numbers.next_call()
 
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:

@@ -83,9 +83,9 @@ class Pieces:
 
 
 def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mask: Mask | None) -> Pieces:
-    """Return the pieces of `rows` sequences of `length` tokens, of which rank r holds the runs `shards[r]`.
+    """Return the pieces of `rows` sequences of `length` tokens; rank r holds the runs `shards[r]` of each.
 
-    Documents are those of `mask`, of each row. Tokens before a row's first real key, padding on the left, are a
+    `mask` says which documents each row has. Tokens before a row's first real key, padding on the left, are a
     document, too. Raises ValueError for a mask of another number of rows, or another length.
     """
     if mask is not None and mask.rows not in (None, rows):

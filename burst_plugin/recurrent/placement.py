@@ -1,4 +1,4 @@
-"""Which tokens of which documents a rank holds, for layers that carry a state along the sequence."""
+"""Where a rank's tokens lie in a sequence and its documents, for layers that carry a state along the sequence."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ class Placement:
         parameters: Mapping[str, Tensor],
         finals: bool,
     ) -> Any:
-        """Return what a layer does, by an exchange of heads; collective.
+        """Compute a layer by an exchange of heads, and return its outputs, with `finals` also states; collective.
 
         function: the layer, which takes tensors, parameters and a `place` by name.
         tensors: [B, S_local, H, ...]; each has as many heads as ranks share evenly, or one for several ranks.
@@ -305,7 +305,10 @@ class Placement:
         return held.unflat(held.starts(x.device))
 
     def held(self, x: Tensor) -> HeldPieces:
-        """Return the pieces of a batch of which this process holds x [B, S, ...]. Raise ValueError if it does not."""
+        """Return the pieces of a batch that x [B, S, ...] holds for this process.
+
+        Raises ValueError if x has no rows, or another number of tokens than this process holds.
+        """
         states = self.passes.states
         table, tokens = states[0].route_table, self._tokens(x)
         key = (HeldPieces, x.shape[0], tokens, self.mask)

@@ -1,4 +1,4 @@
-"""A scan over the pieces of a sequence: from what each piece does to a state, the state that enters each piece.
+"""A scan over the pieces of a sequence: it finds the state that enters each piece from each piece's map of states.
 
 The backward pass goes through the schedule in the opposite order: what enters a piece gets a gradient, and gradients
 go where states came from. Transitions are not sent again, since each rank keeps those that it has met.
@@ -129,7 +129,7 @@ class Scan:
             self.values.update(zip(recvs[peer], tensors, strict=True))
 
     def backward(self, call: CallId, grads: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return the gradients of transitions and biases [pieces, ...], of those of the entries."""
+        """Return the gradients of transitions and biases [pieces, ...] from the gradients of the entries."""
         found: Values = {}
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
@@ -143,7 +143,7 @@ class Scan:
         return self._of_pieces(found)
 
     def _compute_back(self, compute: Compute, found: Values) -> None:
-        """Add what the gradients of the results of `compute` give those of its operands."""
+        """Add to the gradients of the operands of `compute` what the gradients of its results contribute."""
         values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
         if what == "join":
             grad = found.get(Value("bias", span))
@@ -202,7 +202,7 @@ class Scan:
 
 
 def _hand_over(found: Values, target: Value, source: Value) -> None:
-    """Add the gradient of a value, if it has one, to that of the value that it is a copy of."""
+    """Add the gradient of a value, if it has one, to the gradient of the value that it is a copy of."""
     if target in found:
         _add(found, source, found[target])
 
@@ -274,7 +274,7 @@ class ScanOfProcess:
                 results()
 
     def start_backward(self, grad: Tensor, values: Sequence[Values]) -> None:
-        """Start the pass that finds the gradients of transitions and biases, from that of the entries."""
+        """Start the pass that computes the gradients of transitions and biases from the gradient of the entries."""
         cuts = self._cuts()
         programs = [
             Scan(plan, each).backward(self._call, grad[at:stop])

@@ -73,17 +73,17 @@ class _OfPieces:
         self.found = [self.zero] * len(call.held.numbers)
 
     def put(self, group: Group, x: Tensor) -> None:
-        """Set those of a group."""
+        """Set the tensors of a group's pieces, x [pieces, ...]."""
         for number, each in zip(group.pieces, x.unbind(), strict=True):
             self.found[number] = each.to(self.zero.dtype)
 
     def stacked(self) -> Tensor:
-        """Return all of them, [pieces, ...]."""
+        """Return the tensors of all pieces, [pieces, ...]."""
         return torch.stack(self.found) if self.found else self.zero.new_zeros((0, *self.zero.shape))
 
 
 class TwoPasses(NamedTuple):
-    """What pieces do to states by `pair`, and then the kernel with the entering states.
+    """Two passes: `pair` finds each piece's map of states, then the kernel runs with the entering states.
 
     pair: returns transitions and biases, and a function that goes on from there, given the entering states, in place
         of the kernel; or None.
@@ -94,7 +94,7 @@ class TwoPasses(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute what needs no entering states; also the pairs of pieces, if that is asked for."""
+        """Compute the outputs of pieces that no state enters, and the pairs of pieces if `needs_pairs`."""
         for group, given in work.groups(work.fresh):
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)))
             work.done.append((group, out))
@@ -106,7 +106,7 @@ class TwoPasses(NamedTuple):
             work.begun[group.pieces] = goes_on
 
     def finish(self, work: Work) -> None:
-        """Compute what needs the states that enter pieces."""
+        """Compute the outputs of pieces that a state enters."""
         for group, given in work.groups(work.entered):
             goes_on = work.begun.get(group.pieces) or partial(self.kernel, *given)
             work.done.append((group, goes_on(group.of_pieces(work.entries))[0]))
@@ -125,7 +125,7 @@ class OnePass(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute all from states of zero; also the pairs of pieces, if that is asked for."""
+        """Compute all outputs from states of zero, and the pairs of pieces if `needs_pairs`."""
         for group, given in work.groups(range(len(work.call.held.numbers))):
             lengths = (group.counts,) if self.state.takes_lengths else ()
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)), *lengths)
@@ -135,7 +135,7 @@ class OnePass(NamedTuple):
                 work.transitions.put(group, self.transition(given, group))
 
     def finish(self, work: Work) -> None:
-        """Add what the states that enter pieces add to outputs."""
+        """Add to the outputs the parts that come from the states that enter pieces."""
         for place, (group, out) in enumerate(work.done):
             if not set(group.pieces).isdisjoint(work.entered):
                 read = self.read([group.take(x) for x in work.rows], group.of_pieces(work.entries))
@@ -169,7 +169,7 @@ class Work:
         self._states = self.call.begin(self.affine, *pairs, self.finals, part)
 
     def receive(self) -> None:
-        """Wait for these states."""
+        """Wait for the states that enter pieces."""
         self.entries, self.last = self._states.wait()
 
     def abandon(self) -> None:
@@ -251,7 +251,7 @@ class Exponential(NamedTuple):
         return [x.reshape(len(x), *shape) for x, shape in zip(parts, self.parts, strict=True)]
 
     def nothing(self, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return states of `count` pieces in which there is nothing, not even an exponent."""
+        """Return empty states of `count` pieces: zeros, with the exponent that stands for none."""
         zeros = [torch.zeros((count, *shape), dtype=dtype, device=self.out.device) for shape in self.parts]
         return *zeros, torch.full((count, *self.exponent), _NO_EXPONENT, dtype=dtype, device=self.out.device)
 
@@ -320,7 +320,7 @@ def with_exponents(
 
 
 def _sorted_pieces(call: Call, finals: bool) -> tuple[list[int], list[int], list[int]]:
-    """Return the pieces of this process that no state enters, those that one does, and which of these need pairs."""
+    """Return the pieces of this process without an entering state, the pieces with one, and those that need pairs."""
     held, schedule = call.held, call.held.schedule(finals)
     fresh = [n for n, number in enumerate(held.numbers) if not schedule.is_entered[number]]
     entered = [n for n, number in enumerate(held.numbers) if schedule.is_entered[number]]

@@ -23,12 +23,12 @@ def out_of_chunks(x: Tensor, length: int) -> Tensor:
 
 
 def segment_decays(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what tokens of a chunk keep of each other, of what enters it, and what its end keeps of them.
+    """Compute the decays between tokens of a chunk, from its start to each token, and from each token to its end.
 
     Of log decays [..., c] these are [..., c, c], 0 above the diagonal, [..., c] and [..., c]. Sums over stretches of
     tokens are differences of sums from the start. They are formed in float64: in float32 a strong decay early in a
-    chunk would cost the digits of all weak ones behind it. None is positive, and those above the diagonal are -inf
-    before they become powers, so that none is infinite and no gradient NaN.
+    chunk would cost the digits of all weak ones behind it. No sum is positive, and sums above the diagonal are -inf
+    before they become powers, so that no power is infinite and no gradient NaN.
     """
     sums = log_decay.double().cumsum(-1)
     upper = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu_(1)
@@ -106,7 +106,7 @@ def decay_attention(
 
 
 def decay_attention_read(q: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-    """Compute what an entering state [N, H, K, V] adds to the outputs of `decay_attention`.
+    """Compute the part of `decay_attention`'s outputs that comes from an entering state [N, H, K, V].
 
     `q` is [N, L, H, K], `log_decay` [H]. Returns [N, L, H, V] in the type of the state. Source: as `decay_attention`.
     """

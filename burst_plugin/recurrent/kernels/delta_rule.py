@@ -72,7 +72,7 @@ class DeltaChunks(NamedTuple):
     dtype: torch.dtype
 
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Return what pieces do to the states that enter them, last = A initial + B.
+        """Return the map from the initial to the last state of each piece, last = A initial + B.
 
         A is [N, H, K, K] and B [N, H, K, V], float32, or float64 for float64.
         """
@@ -99,7 +99,7 @@ class DeltaChunks(NamedTuple):
 
 
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int = 64) -> DeltaChunks:
-    """Compute what needs no states, of pieces [N, L, ...] with L at least 1; arguments are as for `delta_rule`."""
+    """Prepare the delta rule on pieces [N, L, ...], L at least 1, as far as it needs no states; see `delta_rule`."""
     _check(k, v, g, chunk_size)
     dtype, shared = computing_type(v), (k.shape[2], v.shape[2] // k.shape[2])
     tokens, given, by_channel = v.shape[1], v.dtype, g.dim() == 4

@@ -62,12 +62,12 @@ def affine_states(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool =
 
 
 def states_before(states: Tensor, initial: Tensor) -> Tensor:
-    """Return the state that enters each token, of the states after each."""
+    """Return the state that enters each token, from the states after each token."""
     return torch.cat([initial.unsqueeze(1), states[:, :-1]], 1)
 
 
 def state_gradients(decay: Tensor, d_states: Tensor) -> Tensor:
-    """Compute the gradients of all inputs x_t, of those of all states: the same recurrence from the end."""
+    """Compute the gradients of all inputs x_t from the gradients of all states: a recurrence that runs backward."""
     after = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1)
     nothing = torch.zeros((), dtype=d_states.dtype, device=d_states.device).expand(d_states[:, 0].shape)
     return affine_states(after, d_states, nothing, backward=True)

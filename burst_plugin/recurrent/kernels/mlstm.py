@@ -21,7 +21,7 @@ def _gates(igate: Tensor, fgate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tops(added: Tensor, whole: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the largest powers of states before and after each chunk [N, n, H], of those `added` [N, n, H, c]."""
+    """Compute states' largest powers before and after each chunk [N, n, H], from powers `added` [N, n, H, c]."""
     tops = [top]
     for new, kept in zip(added.amax(-1).unbind(1), whole.unbind(1), strict=True):
         tops.append(torch.maximum(tops[-1] + kept, new))

@@ -1,4 +1,4 @@
-"""Mamba's selective scan: a state of its own for each channel, of which a stretch of tokens is held at a time."""
+"""Mamba's selective scan: a state of its own for each channel, held for one stretch of tokens at a time."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def selective_scan(
 
 
 def selective_scan_read(dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
-    """Compute what an entering state [N, D, M] adds to the outputs of `selective_scan`.
+    """Compute the part of `selective_scan`'s outputs that comes from an entering state [N, D, M].
 
     `dt` is [N, L, D], `A` [D, M], `C` [N, L, M]. Returns [N, L, D] in the type of the state. Source: as
-    `selective_scan`, of which this is the case x = 0.
+    `selective_scan`, with x = 0.
     """
     dt = dt.to(state.dtype)
     return selective_scan(torch.zeros_like(dt), dt, A, torch.zeros_like(C), C, state)[0]

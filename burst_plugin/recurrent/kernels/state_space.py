@@ -41,7 +41,7 @@ def state_space(
 
 
 def state_space_read(dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
-    """Compute what an entering state [N, H, P, M] adds to the outputs of `state_space`.
+    """Compute the part of `state_space`'s outputs that comes from an entering state [N, H, P, M].
 
     `dt` is [N, L, H], `A` [H], `C` [N, L, G, M]. Returns [N, L, H, P] in the type of the state. Source: as
     `state_space`.
