@@ -35,7 +35,7 @@ Moment = dict[str, float]
 
 
 class Widths:
-    """Bytes of a rank's tensors by what they are; see the module."""
+    """Bytes of a rank's tensors, by the kinds of tensors that the module lists."""
 
     def __init__(self, model: ModelShape, setting: Setting) -> None:
         tokens, tensor = setting.micro_batch * setting.local_tokens, setting.tensor
@@ -57,12 +57,12 @@ class Widths:
 
     @property
     def kept_attention(self) -> float:
-        """Return what attention returned: out and lse."""
+        """Return the bytes of the tensors that attention returned, out and lse."""
         return self.out + self.lse
 
 
 def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
-    """Return a model with the heads of one chunk, and the setting in which it has them all at once."""
+    """Return a model that has the heads of one chunk only, and the setting with `head_chunks=1` for it."""
     chunks = setting.head_chunks
     if chunks == 1:
         return model, setting
@@ -82,7 +82,7 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
 
 
 def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Moment:
-    """Return what a layer's forward pass saves for its backward pass, beside the layer's input."""
+    """Return the bytes that a layer's forward pass saves for its backward pass, beside the layer's input."""
     w, plain = Widths(model, setting), setting.copying_norms
     saved: Moment = {}
     if model.attends or model.mixer is not None:

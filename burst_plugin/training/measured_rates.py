@@ -9,10 +9,10 @@ _BACKWARD = 2.5  # times the operations of a forward pass that attention's backw
 
 
 def measured_rates(profile: ClusterProfile, model: ModelShape, peak_flops: float) -> dict[str, float]:
-    """Return fields of `Cluster` by name; shares are those of `peak_flops`. What was not measured is left out.
+    """Return the measured fields of `Cluster` by name; shares are shares of `peak_flops`.
 
-    Attention's is that of the longest tile, both passes together; of layers with a state that of the slowest kind
-    which the model has, or, if none of these was measured, of the slowest that was.
+    Attention has the rate of the longest tile, both passes together. Layers with a state have the rate of the model's
+    slowest kind, or, if none of its kinds was measured, of the slowest kind that was.
     """
     rates = {}
     longest = profile.rates[-1]

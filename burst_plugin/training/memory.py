@@ -47,7 +47,7 @@ BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, wh
 
 
 def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> bool:
-    """Return whether what is there all the time, and what waits, is more than a GPU or a host has: found out fast."""
+    """Return whether states and saved tensors alone exceed the memory of a GPU or a host, which is found out fast."""
     if sum(_host(model, setting, cluster).values()) > cluster.host_gib * GIB:
         return True
     waits = (0.0 if setting.offload else sum(_kept(model, setting))) + sum(_of_tower(model, setting).values())
@@ -59,7 +59,7 @@ def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> b
 class TrainingMemory:
     """Bytes by part, on the fullest GPU and on the host of a node; `at_work` are the tensors of the `fullest` moment.
 
-    The last part of `gpu` is what is left free, which is no tensor.
+    The last part of `gpu` is the margin that is left free.
     """
 
     gpu: Moment

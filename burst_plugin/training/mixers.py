@@ -61,7 +61,7 @@ def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
 def delta_rule(
     *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
 ) -> TokenMixer:
-    """Return a gated delta net; `keys` and `values` are (heads, dim), `width` is that of its convolution."""
+    """Return a gated delta net; `keys` and `values` are (heads, dim), `width` is the width of its convolution."""
     (key_heads, key_dim), (heads, value_dim) = keys, values
     key_size, value_size = key_heads * key_dim, heads * value_dim
     channels = 2 * key_size + value_size
@@ -152,7 +152,7 @@ def selective_scan(
     has_norms: bool = False,
     biases: tuple[bool, bool] = (True, False),
 ) -> TokenMixer:
-    """Return a Mamba mixer; `rank` is that of its steps. biases: in the convolution, and in projections."""
+    """Return a Mamba mixer; `rank` is the rank of its steps dt. biases: in the convolution, and in projections."""
     of_conv, of_projections = biases
     weights = hidden * 3 * inner + inner * (rank + 2 * size) + rank * inner
     others = inner * (width + of_conv) + inner + inner * (size + 1)  # of the convolution, of steps, A and D

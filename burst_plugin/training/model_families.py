@@ -1,4 +1,4 @@
-"""What transformers' code decides for all models of one `model_type`, and what it takes left out keys for."""
+"""What transformers' code decides for all models of one `model_type`, and its defaults for keys that are left out."""
 
 from __future__ import annotations
 
@@ -167,6 +167,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 def defaults_of(kind: str) -> Mapping[str, Any]:
-    """Return what keys of a config.json mean that models of the `model_type` `kind` leave out, as far as is known."""
+    """Return the defaults of keys that a config.json with the `model_type` `kind` may leave out; {} if not known."""
     family = FAMILIES.get(kind)
     return {} if family is None else {**DEFAULTS, **family.defaults}

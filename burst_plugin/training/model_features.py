@@ -109,9 +109,9 @@ _WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window"})
 
 
 def model_features(model: ModelShape) -> ModelFeatures:
-    """Return what `model` computes, out of the config.json that it was read from.
+    """Return the features of `model`, read from its config.json.
 
-    Raises ValueError for a family that is not known, and for a key or a value of which it is not known what it does.
+    Raises ValueError for a family that is not known, and for a key or a value whose effect is not known.
     """
     outer = model.config
     config = outer.get("text_config", outer)

@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def mixers(self) -> tuple[tuple[TokenMixer, int], ...]:
-        """Return what mixes tokens besides attention, and in how many layers."""
+        """Return the token mixers besides attention, each with the number of layers that have it."""
         return tuple((kind.mixer, kind.layers) for kind in self.by_kind if kind.mixer is not None)
 
     @property
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def value_dim(self) -> int:
-        """Return the dim of values, and of what attention returns, which may not be that of queries and keys."""
+        """Return the dim of values and of attention's output, which may differ from the dim of queries and keys."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
@@ -142,7 +142,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return how many parameters there are, a tower's included, of which tied ones count once."""
+        """Return the number of parameters, a tower's included; tied parameters count once."""
         tables = 1 if self.tied else 2
         layers = sum(kind.layers * kind.layer_parameters for kind in self.by_kind)
         tower = 0 if self.media is None else self.media.tower.parameters
@@ -150,7 +150,7 @@ class ModelShape:
 
     @property
     def trained_parameters(self) -> int:
-        """Return how many of the parameters are trained: all but those of a frozen tower."""
+        """Return the number of parameters that are trained: all but a frozen tower's."""
         return self.parameters - (0 if self.media is None else self.media.tower.parameters - self.media.trained)
 
     @property

@@ -93,7 +93,7 @@ def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> lis
 
 
 def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) -> bool:
-    """Return whether ranks can share the heads of any mixers that have some; those of others stay with states."""
+    """Return whether ranks can share the heads of all mixers with heads, at least one; other mixers send states."""
     by_heads = [mixer for mixer in mixers if mixer.by_heads]
     heads = [[count // tensor for _, count, _ in mixer.tensors] for mixer in by_heads]
     return bool(by_heads) and context > 1 and all(can_share(context, each) for each in heads)

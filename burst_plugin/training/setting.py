@@ -39,7 +39,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way to train: how the model and a sequence are cut, what is kept, computed again, cut into chunks, moved.
+    """One way to train: degrees of parallelism, recomputation, chunks, offloading, and the options of the ring.
 
     tokens: of one sequence. batch: sequences of a step. micro_batch: sequences that go through the model at once.
     tensor, context, pipeline, data: degrees of parallelism. `inner` context-parallel ranks are in a node.
@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def tokens_at_once(self) -> int:
-        """Return how many tokens all ranks of a model work on at once: those of a micro-batch."""
+        """Return how many tokens all ranks of a model work on at once: the tokens of a micro-batch."""
         return self.micro_batch * self.tokens
 
     @property

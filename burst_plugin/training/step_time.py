@@ -1,4 +1,4 @@
-"""The time of a training step, part by part: that of computing, and that of moving data which nothing hides.
+"""The time of a training step, part by part: the time to compute, and the time of transfers that nothing hides.
 
 Rates come from the `Cluster`. Attention and its ring are priced by simulating the schedule that would run
 (`planning.price`); all else is operations or bytes over a rate, as the comments say.
@@ -26,7 +26,7 @@ _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two
 
 
 def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of an optimizer step by what they are spent on.
+    """Return the seconds of an optimizer step, part by part.
 
     A tower of images is at work before and after the language model, and hides nothing.
     """
@@ -61,7 +61,7 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
 
 
 def bound_by(seconds: dict[str, float]) -> str:
-    """Return what most of the time is spent on, for people."""
+    """Return the part of a step that takes the most time, and its share, as text."""
     groups = {
         "attention": ("attention",),
         "linear layers": ("linear", "head"),

@@ -70,7 +70,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what it takes: bytes, and seconds by part."""
+    """A setting, the memory that it takes, and the seconds of a step by part."""
 
     setting: Setting
     memory: TrainingMemory
@@ -78,7 +78,7 @@ class Candidate:
 
     @classmethod
     def of(cls, goal: Goal, setting: Setting) -> Candidate:
-        """Return what a setting takes, whether or not it fits."""
+        """Return a setting with its memory and seconds, whether or not it fits."""
         return cls(
             setting, memory(goal.model, setting, goal.cluster), step_seconds(goal.model, setting, goal.cluster)
         )
@@ -256,7 +256,7 @@ def some_plan_fits(goal: Goal) -> bool:
 
 
 def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
-    """Return the most tokens, a multiple of 65,536, for which a setting fits; 0 if there are none.
+    """Return the length of the longest sequence that can be trained, a multiple of 65,536 tokens; 0 if none can.
 
     `trying` is called with every number of tokens that is tried.
     """
@@ -279,7 +279,7 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 
 
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
-    """Return, for everything that a plan switches on, what it would be without it."""
+    """Return, for each lever that a plan switches on, a sentence on the plan without that lever."""
     by_lever = {}
     for name, off in LEVERS.items():
         if getattr(chosen.setting, name) == off:
