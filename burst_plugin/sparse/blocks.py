@@ -4,7 +4,7 @@
     out = burst_attention(q, k, v, cp, selection=sparse.keys_of_blocks(starts, 128, length))
 
     blocks of 3, of documents a ... e and f ... i:    a b c | d e | f g h | i
-    the same on two ranks, zigzag:                    a b           h i           rank 0
+    these blocks on two ranks, zigzag:                a b           h i           rank 0
                                                           c   d e   f g           rank 1
 
 Blocks begin anew with every document, and after padding. A query's score on a block is the maximum of its scores on
@@ -102,14 +102,14 @@ class BlockStarts:
 
 
 class BlockSelection(RankSelection):
-    """One rank's part: its queries select among blocks, of which it gets a part at a time."""
+    """One rank's part of a selection: its queries select among blocks, whose keys arrive rank by rank."""
 
     what: ClassVar[str] = "selection of blocks of keys"
     units: ClassVar[str] = "blocks"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for numbers that are not valid, and masks by which blocks are not known."""
+        """Raise ValueError for numbers that are not valid, and for masks that blocks are not supported with."""
         whole_number("block={}", asked.block, "give how many keys a block has, 1 or more", 1)
         whole_number("forced={}", asked.forced, "give how many blocks are selected in any case, 0 or more", 0)
         if mask.trees:
@@ -130,11 +130,11 @@ class BlockSelection(RankSelection):
 
     @property
     def queries(self) -> torch.Size:
-        """Return the shape of what selects by itself: queries by heads [B, S_local, H]."""
+        """Return the shape of the selections: each head of each query selects by itself, [B, S_local, H]."""
         return self.given.q.shape[:3]
 
     def places(self, repeats: bool = True) -> BestKeys:
-        """Return places for what each query and head selects, of blocks that come in parts."""
+        """Return places for the best blocks of each query and head; blocks come in parts."""
         return super().places(repeats)
 
     def score_chunk(

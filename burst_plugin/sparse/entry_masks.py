@@ -1,4 +1,4 @@
-"""Which entries of windows queries attend to: those of complete windows of their document.
+"""Which entries of windows queries attend to: the entries of complete windows of their document.
 
 Windows of 4 tokens, entries below; queries 3 ... 6 attend to entry 0, from 7 on to entry 1 as well:
 

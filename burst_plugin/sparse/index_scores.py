@@ -43,9 +43,9 @@ class ScoreTiles:
         self.dtype = dtype
 
     def of_queries(self, q: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what computes the scores of q [queries, H, D] with weights [queries, H] on keys.
+        """Return a function that computes the scores of q [queries, H, D] with weights [queries, H] on keys.
 
-        It takes k [keys, D] and returns [queries, keys].
+        The function takes k [keys, D] and returns [queries, keys].
         """
         products, weights = self._products(q), weights.to(self.dtype).unsqueeze(2)
 
@@ -60,9 +60,9 @@ class ScoreTiles:
         return scores
 
     def of_heads(self, q: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what computes the products of q [queries, H, D] with keys, by themselves: no relu, no weights.
+        """Return a function that computes the products of q [queries, H, D] with keys, without relu and weights.
 
-        It takes k [keys, D] and returns [queries, H, keys].
+        The function takes k [keys, D] and returns [queries, H, keys].
         """
         products = self._products(q)
         return lambda k: products(k) + 0.0  # which makes 0 of -0: they are a tie

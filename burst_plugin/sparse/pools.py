@@ -176,14 +176,14 @@ class PoolEnds:
 
 
 class PoolSelection(RankSelection):
-    """One rank's part: its queries select among pools, of which it gets the keys that are asked for alone."""
+    """One rank's part of a selection: its queries select among pools, and it gets the keys of pools alone."""
 
     what: ClassVar[str] = "selection of pools of keys"
     units: ClassVar[str] = "pools"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for numbers that are not valid, and masks by which pools are not known."""
+        """Raise ValueError for numbers that are not valid, and for masks that pools are not supported with."""
         whole_number("size={}", asked.block, _SIZE, 1)
         _check_mask(mask)
         if mask.looks_ahead:

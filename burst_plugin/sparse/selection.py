@@ -83,7 +83,7 @@ def select_keys(
 
 
 def selected(given: Indexed, asked: SelectionOptions, cp: ContextParallel | VirtualRing, tag: object) -> Tensor:
-    """Return what a call selects, after ranks have agreed on it; see `select_keys`."""
+    """Return the selection of a call, after ranks have agreed on the call; see `select_keys`."""
     if not isinstance(cp, ContextParallel | VirtualRing):
         raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
     passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
@@ -199,7 +199,7 @@ class SelectionCall:
     asked: SelectionOptions
 
     def signature(self) -> Mapping[str, object]:
-        """Return what is equal on all ranks."""
+        """Return the arguments and options that have to be equal on all ranks, by name."""
         given = self.given
         return {
             "call": self.asked.kind.what,
@@ -374,7 +374,7 @@ class RankSelection:
             best.add(into, scores, places[start:stop], mask.allowed(start, stop, scores.device))
 
     def scores_of(self, row: int, rows: slice) -> Callable[[Tensor], Tensor]:
-        """Return what computes the scores of some queries of a batch row on keys; see `ScoreTiles.of_queries`."""
+        """Return the function that scores keys for some queries of a batch row; see `ScoreTiles.of_queries`."""
         assert self.given.weights is not None, "a selection by the scores of all heads has them"
         weights = self.given.weights[row, rows].detach().to(self.tiles.dtype) * self._scale  # above 0, as relu's is
         return self.tiles.of_queries(self.given.q[row, rows].detach(), weights)

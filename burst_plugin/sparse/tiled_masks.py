@@ -58,7 +58,7 @@ class ChunkMask:
         self._offsets = list(accumulate((stop - start for start, stop in self.ranges), initial=0))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return the packed columns of x, whose rows are those of the block."""
+        """Return the rows of x that packed columns stand for; x has one row for each row of the block."""
         parts = [x[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""Windows of consecutive tokens, of which one entry each is made: which there are, and which rank makes which entry.
+"""Windows of consecutive tokens, each of them made into one entry: where windows lie, and which rank makes an entry.
 
 Windows of 4 tokens in documents of 10 and 6, contiguous on two ranks; entries have slots in the order of windows:
 
@@ -180,7 +180,7 @@ class Windows:
         return found
 
     def sources(self, rank: int, batch: int, held: int) -> Sources:
-        """Return what the entries of a rank, which holds `held` tokens, are made of, in a batch of so many rows."""
+        """Return the tokens that a rank's entries are made of, in a batch of so many rows; it has `held` tokens."""
         count = int(self._counts[self._ranks == rank].sum())
         before, foreign, sent = self._before_in_rank(self._counts), self.foreign(rank, batch), batch * held
         parts = []
