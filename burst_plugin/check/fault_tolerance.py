@@ -1,7 +1,6 @@
 """The section "safe", fault tolerance: a rank raises, is killed, or stops, and all others have to end soon.
 
-They have to say which rank it was, and why.
-Each case has processes of its own, since none of them survives it.
+The others have to say which rank failed, and why. Each case has processes of its own, since none survives it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], 
 
 
 def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
-    """Yield what became of each case, in `ranks` processes of this machine each."""
+    """Yield the finding of each way to fail, in `ranks` processes of this machine each."""
     if ranks < 2:
         reason = "there is one rank, and no other that could miss it; start 2 or more, which may share a GPU"
         yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails", reason)

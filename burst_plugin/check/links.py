@@ -49,7 +49,7 @@ class MeasuredLink(NamedTuple):
 
 
 def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link, MeasuredLink]:
-    """Return what each kind of link of the ring carries; the same on every rank; collective."""
+    """Return the measured rates of each kind of link of the ring, equal on all ranks; collective."""
     cp.connect()
     links = [link for link in Link if len(_peers(cp.topology, 0, link)) > 1]
     measured = {link: _Wire(world, cp, link, sizes).measured() for link in links}

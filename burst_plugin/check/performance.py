@@ -37,7 +37,7 @@ _MOST_HEADS_ON_CPU = 4
 
 
 def check_performance(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield how fast the parts and the whole are, the same on every rank; collective."""
+    """Yield how fast the parts and the whole ring are; every rank yields equal findings; collective."""
     start = time.perf_counter()
     yield _kernel_finding(rates_of(world, settings), world, start)
     yield recurrent_finding(world, settings)
@@ -98,7 +98,7 @@ def _bytes(count: float) -> str:
 
 
 class Rates(NamedTuple):
-    """A kernel's rates, those of the slowest rank; and of the longest tile the FLOP per second forward, by rank."""
+    """A kernel's rates on the slowest rank, by rows; and each rank's forward FLOP per second on the longest tile."""
 
     kernel: str
     by_rows: tuple[KernelRate, ...]

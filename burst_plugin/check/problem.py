@@ -1,4 +1,4 @@
-"""Attention to be checked: tensors that are the same on every rank, the definition in float64, and the errors."""
+"""Attention to be checked: tensors that are equal on all ranks, the definition in float64, and the errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Problem:
-        """Draw normal numbers, the same on every rank: (queries, keys), (query heads, key heads), (dim, dim of v)."""
+        """Draw normal numbers, equal on all ranks: (queries, keys), (query heads, key heads), (dim, dim of v)."""
         source = torch.Generator("cpu").manual_seed(7)
         (queries, keys), (q_heads, kv_heads), (dim, v_dim) = rows, heads, dims
         shapes = (queries, q_heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim), (queries, q_heads, v_dim)

@@ -23,7 +23,7 @@ _POLL_S = 0.1
 
 
 class RankEnd(NamedTuple):
-    """How a rank ended: what it returned, or its error, "" for none; seconds since the processes were started."""
+    """How a rank ended: its result, or its error, "" for none; and the seconds since the processes were started."""
 
     value: Any
     error: str

@@ -20,7 +20,7 @@ _PRICING_S = 600.0  # that pricing all plans may take
 
 
 def recommend_strategy(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield the strategy that suits the model, and write the profile; the same on every rank; collective."""
+    """Yield the strategy that suits the model, equal on all ranks, and write the profile; collective."""
     start = time.perf_counter()
     profile = measured_profile(world, settings)
     if world.size == 1:

@@ -39,7 +39,7 @@ _MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores 
 
 @dataclass(frozen=True)
 class RingCase:
-    """One way to run the ring: its name, options of `Strategy`, and what is special about the call.
+    """One way to run the ring: its name, options of `Strategy`, and the tokens, documents and rings of the call.
 
     tokens: of the sequence. documents: their lengths, none for one causal sequence. recomputes: forward is run again
     in the backward pass. rings: how many take turns.
@@ -61,7 +61,7 @@ class RingCase:
 
     @property
     def mask(self) -> Mask:
-        """Return what may attend to what: causal, inside of documents if there are several."""
+        """Return the mask of the sequence: causal, inside of documents if there are several."""
         return Causal() & Documents(self.cu_seqlens) if self.documents else Causal()
 
     def allowed(self, device: torch.device) -> Tensor:
@@ -221,7 +221,7 @@ def first_error(outcomes: list[Outcome]) -> str:
 
 
 def memory_finding(world: World, outside: Mapping[str, list[int]]) -> Finding:
-    """Return what was taken of GPUs outside of PyTorch's allocator while a ring was open, by ring and rank."""
+    """Return the finding on GPU memory outside of PyTorch's allocator while a ring was open, by ring and rank."""
     if world.shares_gpu:
         return Finding(CORRECTNESS, NOT_SHOWN, MEMORY, SHARED)
     ring = max(outside, key=lambda name: max(outside[name]))

@@ -1,7 +1,7 @@
-"""The ranks that check together: how they join, what they tell each other, and when each of them is late.
+"""The ranks that check together: how they join, how they exchange results, and when a rank is late.
 
-Results go through the store of the process group, not through its messages: where these are what is broken, the
-store still says which rank did not come.
+Results go through the store of the process group, not through its messages: where messages are broken, the store
+still says which rank did not come.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LATE_S = 30.0  # that a rank may be behind the others, besides the time-out of 
 
 
 class LateError(RuntimeError):
-    """A rank did not say what it found."""
+    """A rank did not report its result in time."""
 
 
 class MissedError(RuntimeError):
