@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Generator[str, None, int]:
-    """Yield what the command prints, on the first rank; return the exit status, the same on every rank.
+    """Yield the lines of the command's output on the first rank; return the exit status on every rank.
 
     Raises ValueError for ranks that do not fit, or a kernel that cannot be loaded.
     """

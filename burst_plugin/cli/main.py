@@ -1,4 +1,4 @@
-"""The command `burst`: `init` writes a first run, `check` proves a cluster, `doctor` and `plan` say what suits it."""
+"""The command `burst`: `init` writes a first run, `check` proves a cluster, `doctor` and `plan` describe and plan."""
 
 from __future__ import annotations
 

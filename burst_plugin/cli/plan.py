@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `burst plan --profile`; what is left out is the profile's."""
+    """Add the options of `burst plan --profile`; the profile has the values of options that are left out."""
     parser.description, parser.epilog = _MEASURED_DESCRIPTION, _MEASURED_EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--profile", required=True, metavar="FILE", help="that burst check wrote")
@@ -154,7 +154,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield what the command prints. Raise ValueError for a sequence shorter than the number of ranks."""
+    """Yield the lines of the command's output. Raise ValueError for a sequence with fewer tokens than ranks."""
     topology = Topology(options.nodes, options.ranks_per_node)
     if options.seq < topology.ranks:
         raise ValueError(
@@ -172,7 +172,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def measured_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield what `burst plan --profile` prints.
+    """Yield the lines of the output of `burst plan --profile`.
 
     Raises ValueError for a profile that cannot be read, fewer tokens than ranks, and nodes without measured links.
     """

@@ -144,7 +144,7 @@ def _flag(name: str) -> str:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield what the command prints. Raise ValueError if nothing fits, and for what cannot be planned."""
+    """Yield the lines of the command's output. Raise ValueError if nothing fits, or no plan can honour an option."""
     if options.framework is None:
         options.framework = _sharing_towers()[0] if options.images or options.frames else FRAMEWORKS[0]
     goal = _goal(options)

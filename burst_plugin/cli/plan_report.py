@@ -1,4 +1,4 @@
-"""A training plan as text: what was chosen and why, its memory and its time part by part, and the runner-up."""
+"""A training plan as text: the chosen setting and why, its memory and time part by part, and the runner-up."""
 
 from __future__ import annotations
 

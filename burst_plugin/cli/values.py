@@ -1,4 +1,4 @@
-"""What the commands share: values of options, read and checked, and a line that says what is going on."""
+"""What the commands share: values of options, read and checked, and a line of standard error that shows progress."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _short(text: str) -> str:
 
 
 class StatusLine:
-    """A line of standard error that says what is going on; nothing where that is no terminal, or if not `wanted`."""
+    """A line of standard error that shows progress; nothing where that is no terminal, or if not `wanted`."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._is_shown = wanted and sys.stderr.isatty()
