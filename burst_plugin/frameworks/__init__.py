@@ -12,7 +12,7 @@ FRAMEWORKS = ("megatron", "deepspeed")
 
 
 def framework(name: str) -> Framework:
-    """Return what `burst_plugin.<name>.framework` says about a framework."""
+    """Return the description of a framework by its name, from `burst_plugin.<name>.framework`."""
     found: Framework = importlib.import_module(f"burst_plugin.{name}.framework").FRAMEWORK
     return found
 

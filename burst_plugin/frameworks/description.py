@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """A framework with an adapter: how its scripts are recognised, what it reports, and how it is installed.
+    """A framework with an adapter: how its scripts are recognised, its report, and how the adapter is installed.
 
     Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`, and for plans
     `planning.space(fused_norms)`, `.files(model, setting)` and `.usage(folder, setting)`.
@@ -65,7 +65,7 @@ class Framework:
         return any(word in text for word in self.words)
 
     def install(self) -> object:
-        """Install the adapter; `str()` of what is returned says what was done."""
+        """Install the adapter and return it; its `str()` lists the changes that were made."""
         return self._module().install()
 
     def prepare_cpu(self, directory: Path) -> None:

@@ -28,7 +28,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
 
 def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Do what `wrap` does, also in modules that have imported the function by its name before."""
+    """Wrap a function as `wrap` does, also in modules that have imported the function by its name before."""
     original = getattr(owner, name)
     wrapper = wrap(owner, name, around)
     for module in list(sys.modules.values()):
@@ -43,7 +43,7 @@ def bind(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> inspect.
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names, without those that are None."""
+    """Return the arguments of a call by their names, without arguments that are None."""
     signature = inspect.signature(function)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
