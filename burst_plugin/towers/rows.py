@@ -114,7 +114,7 @@ def to_holders(
 def counts_of_all(
     cp: ContextParallel, prepare: Callable[[], tuple[T, Tensor]], sizes: Sequence[int]
 ) -> tuple[T, list[list[int]]]:
-    """Return what `prepare` returns first, and the numbers of every rank; collective.
+    """Return the first result of `prepare`, and the numbers of every rank; collective.
 
     Args:
         cp: the ring.

@@ -1,4 +1,4 @@
-"""Which rank encodes what: images, frames, clips, whatever a tower treats alone, by their work."""
+"""Which rank encodes which images, frames or clips, the items that a tower treats alone, by their work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return for each rank the numbers of what it encodes, ascending; of so much work each.
+    """Return for each rank the numbers of the items that it encodes, ascending; item n has `work[n]`.
 
-    What has most work is given out first, each time to the rank that has least: no rank has more than 4/3 of the best
-    possible (Graham 1969).
+    The item with most work is given out first, each time to the rank with least: no rank has more than 4/3 of the
+    best possible maximum (Graham 1969).
     """
     least = [(0.0, rank) for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
