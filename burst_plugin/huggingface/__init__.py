@@ -93,7 +93,7 @@ _ELSEWHERE = {  # what imports transformers, once it is asked for
 
 
 def __getattr__(name: str) -> Any:
-    """Return what is imported when it is asked for."""
+    """Import one of the package's names when it is first asked for."""
     if name in _ELSEWHERE:
         return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

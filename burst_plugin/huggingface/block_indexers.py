@@ -132,6 +132,6 @@ def _owner(kind: type) -> type | None:
 
 
 def _missing(kind: type) -> list[str]:
-    """Return what the code of a class does not use, though others of its name do."""
+    """Return the names that the code of known releases uses, and the code of this class does not."""
     function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     return [name for name in _USED if name not in function.__code__.co_names]

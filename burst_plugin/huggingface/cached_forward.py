@@ -57,7 +57,7 @@ class _NewTokens(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, given: dict[str, Any], cache: RingCache) -> _NewTokens:
-        """Return what is new in a forward. Raise ValueError for what cannot be computed on a ring."""
+        """Return the new tokens of a forward. Raise ValueError for a forward that cannot run on a ring."""
         problem = _problem(model, given)
         if problem:
             raise ValueError(f"{type(model).__name__} with a RingCache: {problem}")
@@ -83,7 +83,7 @@ class _NewTokens(NamedTuple):
         return real.view(_BITS[x.element_size()]) if x.is_floating_point() else real
 
     def types(self, model: PreTrainedModel) -> Tensor | None:
-        """Return the types of all new tokens, [B, n], by which a model makes groups of them."""
+        """Return the types of all new tokens, [B, n], which tell a model its groups of tokens; None for no groups."""
         rule = group_rule(model)
         return None if rule is None else self.given.get(rule.name)
 
@@ -111,7 +111,7 @@ class _NewTokens(NamedTuple):
 
 
 def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
-    """Return what a forward asks for that a `RingCache` does not have; empty if nothing."""
+    """Return why a forward cannot run with a `RingCache`; empty if it can."""
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "it has attention in chunks, which the cache does not cut; generate on one rank"
@@ -163,7 +163,7 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
-    """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit what is cached."""
+    """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit cached tokens."""
     batch, new = tokens.shape[:2]
     if mask is None and bool(seen.all()):
         return torch.ones(batch, new, dtype=torch.bool, device="cpu")

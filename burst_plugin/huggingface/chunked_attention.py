@@ -94,7 +94,7 @@ def _refused(module: Any, head_chunk: int) -> str | None:
 
 
 def _is_allowed(name: str, child: torch.nn.Module, dim: int) -> bool:
-    """Return whether a child of an attention module does the same for each head."""
+    """Return whether a child of an attention module treats all heads alike."""
     if name in (*_PROJECTIONS, *_OUTPUTS):
         return True
     sizes = [_size(each) for each in child.parameters()]
@@ -142,7 +142,7 @@ class ChunkedAttention(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what `forward` did, on `chunk` query heads at a time."""
+        """Run the module's own `forward` on `chunk` query heads at a time."""
         module: Any = self.module
         if not is_on_ring(args, kwargs):
             return self.earlier(*args, **kwargs)
@@ -162,7 +162,7 @@ class ChunkedAttention(ReplacedForward):
         return (getattr(module, output)(out), *others)
 
     def _on_heads(self, heads: _Heads, number: int, project: Linear) -> ExitStack:
-        """Return a context in which the module has one chunk of its heads, and returns their outputs as they are.
+        """Return a context that leaves the module one chunk of its heads, and no projection of their outputs.
 
         Its projections are computed by `project`.
         """
@@ -209,7 +209,7 @@ def _projection(linear: torch.nn.Linear, rows: slice, project: Linear) -> Callab
 
 
 def _scales(projection: Any, rows: slice) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
-    """Yield what scales some of the output features of a projection, by the adapter that has it.
+    """Yield modules that scale output features of a projection, each with its parameters for the features `rows`.
 
     DoRA compares its magnitudes with the norms of the weights of the layer below.
     """

@@ -4,9 +4,9 @@
     logits = self.lm_head(hidden)  # perhaps scaled or capped
     loss = self.loss_function(logits, labels, vocab_size, ...)
 
-For one forward in training a stand-in takes the head's place. It returns what notes the steps that the model takes
-from logits to the loss. Then the loss function calls the head itself, once, as a module: so hooks such as those of
-ZeRO-3 gather its weight once. What it computes in that call is the chunked loss, with the noted steps.
+For one forward in training a stand-in takes the head's place. It returns an object that notes the steps from
+logits to the loss. Then the loss function calls the head itself, once, as a module: so hooks, such as ZeRO-3's,
+gather its weight once. In that call the head computes the chunked loss, with the noted steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
 def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for labels of a shard without the number of all ranks' labels.
 
-    Ranks have unequal numbers of labels, some have none: what is made of the means of ranks is not the batch's mean.
+    Ranks have unequal numbers of labels, some have none: the mean of the ranks' means is not the batch's mean.
     """
     shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.as_given or shard.cp.ranks == 1:
@@ -91,7 +91,7 @@ def restore_head(model: PreTrainedModel) -> None:
 
 
 class ChunkedLoss:
-    """The loss function of one forward, which has taken the head of the model. loss: what it returned."""
+    """The loss function of one forward, which has taken the head of the model. loss: the loss that it returned."""
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
         self.chunk = chunk
@@ -136,7 +136,7 @@ class ChunkedLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return what transformers' `ForCausalLMLoss` returns."""
+        """Return the loss that transformers' `ForCausalLMLoss` would return."""
         targets = shifted(labels) if shift_labels is None else shift_labels
         losses = self._losses(logits, targets.to(logits.device), ignore_index)
         if num_items_in_batch is None:

@@ -120,9 +120,9 @@ class _ChunkedNorm(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Do what `forward` did, in chunks of tokens: of [B, S, H], [B, S, heads, D], or [B, heads, S, D].
+        """Run the module's own `forward` in chunks of tokens: of [B, S, H], [B, S, heads, D], or [B, heads, S, D].
 
-        The latter is a view of [B, S, heads, D], as far as models have it.
+        In models [B, heads, S, D] is a view of [B, S, heads, D].
         """
         x = hidden_states
         heads_first = x.dim() == 4 and x.stride(1) < x.stride(2)

@@ -64,9 +64,9 @@ class _IndexerCall(NamedTuple):
 
 
 class EntriesOfShard(NamedTuple):
-    """What queries of a shard attend to besides tokens.
+    """The entries that queries of a shard attend to besides tokens.
 
-    size: of this rank's keys, those that are entries, the last ones. starts: as for `Entries.attend`.
+    size: how many of this rank's keys are entries; they are the last ones. starts: as for `Entries.attend`.
     """
 
     size: int
@@ -127,7 +127,7 @@ def _parts(module: Any) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def _missing(kind: type[torch.nn.Module], used: tuple[str, ...]) -> list[str]:
-    """Return what the code of a class does not use, though others of its name do."""
+    """Return the names that the code of known releases uses, and the code of this class does not."""
     function: Any = inspect.unwrap(kind.forward)
     return [name for name in used if name not in function.__code__.co_names]
 

@@ -96,7 +96,7 @@ def name_of_cache(kind: type[Any] = GenerationMixin) -> str:
 
 
 def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:
-    """Raise ValueError on every rank if any asks for what is not right on a ring, or ranks differ; collective."""
+    """Raise ValueError on every rank if any asks for something unsupported on a ring, or ranks differ; collective."""
 
     def prepared() -> dict[str, object]:
         known = inspect.signature(GenerationMixin.generate).parameters
@@ -119,7 +119,7 @@ def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any])
 
 
 def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: GenerationMode) -> str:
-    """Return what is asked for that is not right on a ring; empty if nothing."""
+    """Return why a ring cannot generate with these arguments; empty if it can."""
     if not hasattr(model, EXAMINED):
         return "the model is not on the ring; call burst_plugin.huggingface.prepare(model) first"
     if mode not in _MODES or given.get("custom_generate") is not None:
@@ -141,13 +141,13 @@ def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: Generation
 
 
 def _random_state(device: torch.device) -> str:
-    """Return a digest of the state from which a rank draws."""
+    """Return a digest of the state of a rank's random numbers."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return _digest(state)
 
 
 def _digest(x: Any) -> str:
-    """Return a digest of the tensors in an argument, by which ranks compare images."""
+    """Return a digest of the tensors in an argument, for ranks to compare images by."""
     found = blake2b(digest_size=8)
     for leaf in tree_leaves(x):
         is_tensor = isinstance(leaf, Tensor)

@@ -45,7 +45,7 @@ def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
     """Have TRL's GRPOTrainer or RLOOTrainer compute its log-probabilities folded, over ranks of `cp`; collective.
 
     Everything else stays as it is: ranks draw prompts, generate, reward and average gradients as data-parallel ones.
-    So losses and gradients are those of TRL on as many ranks.
+    So losses and gradients are equal to TRL's on as many ranks.
 
     Args:
         trainer: a GRPOTrainer or RLOOTrainer, or one of a class derived from them, before `train()`. Its model and
@@ -146,7 +146,7 @@ class _FoldedLogProbs:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probabilities and entropies of the last tokens, [B, `logits_to_keep`]; 0 where masked.
 
-        Also returns the router loss, that of this rank's rows. `batch_size` rows of each rank are folded at a time,
+        Also returns the router loss of this rank's rows. `batch_size` rows of each rank are folded at a time,
         by default all. Collective.
         """
         given = [name for name, value in others.items() if value is not None]
@@ -172,7 +172,7 @@ class _FoldedLogProbs:
 
 
 def _texts(ids: Tensor, mask: Tensor, completion: int, given: list[str]) -> Iterator[Tensor]:
-    """Yield the texts of a padded batch. Raises ValueError, of which all ranks hear, for what is no such batch."""
+    """Yield the texts of a padded batch. Raises ValueError for another kind of batch; all ranks then hear of it."""
     if given:
         raise ValueError(f"fold_rollouts does not support {', '.join(given)}; train on texts alone")
     if not bool(mask[:, :-completion].any(1).all()):

@@ -108,7 +108,7 @@ def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
-    """Return what the code of a class does not use, though others of its name do."""
+    """Return the names that the code of known releases uses, and the code of this class does not."""
     function: Any = inspect.unwrap(kind.forward)
     extra = ("q_input_norm", "softmax_scaling", "use_rope") if known.reads == "hidden_states" else ()
     return [name for name in (*_USED, known.rotary, *extra) if name not in function.__code__.co_names]
@@ -155,7 +155,7 @@ def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *ar
 
 @torch.no_grad()
 def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Return what the queries of a shard select, of all ranks' keys."""
+    """Return the keys that the queries of a shard select among the keys of all ranks."""
     recipe = given["attention_mask"]
     problem = problem_of_call(module, recipe, {})
     cache = given.get("cache", given.get("past_key_values"))

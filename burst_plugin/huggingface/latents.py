@@ -93,8 +93,8 @@ def held_latents(layer: torch.nn.Module, key: Tensor) -> Latents | None:
 def up_weight(layer: Any, c: Tensor) -> Tensor:
     """Return the weight that makes keys and values of latents, [heads * (own key dim + value dim), C].
 
-    It comes out of the layer itself, in which hooks gather parameters, and adapters add theirs. These hooks go by
-    inputs that need gradients.
+    The layer itself computes it from an identity matrix, so that hooks gather parameters, and adapters add their
+    weights. These hooks go by inputs that need gradients.
     """
     identity = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
     identity.requires_grad_(
@@ -109,7 +109,7 @@ def attend_to_latents(
 ) -> Tensor:
     """Return attention [B, S, H, Dv] of queries [B, S, H, D] to latents and shared keys [B, S, 1, .].
 
-    `terms` are those of the call.
+    `terms` are the options of the call.
 
     Keys that were selected one by one are not expanded, as each would be for many queries: queries and outputs are
     projected instead, to the space of latents and back.
@@ -130,7 +130,7 @@ def attend_to_latents(
 
 
 def _problem(layer: Any) -> str:
-    """Return what keeps a layer from sending latents; "" if nothing."""
+    """Return why a layer cannot send latents; "" if it can."""
     name, projection = type(layer).__name__, layer.kv_b_proj
     if isinstance(vars(layer).get("forward"), ReplacedForward):
         return f"{name} attends to a few heads at a time (head_chunk)"

@@ -46,7 +46,7 @@ def log_likelihood(
 ) -> LogLikelihood:
     """Return how likely texts are after their beginnings; collective.
 
-    Each rank computes its share of the tokens, and logits of `chunk` tokens at a time, of those that are scored.
+    Each rank computes its share of the tokens, and logits of `chunk` scored tokens at a time.
 
     Args:
         model: a causal language model of transformers, after `prepare`, in evaluation mode.

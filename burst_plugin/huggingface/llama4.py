@@ -42,7 +42,7 @@ def _chunks(mask: Mask | None, length: int, size: int) -> Mask:
 def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShard) -> Tensor:
     """Return queries [B, heads, S, D] with the temperatures of their places in the whole row.
 
-    A layer has given them those of their places in this rank's part of it.
+    The layer has scaled them by the temperatures of their places in this rank's part of the row.
     """
     if not getattr(module, "attn_temperature_tuning", None) or module.use_rope:
         return query

@@ -49,7 +49,7 @@ class ShardMask:
         self.recipe, self.shard = recipe, shard
 
     def __and__(self, choice: PoolChoice) -> PoolChoice:
-        """Return what is selected, all of which the mask allows."""
+        """Return the selection as it is, since the mask allows all of it."""
         return choice
 
 
@@ -74,7 +74,7 @@ def problems_of_mask_indexers(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _missing(kind: type[torch.nn.Module]) -> list[str]:
-    """Return what the code of a class does not use, though others of its name do."""
+    """Return the names that the code of known releases uses, and the code of this class does not."""
     function: Any = inspect.unwrap(kind.forward)
     return [name for name in _USED if name not in function.__code__.co_names]
 
@@ -113,7 +113,7 @@ def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwarg
 
 @torch.no_grad()
 def _select(module: Any, given_mask: ShardMask, given: Mapping[str, Any]) -> PoolChoice:
-    """Return what the queries of a shard select, of all ranks' blocks, and the tokens after these."""
+    """Return the blocks that the queries of a shard select among all ranks' blocks, and the tokens after these."""
     shard, recipe, size = given_mask.shard, given_mask.recipe, module.compress_ratio
     problem = problem_of_call(module, recipe, {})
     if problem:

@@ -130,9 +130,9 @@ def as_in_forward(forward: Forward) -> Iterator[None]:
 
 
 class MaskRecipe:
-    """What transformers asked a mask function for. `ndim` tells transformers that nothing is left to do.
+    """The request for a mask that transformers made. `ndim` tells transformers that nothing is left to do.
 
-    shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
+    shard: the shard of the forward that made the recipe. Layers that hand no keyword arguments to their attention
         hand on the mask, also in recomputation, so that attention finds the shard here.
     rule: how the model of that forward groups tokens that attend to each other both ways.
     turn: the types of new tokens, in a forward with a cache.
@@ -172,7 +172,7 @@ class MaskRecipe:
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself.
 
-        So is what indexers ask for, [:, 0], unless the batch is whole: all of a mask is the same for all heads.
+        The recipe also stands for [:, 0], which indexers ask for, unless the batch is whole: all heads share a mask.
         """
         every = (slice(None), slice(0, None))
         if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
@@ -344,7 +344,7 @@ def _parts(rule: Callable[..., Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _opened(rule: Callable[..., Any]) -> tuple[str, list[Any], list[Callable[..., Any]]]:
-    """Return the name of a rule, what it encloses, and the rules among that."""
+    """Return the name of a rule, the values that its closure holds, and the rules among these values."""
     own = getattr(rule, "__qualname__", type(rule).__qualname__)
     name = _names_by_code().get(getattr(rule, "__code__", None), own)
     inner = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
@@ -375,7 +375,7 @@ def _groups(rule: Callable[..., Any]) -> Iterator[_Groups]:
 
 
 def _is_empty(rule: Callable[..., Any]) -> bool:
-    """Return whether a rule lets no token attend to any: that of tokens of an image, where there is none."""
+    """Return whether a rule lets no token attend to any, as the rule of images does in a batch without images."""
     if _names_by_code().get(getattr(rule, "__code__", None)) != _IN_BLOCKS:
         return False
     (blocks,) = (cell.cell_contents for cell in rule.__closure__ or ())

@@ -108,7 +108,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
 
 
 def _implementations(config: Any) -> str | dict[str, str]:
-    """Return what attention a model is to have: the ring, but for parts besides its language model their own."""
+    """Return the attention of a model: the ring, except for parts beside its language model, which keep their own."""
     text = text_part(config)
     return {"": ATTN_IMPLEMENTATION, text: ATTN_IMPLEMENTATION} if text else ATTN_IMPLEMENTATION
 
@@ -132,7 +132,7 @@ def _switch_copied_layers(pretrained: PreTrainedModel) -> None:
 def _watch(pretrained: PreTrainedModel) -> None:
     """Add hooks that tell a model's masks its shard, and that refuse a forward with a shard but without the ring.
 
-    The hook before a forward comes after those that cut batches, however often a model gets another engine.
+    The hook before a forward runs after the hooks that cut batches, however often a model gets another engine.
     """
     if _note_shard not in pretrained._forward_pre_hooks.values():
         watch_turns(pretrained)
@@ -261,7 +261,7 @@ def problems(
 
 
 def _problems_of_peft(model: torch.nn.Module) -> list[str]:
-    """Return what adapters do to tokens."""
+    """Return the reasons why a model's adapters cannot run on a ring: they add, look for or average tokens."""
     configs = [config for module in model.modules() if _is_peft(module) for config in _peft_configs(module)]
     reasons = []
     if any(getattr(config, "is_prompt_learning", False) for config in configs):
@@ -278,7 +278,7 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
 
 
 def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:
-    """Return what is wrong with a model's use of labels that are shifted already, or counted as if to be shifted."""
+    """Return why a model cannot take labels that are shifted already, or counted as if to be shifted."""
     name, reasons = type(pretrained).__name__, []
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
@@ -302,7 +302,7 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
 
 
 def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
-    """Return what a model adds to scores, which matters on a ring of one rank as well."""
+    """Return the reasons why a model's own masks cannot run on a ring, not even on one of one rank."""
     if not any(hasattr(module, "prepare_dynamic_mask") for module in text_modules(pretrained)):
         return []
     return [
@@ -312,7 +312,7 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
-    """Return what a model would compute differently on shards than on whole sequences."""
+    """Return the reasons why a model's code would compute differently on shards than on whole sequences."""
     needs_no_attention = is_recurrent_alone(pretrained)
     is_left = needs_no_attention or leaves_attention_to_parts(pretrained)
     reasons = [] if is_left else problems_of_old_attention(pretrained)
@@ -358,7 +358,7 @@ def has_own_loss(pretrained: PreTrainedModel) -> bool:
 
 
 def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
-    """Return whether a model's loss is that of causal language models, or takes labels that are shifted already."""
+    """Return whether a model has the loss of causal language models, or one that takes labels shifted already."""
     if getattr(pretrained, "loss_type", None) in (None, _LOSS) and not hasattr(pretrained, "_loss_function"):
         return True
     loss: Any = pretrained.loss_function
@@ -366,9 +366,9 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
 
 
 def _problems_of_config(config: Any, makes_masks: bool, known_kinds: tuple[str, ...]) -> list[str]:
-    """Return what a model is configured for that a ring cannot compute; see `MAKES_MASKS`.
+    """Return the reasons why a ring cannot compute a model with this configuration; see `MAKES_MASKS`.
 
-    known_kinds: of layers, besides kinds of attention.
+    known_kinds: the known kinds of layers, besides kinds of attention.
     """
     text, reasons = config.get_text_config(), []
     if getattr(config, "add_cross_attention", False):

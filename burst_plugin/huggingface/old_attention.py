@@ -1,7 +1,7 @@
 """Attention modules of transformers that compute scores by themselves, rather than by its attention interface.
 
-Their `forward` takes another way once they are given a `MaskRecipe`: what is before and after the scores is done
-here, and the rest as `attn_implementation="burst"` does it for other models.
+Their `forward` takes another way once they are given a `MaskRecipe`: the steps before and after the scores are done
+here, and the scores as `attn_implementation="burst"` computes them for other models.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, [B, heads, S
 
 
 class _Family(NamedTuple):
-    """What modules of one kind do besides scores. All functions are given the module, and its arguments by name.
+    """The steps of one kind of modules besides scores. All functions get the module, and its arguments by name.
 
     project: returns queries, keys and values.
     terms: returns the options of the attention function.
-    finish: returns what the module does, of the outputs of all heads, [B, S, H].
-    mask: for ALiBi, returns the mask of whole batches as the module takes it, of one that is True for what is seen.
+    finish: returns the module's outputs from the outputs of all heads, [B, S, H].
+    mask: for ALiBi, turns the mask of a whole batch, True for keys that are seen, into the form of the module.
     """
 
     project: Callable[[Any, Mapping[str, Any]], _Heads]
@@ -134,7 +134,7 @@ def _slopes(heads: int) -> tuple[float, ...]:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: 0 for what is seen."""
+    """Return the mask as numbers that are added to scores: 0 where it is True, else the lowest of the type."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 

@@ -93,13 +93,13 @@ def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _missing(kind: type) -> list[str]:
-    """Return what the code of a class does not use, though others of its name do."""
+    """Return the names that the code of known releases uses, and the code of this class does not."""
     function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     return [name for name in _USED if name not in function.__code__.co_names]
 
 
 def _hand_on(original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Take the place of what makes a mask of a selection: that of a shard goes to attention as it is."""
+    """Make no mask of a shard's selection: it goes to attention as it is; others go to the original function."""
     given = by_name(partial(original, layer), args, kwargs)
     choice = given["topk_indices"]
     return choice if isinstance(choice, PoolChoice) else original(layer, **given)
@@ -117,7 +117,7 @@ def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwarg
 
 @torch.no_grad()
 def _select(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> PoolChoice:
-    """Return what the queries of a shard select, of all ranks' pools."""
+    """Return the pools that the queries of a shard select among the pools of all ranks."""
     hidden, name, size = given["hidden_states"], f"indexer of layer {module.layer_idx}", module.index_kpool
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and cache.get_seq_length(module.layer_idx) > hidden.shape[1]:

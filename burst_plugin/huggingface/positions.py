@@ -115,7 +115,7 @@ def with_positions(
 
 
 def _count_ids(shard: SequenceShard, given: Mapping[str, Any], padding: int) -> Tensor:
-    """Return the positions of this rank's tokens, [B, S_local], those that are padding by their ids not counted."""
+    """Return the positions of this rank's tokens, [B, S_local]; tokens with the id `padding` do not count."""
     if "input_ids" not in given:
         positions: Tensor = given["position_ids"]
         return positions + padding + 1
@@ -126,7 +126,7 @@ def _count_ids(shard: SequenceShard, given: Mapping[str, Any], padding: int) -> 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _look_up(table: Any, args: tuple[Any, ...], found: Tensor) -> Tensor:
-    """Return the embeddings of a shard's positions, in place of those that a decoder has counted for itself."""
+    """Return the embeddings of a shard's positions, in place of positions that a decoder has counted for itself."""
     positions = given_positions()
     if positions is None:
         return found

@@ -147,9 +147,9 @@ class RingCache(Cache):
     ) -> Turn | Columns:
         """Begin the turn of a forward, and return which tokens are this rank's; collective.
 
-        `windows` are those of layers that attend, by which a token attends to so many before itself, or to all if
-        None. `states` are those that a model with recurrent layers begins with. `new` [B, n] says which tokens are
-        no padding, `ids` are those; `last`, whether logits of the last one are all that is asked for.
+        `windows` say for each layer that attends how many tokens before itself a token attends to, None for all.
+        `states` are the states that a model with recurrent layers begins with. `new` [B, n] says which tokens are no
+        padding, `ids` are their ids; `last` says whether only logits of the last token are asked for.
         """
         if self._kv is None:
             self._kv = KVCache(self.cp, len(windows), windows=list(windows.values()) or None, **self._options)
@@ -207,7 +207,7 @@ class RingCache(Cache):
     ) -> Tensor:
         """Return attention of the layer `name` to all that it has cached; collective.
 
-        `qkv` are those of this rank's new tokens, [B, n, heads, D]; so is what is returned.
+        `qkv` are the queries, keys and values of this rank's new tokens, [B, n, heads, D]; so are the outputs.
         """
         if self._layer is None or self._kv is None:
             raise ValueError(
@@ -353,7 +353,7 @@ class RingCache(Cache):
         return copy
 
     def _undo(self, turn: Turn) -> None:
-        """Forget what layers have of a turn; everything, if some layer's window has dropped what was before it."""
+        """Forget a turn's tokens in all layers; forget everything if a layer's window has dropped earlier tokens."""
         assert self._kv is not None
         try:
             if self.states is not None:

@@ -33,10 +33,10 @@ class _Values(NamedTuple):
 
 
 class RolloutLogProbs(_Values):
-    """What a model says of rollouts: a tuple of three, with a fourth value beside.
+    """A model's log-probabilities of rollouts: a tuple of three, with a fourth value beside.
 
-    log_probs: for each rollout [T - 1], float32 or float64, entry t being that of its token t + 1.
-    entropies: likewise, of the distributions that its tokens were drawn from.
+    log_probs: for each rollout [T - 1], float32 or float64; entry t is the log-probability of its token t + 1.
+    entropies: for each rollout [T - 1]; the entropies of the distributions that its tokens were drawn from.
     tokens: the number of tokens that the model computed, over all ranks, without padding.
     router_loss: the load-balancing loss of its experts over all tokens of the rollouts, as if these were a padded
         batch; None if that was not asked for.
@@ -55,7 +55,7 @@ def rollout_log_probs(
     chunk: int = 1024,
     router_loss: bool | None = None,
 ) -> RolloutLogProbs:
-    """Return the log-probabilities of rollouts, each of whose common beginnings is computed once; collective.
+    """Return the log-probabilities of rollouts; beginnings that rollouts share are computed once; collective.
 
     Ranks have equally many tokens of the folded sequence, and logits of `chunk` tokens at a time.
 
@@ -64,18 +64,18 @@ def rollout_log_probs(
         rollouts: token ids, [T] each, prompt and answer without padding.
         cp: the context-parallel group.
         own: whether every rank gives rollouts of its own, at least one, and computes a loss of its own from their
-            values, as data-parallel ranks do. The ring folds those of all its ranks together. By default all ranks
-            give the same rollouts, and compute the same loss.
+            values, as data-parallel ranks do. The ring folds the rollouts of all its ranks together. By default all
+            ranks give the same rollouts, and compute the same loss.
         temperature: what logits are divided by.
         chunk: logits of so many tokens exist at a time.
         router_loss: whether to return the load-balancing loss of experts, of this rank's rollouts with `own`. By
             default if the model's configuration has `output_router_logits`.
 
     Returns:
-        See `RolloutLogProbs`. Gradients of parameters on a rank are those of its tokens, of the loss or, with `own`,
-        of the sum of all ranks' losses, for which the backward pass is collective; they are to be added up over
-        ranks. Where they are averaged, as by DistributedDataParallel, the loss is to be multiplied by the number of
-        ranks, or, with `own`, is the mean of the ranks' losses.
+        See `RolloutLogProbs`. A rank's gradients of parameters come from its tokens, and are to be added up over
+        ranks. They are gradients of the loss or, with `own`, of the sum of all ranks' losses; its backward pass is
+        collective. Where gradients are averaged, as by DistributedDataParallel, the loss is to be multiplied by the
+        number of ranks, or, with `own`, is the mean of the ranks' losses.
 
     Raises:
         ValueError: on every rank, for what does not fit, or if ranks differ.
@@ -139,9 +139,9 @@ def _prepared(
     cp: ContextParallel,
     router_loss: bool | None,
 ) -> tuple[Folded, bool | None]:
-    """Return the rollouts folded, and have the next forward of the model compute what is asked for of its head.
+    """Return the rollouts folded, and have the head compute their log-probabilities in the model's next forward.
 
-    Also returns whether it adds a router loss; None if it has none to add.
+    Also returns whether the model adds a router loss; None if it has none to add.
     """
     temperature, chunk = options
     if pretrained is None or not hasattr(pretrained, EXAMINED):
@@ -182,7 +182,7 @@ class _EdgeValues(ChunkedLoss):
 
 
 class _LossOfAll(torch.autograd.Function):
-    """Values that every rank has, and of which each computes a loss of its own: gradients are those of the sum."""
+    """Values that every rank has and computes a loss of its own from; gradients belong to the sum of these losses."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, cp: ContextParallel) -> Tensor:
@@ -201,7 +201,7 @@ class _LossOfAll(torch.autograd.Function):
 def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Tensor], list[int]]:
     """Return the rollouts of all ranks in their order, on the CPU, and how many each rank has; collective.
 
-    Raises ValueError on every rank for what are no rollouts on any.
+    Raises ValueError on every rank if the argument of any rank is not a list of rollouts.
     """
     cp.rank_state.check_open()
     mine: list[Tensor] | str

@@ -5,8 +5,8 @@
 Both factors are means over the real tokens of all ranks and layers. The loss is their product and so no sum over
 tokens: ranks add up counts and probabilities before they multiply. Selections have no gradient.
 
-Models of transformers call a function of their own module for it, `load_balancing_loss_func`, and TRL calls that of
-Mixtral. A function in its place adds up over the ring during a forward on a shard. Elsewhere it calls the original.
+Models of transformers call a function of their own module for it, `load_balancing_loss_func`, and TRL calls
+Mixtral's. A function in its place adds up over the ring during a forward on a shard. Elsewhere it calls the original.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _modules(pretrained: PreTrainedModel) -> list[ModuleType]:
 
 @cache
 def _is_known(function: Callable[..., Any]) -> bool:
-    """Return whether a function computes the load-balancing loss: it is asked for that of a few random numbers."""
+    """Return whether a function computes the load-balancing loss: it is tried on a few random numbers."""
     drawn = torch.Generator(device="cpu").manual_seed(0)
     draw = partial(torch.rand, generator=drawn, device="cpu", dtype=torch.float32)
     logits = draw(6, 5), draw(6, 5)
@@ -169,7 +169,7 @@ class RouterLosses:
 def _of_groups(mine: Tensor, experts: int, cp: ContextParallel, times: int) -> Tensor:
     """Return the loss of each group of rows [G] from this rank's sums, as `_sums` returns them; collective.
 
-    The gradient is that of this rank's own probabilities, `times` over.
+    The gradient goes to this rank's own probabilities, `times` over.
     """
     whole = mine.detach().clone()
     if cp.group is not None and cp.ranks > 1:
@@ -180,7 +180,7 @@ def _of_groups(mine: Tensor, experts: int, cp: ContextParallel, times: int) -> T
 
 
 def _loss(whole: Tensor, mine: Tensor, experts: int) -> Tensor:
-    """Return what the probabilities in `mine` add to the loss of each group [G], by the other sums of all ranks."""
+    """Return the share of the probabilities in `mine` in the loss of each group [G]; other sums are in `whole`."""
     counts, probabilities, rows = whole[:, :experts], mine[:, experts:-1], whole[:, -1:].clamp(min=1)
     return (experts * counts * probabilities / rows**2).sum(1)
 

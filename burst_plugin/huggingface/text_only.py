@@ -63,7 +63,7 @@ def text_part(config: Any) -> str | None:
 
 
 def _is_part(config: Any, text: Any) -> bool:
-    """Return whether an inner configuration is that of a model beside `text`, rather than of options of layers."""
+    """Return whether an inner configuration describes a model beside `text`, rather than options of layers."""
     if config is None or config is text:
         return False
     return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))

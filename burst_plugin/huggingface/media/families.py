@@ -1,8 +1,8 @@
 """What differs between model families that take images, video and audio, and which of them ranks may share.
 
-A family is here once losses and gradients of its tiny models, towers trained, have been those of one rank, for one
-modality at a time: what a tower does to several images at once cannot be told from what it defines. `python -m
-tools.families` says of every family whether it is here.
+A family is here once losses and gradients of its tiny models, towers trained, have been equal to one rank's, for one
+modality at a time: a tower's code does not tell what it does to several images at once. `python -m tools.families`
+says of every family whether it is here.
 """
 
 from __future__ import annotations

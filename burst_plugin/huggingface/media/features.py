@@ -48,7 +48,7 @@ def takes_media(pretrained: PreTrainedModel) -> bool:
 
 
 def _sharing(modality: str) -> Callable[..., Any]:
-    """Return what is done in place of a model's own method, on shards."""
+    """Return the replacement of a model's method `get_<modality>_features`, which shares a shard's images."""
 
     def get_features(original: Callable[..., Any], module: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
         shard = shard_of_forward()
@@ -72,9 +72,9 @@ def _shared(
     given: dict[str, Any],
     shard: SequenceShard,
 ) -> Any:
-    """Return what `encode` returns, with the rows of this rank's tokens.
+    """Return the output of `encode` with the rows of this rank's tokens.
 
-    What can be wrong with a batch is wrong on every rank, since all have it whole. A tower may fail on some ranks.
+    A fault of the batch is found on every rank, since all have it whole. A tower may fail on some ranks.
     """
     cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module), by_row(module, modality))
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
@@ -108,7 +108,7 @@ def _shared(
 
 
 def _width(module: PreTrainedModel, modality: str) -> int:
-    """Return the width of the tower, on which it depends how much attention of its work is."""
+    """Return the width of the tower, which decides the share of attention in its work."""
     config = getattr(module.config, "audio_config" if modality == "audio" else "vision_config", None)
     return int(getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None) or 1024)
 
@@ -171,7 +171,7 @@ def _field(out: Any) -> str:
 
 
 class OutputRows(NamedTuple):
-    """The features of an output, as rows. tensors: each [rows, D], first those that tokens take the place of."""
+    """The features of an output, as rows. tensors: each [rows, D]; the rows of the first replace tokens."""
 
     out: Any
     tensors: list[Tensor]
@@ -179,7 +179,7 @@ class OutputRows(NamedTuple):
 
     @classmethod
     def of(cls, out: Any) -> OutputRows:
-        """Return the rows of what a model's method returns."""
+        """Return the rows of the output of a model's method."""
         features: Any = out if isinstance(out, Tensor | list | tuple) else getattr(out, _field(out))
         deep = [each[1] if _is_numbered(each) else each for each in getattr(out, "deepstack_features", None) or []]
         layers = [torch.cat([*each]) if isinstance(each, list | tuple) else each.flatten(0, -2) for each in deep]

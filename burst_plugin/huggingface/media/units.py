@@ -4,7 +4,7 @@ pixel_values [patches of all images, ...], image_grid_thw [images, 3]     patche
 pixel_values [images, ...], others [images, ...]                          one unit each
 pixel_values [1, 3, P, P * patches of all images], target_sizes [images, 2]   likewise
 pixel_values [crops of all images, ...], image_token_pooling [tokens, 4], image_grids [images, 4]      likewise
-pixel_values [rows, images, 3, H, W]                                      one unit each, those of zeros left out
+pixel_values [rows, images, 3, H, W]                                      one unit each, images of zeros left out
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
     """Return the units of a call.
 
     name: of the argument with the pixels, or features of sound. by_frame: frames of a video are units of their own.
-    by_row: images are given by row of the batch, as many as the longest row has; those of zeros fill up.
+    by_row: images are given by row of the batch, as many as the longest row has; images of zeros fill up.
     Raises ValueError for numbers of images that do not fit together.
     """
     pixels = given[name]
@@ -180,7 +180,7 @@ def _of_rows(name: str, given: Mapping[str, Any]) -> Units:
 
 
 def _picked(value: Any, count: int, numbers: Sequence[int]) -> Any:
-    """Return those of the entries that are one for each unit; other arguments as they are."""
+    """Return the entries of some units from an argument with one entry per unit; other arguments as they are."""
     if isinstance(value, Tensor) and value.dim() and len(value) == count:
         return value[torch.tensor(numbers, device=value.device)]
     is_option = isinstance(value, list | tuple) and all(isinstance(each, int | float | str) for each in value)

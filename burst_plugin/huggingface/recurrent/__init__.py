@@ -1,7 +1,7 @@
 """Layers of transformers that carry a state along the sequence: linear attention, Mamba, short convolutions, RWKV.
 
-`families.py` says which are known; `functions.py` and `modules.py` have what they do on a shard; `forward.py` has
-how they find it.
+`families.py` says which layers are known; `functions.py` and `modules.py` have their replacements on shards;
+`forward.py` tells layers which shard they have.
 """
 
 from burst_plugin.huggingface.recurrent.families import (

@@ -37,12 +37,12 @@ _CONV = "causal_conv1d_fn"
 class Mixer(NamedTuple):
     """What is known of a class of layers.
 
-    calls: names in the code of its `forward`, of functions to be replaced or, with `on_shard`, of what that repeats.
-    on_shard: what its `forward` does on a shard; None if its functions are replaced.
-    method: what `on_shard` takes the place of, if `forward` calls that for all in which tokens meet.
-    replaced: child modules to put others in place of, by name.
+    calls: names in the code of its `forward`: functions to be replaced or, with `on_shard`, names that it repeats.
+    on_shard: the replacement of its `forward` on a shard; None if its functions are replaced.
+    method: the method that `on_shard` replaces, if `forward` calls a method for every step that mixes tokens.
+    replaced: the replacements of child modules, by name.
     takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
-    keeps: what it calls the state that it keeps in itself; empty if it keeps none.
+    keeps: the name of the state that it keeps in itself; empty if it keeps none.
     """
 
     calls: tuple[str, ...]
@@ -133,7 +133,7 @@ def _known(kind: type) -> Mixer | None:
 def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str]:
     """Return why layers that carry a state along the sequence cannot run on a ring.
 
-    kinds: those of layers that its configuration names, besides kinds of attention.
+    kinds: the kinds of layers that its configuration names, besides kinds of attention.
     """
     found = {type(module): known for module, known in mixers(pretrained)}
     told = [problem for kind, known in found.items() for problem in _problems_of_code(kind, known)]
@@ -144,7 +144,7 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
 
 
 def _problems_of_code(kind: type[torch.nn.Module], known: Mixer) -> list[str]:
-    """Return in what the code of a class is not what is known of it."""
+    """Return the reasons why the code of a class is not the code that `known` describes."""
     function: Any = inspect.unwrap(kind.forward)
     home = function.__globals__
     if not str(home.get("__name__")).startswith("transformers.models."):
@@ -231,7 +231,7 @@ def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> di
 def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a forward on the turn of a cache; states are put where layers look for them.
 
-    kwargs: those of this rank's tokens.
+    kwargs: the keyword arguments for this rank's tokens.
     """
     states, shard = cache.states, cache.shard
     if states is None:
@@ -252,5 +252,5 @@ def end_turn(pretrained: PreTrainedModel, cache: RingCache) -> None:
 
 
 def _holders(pretrained: PreTrainedModel) -> list[tuple[torch.nn.Module, str]]:
-    """Return the layers that keep a state in themselves, and what they call it."""
+    """Return the layers that keep a state in themselves, and the name of that state."""
     return [(module, known.keeps) for module, known in mixers(pretrained) if known.keeps]

@@ -68,7 +68,7 @@ def placement(shard: SequenceShard, name: str, initial: Sequence[Tensor] = ()) -
 
 
 def entering(what: str, *states: Tensor | None) -> list[Tensor]:
-    """Return the states that a call goes on from. Raise ValueError if it has any, but not those of a `RingCache`."""
+    """Return the states that a call goes on from. Raise ValueError for states that are not from a `RingCache`."""
     if states_of_turn() is None:
         refuse_state(what, *states)
     return [state for state in states if state is not None]
@@ -98,10 +98,10 @@ def padding_of(shard: SequenceShard) -> Tensor | None:
 
 
 def begin(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], takes_mask: bool) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard. Raises ValueError for what no state goes along.
+    """Return the keyword arguments of a forward on a shard. Raises ValueError as `check_pieces` does.
 
     takes_mask: its layers get the mask of padding just as the model does.
-    No cache is made: its convolutions would go on from this rank's last tokens, which are not those of the text.
+    No cache is made: its convolutions would go on from this rank's last tokens, which are not the text's last tokens.
     """
     if not model.training:
         check_pieces(model, shard)

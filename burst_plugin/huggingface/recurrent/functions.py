@@ -4,8 +4,8 @@
                 whole batch: the function itself
                 shard:       burst_plugin.recurrent, with the function as its kernel where that takes a state
 
-transformers has chosen the implementation of such a function before, as that of fla or mamba-ssm, so that it is the
-kernel on GPUs. What it does besides, such as a skip connection or a gate, is done here.
+transformers has chosen the implementation of such a function before, such as fla's or mamba-ssm's, so that it is the
+kernel on GPUs. Other steps of the function, such as a skip connection or a gate, are done here.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _nothing(original: _Original, shard: SequenceShard, given: _Given) -> None:
 
 
 def _without_padding(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
-    """Return what is to be convolved, [B, C, S_local], without the zeros that a cache puts before a few."""
+    """Return the input of a convolution, [B, C, S_local], without the zeros that a cache puts before few tokens."""
     tokens = shard.tokens.length // shard.cp.ranks
     more = hidden_states.shape[-1] - tokens
     if more > 0 and not bool(hidden_states[..., :more].any()):
@@ -153,7 +153,7 @@ def _without_padding(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def _check_length(tokens: int, shard: SequenceShard, name: str) -> None:
-    """Raise ValueError for a call with other tokens than the shard's: those of a cache before them, or a part."""
+    """Raise ValueError for a call with more tokens than the shard's, as from a cache, or with a part of them."""
     expected = shard.tokens.length // shard.cp.ranks
     if tokens != expected:
         raise ValueError(
