@@ -21,12 +21,12 @@ def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
 
     One forward pass without gradients, cut over context-parallel ranks by the layout of the ring; the losses of all
     ranks are put together in order. Texts need not divide: they are padded at their ends, which nothing before sees.
-    Logits are those of a rank's own tokens, or of a chunk of these with `loss_chunk`.
+    A rank has the logits of its own tokens, or of a chunk of these with `loss_chunk`.
 
     Args:
         model: a `GPTModel` or hybrid model, wrapped or not, in evaluation mode.
         tokens: [B, T], int64, T at least 2; the same on all ranks of a model. Texts of unlike lengths are padded at
-            their ends with anything, of which the log-probabilities mean nothing.
+            their ends with any token; the log-probabilities of this padding mean nothing.
 
     Returns:
         [B, T - 1], float32 or the type of the model's losses, the same on every rank of the model.

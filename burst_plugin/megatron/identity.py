@@ -1,8 +1,8 @@
 """The identity of an attention call in Megatron: iteration, forward step, microbatch, layer, batch.
 
-It has to be the same on ranks that do the same, and different once one of them has skipped something. So it does no
-harm that layers recomputed in a backward pass see the microbatch of the latest forward step: they do so on all ranks
-of a ring.
+Ranks that make one call have to give it one identity, and different identities once a rank has skipped a call. So it
+does no harm that layers recomputed in a backward pass see the microbatch of the latest forward step: they do so on
+all ranks of a ring.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class _Counts:
     def of(self, layer: object, step: int) -> tuple[int, int]:
         """Return the number of a layer, and how often it has been called in this forward step.
 
-        Megatron's own layer numbers are not unique: those of multi-token prediction, and of a decoder beside an
-        encoder, begin at 1 again.
+        Megatron's own layer numbers are not unique: they begin at 1 again in multi-token prediction, and in a decoder
+        beside an encoder.
         """
         if step != self._last_step:
             self._last_step, self.forward_steps = step, self.forward_steps + 1
@@ -127,10 +127,10 @@ class _Checksum:
 
 
 def hook_schedules(registry: Any) -> str:
-    """Let Megatron's schedules, and what cuts its batches, note where this rank is; return a line that says so.
+    """Let Megatron's schedules, and the function that cuts its batches, note where this rank is; return a line on it.
 
     registry: the `Registry` of the rings. The ranks of each ring also compare where they are at the end of a
-    forward-backward pass, from which a rank that left out a backward pass would go on to other collectives.
+    forward-backward pass: a rank that left out a backward pass would go on to other collectives.
     """
 
     def begin(original: Any, model: Any, microbatch_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parsed(text: str) -> argparse.Namespace:
-    """Return the flags that a plan knows, None for those that are not there. Raises ValueError for their values."""
+    """Return the flags that a plan knows, None for flags that are not there. Raises ValueError for wrong values."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in _SIZES:
         parser.add_argument(f"--{name}", type=_whole_number)
@@ -217,7 +217,7 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
 
 
 def _ranks_in_node(args: argparse.Namespace, strategy: Strategy, context: int, room: int) -> int:
-    """Return how many context-parallel ranks a node has, of which it has room for `room`."""
+    """Return how many context-parallel ranks a node has; it has room for `room` of them."""
     sizes = args.hierarchical_context_parallel_sizes
     if sizes is not None:
         if math.prod(sizes) != context:
@@ -307,7 +307,7 @@ def check_model(text: str, model: ModelShape, setting: Setting) -> None:
 
 
 def _other_sizes(args: argparse.Namespace, model: ModelShape) -> list[str]:
-    """Return the sizes among the flags that are not those of the model, with what the model has."""
+    """Return the sizes among the flags that differ from the model's, each with the size that the model has."""
     sizes = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
@@ -368,7 +368,7 @@ def _layers_with_experts(args: argparse.Namespace, layers: int) -> int:
 
 
 def _other_latents(args: argparse.Namespace, model: ModelShape) -> list[str]:
-    """Return what flags say of latent attention that is not so in the model, if there are sizes of a model at all."""
+    """Return the flags of latent attention that differ from the model, if flags give sizes of a model at all."""
     latent = model.latent
     if latent is None or not args.multi_latent_attention:
         if args.multi_latent_attention:
@@ -390,7 +390,7 @@ def _other_latents(args: argparse.Namespace, model: ModelShape) -> list[str]:
 
 
 def _other_windows(args: argparse.Namespace, model: ModelShape) -> list[str]:
-    """Return the windows among the flags if they are not those of the model; none are there without sizes of one."""
+    """Return the windows among the flags if they differ from the model's; [] if flags give no sizes of a model."""
     if args.window_size is None and args.num_layers is None:
         return []
     window, layers = _windows(args, model.layers)

@@ -83,7 +83,7 @@ class Registry:
     def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:
         """Return which of the packed documents that begin at `offsets` ranks hold, by the option `layout`.
 
-        Raises ValueError for lengths that the layout cannot cut, or of which ranks cannot hold equally many tokens.
+        Raises ValueError for lengths that the layout cannot cut, or that ranks cannot share evenly.
         """
         if ranks == 1 or (self.layout == "zigzag" and not cuts_documents_as_one()):
             return by_document(offsets, ranks)
@@ -215,8 +215,8 @@ class Registry:
         """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
 
         Megatron passes a mask that is merely causal along with the mask type; one that says more must not be ignored.
-        Each mask is checked once. On GPUs, where checking stalls the host, only those of calls 1, 2, 4, 8, ... are,
-        unless the strategy says check="always".
+        Each mask is checked once. On GPUs, where checking stalls the host, only the masks of calls 1, 2, 4, 8, ...
+        are, unless the strategy says check="always".
         """
         is_due = self.is_due(cp, mask, cheap=False)
         if not attention_mask.is_cuda or cp.strategy.check == "always":

@@ -5,7 +5,7 @@
         return edge_log_probs(model, folded, chunk=1024), partial(loss_of, folded, advantages)
 
 The tree takes the place of a model's attention mask, [1, 2, nodes] of parents and lengths, which Megatron hands to
-every layer, and again to layers that it recomputes. While a model runs, its rotary embedding is that of the logical
+every layer, and again to layers that it recomputes. While a model runs, its rotary embedding has the logical
 positions of a rank's tokens, and its output layer computes log-probabilities of edges, in chunks.
 """
 
@@ -47,9 +47,9 @@ def edge_log_probs(
 ) -> Tensor:
     """Run a model on this rank's share of folded rollouts, as a `forward_step` of your own does; collective.
 
-    Every stage and rank of a model calls it with the same rollouts. Their losses are computed by all context-parallel
-    ranks alike, of all edges. A loss function returns two values, this loss and what to report: Megatron then adds up
-    gradients over context-parallel ranks, each of which has those of its own tokens.
+    Every stage and rank of a model calls it with the same rollouts. All context-parallel ranks compute the same loss,
+    from all edges. A loss function returns two values, this loss and what to report: Megatron then adds up gradients
+    over context-parallel ranks, and each rank has the gradients of its own tokens.
 
     Args:
         model: a `GPTModel` or hybrid model whose layers are on a ring, wrapped or not.
@@ -61,7 +61,7 @@ def edge_log_probs(
 
     Returns:
         On the last pipeline stage [2, E], float32, log-probabilities and entropies of all edges, for `unfold`; on
-        others what they pass on.
+        other stages the tensor that they pass on.
 
     Raises:
         ValueError: for models and rollouts that do not fit, on every rank of a ring.
@@ -148,7 +148,7 @@ def _follows_trees(layer: Any) -> bool:
 
 
 def _problems(model: Any, config: Any) -> list[str]:
-    """Return what keeps a model from running on a prefix tree, each with what to write instead."""
+    """Return the reasons why a model cannot run on a prefix tree, each with what to write instead."""
     if not isinstance(model, (GPTModel, hybrid_model())):
         return ["its layers may mix other tokens than those of a rollout; use a GPTModel or a hybrid model"]
     reasons = output_layer_problems(model)

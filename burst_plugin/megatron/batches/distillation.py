@@ -1,12 +1,12 @@
 """Offline distillation (`--logits-save-dir`, `--logits-load-dir`): a teacher's files say which tokens ranks held.
 
 Megatron names them by context-parallel and data-parallel rank, reads microbatches in their order, and compares a hash
-of what decides the global batches. What decides which of their tokens a rank holds is written beside it here:
+of the options that decide the global batches. Options that decide which tokens a rank holds are written beside it:
 
     {"context_parallel_size": 2, "layout": "striped"}
 
-The hash counts it in, unless ranks hold what they do in Megatron. Files thus go from and to Megatron without this
-package where they fit, and nowhere else.
+The hash includes them, unless ranks hold the tokens that they hold in Megatron. Files thus go from and to Megatron
+without this package where they fit, and nowhere else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _compare(saved: dict[str, Any] | None, stamp: dict[str, Any], file: str) -> 
 
 
 def _stamp(registry: Registry) -> dict[str, Any]:
-    """Return what decides which tokens a rank holds, as JSON has it."""
+    """Return the options that decide which tokens a rank holds, in types that JSON has."""
     args = parsed_arguments()
     ranks = args.context_parallel_size
     layout = registry.layout if ranks > 1 else MEGATRONS_OWN

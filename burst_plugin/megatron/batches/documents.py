@@ -198,7 +198,7 @@ def _add_to_samples() -> None:
 
 
 class _Reading:
-    """The batches of a data iterator, of which `keep` gets the bounds."""
+    """The batches of a data iterator; `keep` gets the bounds of documents of each."""
 
     def __init__(self, batches: Iterator[dict[str, Any]], keep: Callable[[Tensor], None]) -> None:
         self._batches = batches

@@ -59,7 +59,7 @@ def hook_even_microbatches() -> None:
     """Let the training data's sampler assign samples evenly, if Megatron's parsed arguments ask for it.
 
     Raises:
-        ValueError: naming every flag with which it cannot, and what to write instead.
+        ValueError: naming every flag that even microbatches cannot run with, and what to write instead.
     """
     if not evens_microbatches():
         return
@@ -89,7 +89,7 @@ def _build_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _refuse_unknown_lengths(dataset: Any) -> None:
-    """Raise ValueError for a dataset of which no index says how long the documents of a sample are."""
+    """Raise ValueError for a dataset without an index that says how long the documents of a sample are."""
     for part in getattr(dataset, "datasets", [dataset]):
         has_lengths = hasattr(getattr(part, "dataset", None), "sequence_lengths")
         if not has_lengths or not all(hasattr(part, name) for name in _INDEXES):

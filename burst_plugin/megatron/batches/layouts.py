@@ -85,8 +85,7 @@ class _LayoutHooks:
 
         Positions of mRoPE, [3, B, S], stay whole: its rotary embedding is made of them, and then cut.
 
-        Raises ValueError for a length of which ranks cannot hold equally many tokens, as pipelines and rotary
-        embedding have it.
+        Raises ValueError for a length that ranks cannot share evenly, as pipelines and rotary embedding need it.
         """
         arguments = bind(original, *args, **kwargs).arguments
         batch, group = arguments["batch"], _group(arguments)
@@ -127,10 +126,10 @@ class _LayoutHooks:
         return _cut(pos_emb, seq_dim, tokens, cp_group)
 
     def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents.
+        """Return the rotary embedding of a whole sequence, cut by documents; Megatron keeps the latest embedding.
 
-        At inference it is that of the new tokens, of which rows of a batch have the same; of a prefix tree, that of
-        the logical positions of this rank's tokens.
+        At inference it is the embedding of the new tokens, whose positions all rows of a batch share; with a prefix
+        tree, the embedding of the logical positions of this rank's tokens.
         """
         registry, turn = self._registry, self._registry.turn
         arguments = bind(original, embedding, *args, **kwargs).arguments
@@ -163,7 +162,7 @@ class _LayoutHooks:
         cp_group: Any = None,
         **options: Any,
     ) -> Tensor:
-        """Rotate queries or keys; those of packed documents, [T/CP, H, D], by their positions in these."""
+        """Rotate queries or keys; in packed documents, [T/CP, H, D], by their positions in their documents."""
         group = _group({"cp_group": cp_group})
         if cu_seqlens is None or not self._apply_to_packed(group):
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **options)  # type: ignore[no-any-return]
@@ -226,7 +225,7 @@ class _LayoutHooks:
             ours = self._registry.tokens_of_batch(length, group.size())
 
         def fit(tokens: Tokens) -> bool:
-            """Return whether positions are those of `tokens`, in the whole or in their documents."""
+            """Return whether `tokens` have these positions, in the whole sequence or in their documents."""
             sequence = torch.tensor([0, length])
             return any(held.tolist() == _in_documents(tokens, ends, group).tolist() for ends in (sequence, starts))
 
@@ -235,7 +234,7 @@ class _LayoutHooks:
     def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tables of multi-latent attention's fused rotary embedding.
 
-        Raises ValueError for packed documents, of which its kernels take the positions to be in zigzag.
+        Raises ValueError for packed documents, whose positions the fused kernels take to be in zigzag.
         """
         arguments = bind(original, embedding, *args, **kwargs).arguments
         group = _group(arguments) or embedding.cp_group

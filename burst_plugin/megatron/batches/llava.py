@@ -149,7 +149,7 @@ class _LlavaHooks:
             self._call = _TileShares(None, None)
 
     def put_together(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Put rows of images among those of text, [B, S, hidden]; zeros in place of those that other ranks hold."""
+        """Put rows of images among rows of text, [B, S, hidden]; zeros in place of rows that other ranks hold."""
         cp, shares = self._ring(model), self._call.shares
         if cp is None or shares is None:
             return original(model, *args, **kwargs)
@@ -205,7 +205,7 @@ class _LlavaHooks:
     def _tokens(
         self, cp: ContextParallel, model: Any, x: Tensor, filler: float, packed: Any
     ) -> tuple[Tokens, Tensor]:
-        """Return which tokens ranks hold of x [B, S, ...], and x, padded with `filler` to what they divide.
+        """Return which tokens ranks hold of x [B, S, ...], and x, padded with `filler` to a length that they divide.
 
         Raises ValueError for packed documents of another length.
         """
@@ -244,7 +244,7 @@ def _can_share(model: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _draws(tower: torch.nn.Module) -> bool:
-    """Return whether a tower draws random numbers: dropout, and the places from which RADIO takes its positions."""
+    """Return whether a tower draws random numbers: for dropout, or, in RADIO, for the places of its positions."""
     if not tower.training:
         return False
     config = getattr(tower, "config", None)
@@ -254,7 +254,7 @@ def _draws(tower: torch.nn.Module) -> bool:
 
 
 def _of_images(at: Tensor) -> Tensor:
-    """Return the numbers of rows among those of tokens, which are -1 for text."""
+    """Return the entries of `at` that are numbers of image rows; tokens of text have -1."""
     return at[at >= 0]
 
 
@@ -263,7 +263,7 @@ def _numbered(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return by rank which of its rows have a token, their numbers, and the numbers of the rows that it holds.
 
-    Numbers are those of rows that have a token, which those of a sequence that Megatron has cut off do not.
+    Only rows that have a token are numbered; rows lose theirs where Megatron has cut off the sequence.
     """
     number = torch.full((tiles * rows,), -1, device="cpu")
     there = torch.cat([*held]).sort()[0]

@@ -60,8 +60,8 @@ def check_known(params: Any) -> None:
 def is_packed(params: Any) -> bool:
     """Return whether tensors are packed sequences ("thd"), given their PackedSeqParams or None.
 
-    Raises ValueError for a format that is neither thd nor sbhd (that of hybrid context parallelism), or for what
-    `check_known` refuses.
+    Raises ValueError for a format that is neither thd nor sbhd (the format of hybrid context parallelism), or for
+    fields that `check_known` refuses.
     """
     if params is None:
         return False
@@ -130,9 +130,9 @@ def packed_documents(
 ) -> tuple[tuple[Tokens, Tokens], Documents]:
     """Return the tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
 
-    Its offsets are those of the whole sequence: `*_padded` say where documents begin, the others how long they are
-    without padding. `lengths` are those of q and k on this rank; `read` turns a tensor into ints; `assign` says which
-    tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths or
+    Its offsets count tokens of the whole sequence: `*_padded` say where documents begin, the others how long they are
+    without padding. `lengths` are the lengths of q and k on this rank; `read` turns a tensor into ints; `assign` says
+    which tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths or
     `max_seqlen_*`.
     """
     q, q_lengths = _side(params, "q", read)

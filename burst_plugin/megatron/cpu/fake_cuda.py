@@ -16,7 +16,7 @@ import torch
 
 
 def replace_cuda() -> list[str]:
-    """Replace functions and classes of `torch.cuda`, for good. Returns what was done, a line for each kind."""
+    """Replace functions and classes of `torch.cuda`, for good. Returns a line for each kind of replacement."""
     lines = []
     for meaning, replacements in _replacements().items():
         _replace(replacements)
@@ -28,7 +28,7 @@ def replace_cuda() -> list[str]:
 
 
 class _CudaStream:
-    """A stream on which all work is done already."""
+    """A stream whose work is always done already."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -101,7 +101,7 @@ def _range(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _replacements() -> dict[str, dict[str, Any]]:
-    """Return the replacements of names in torch.cuda: {what they do: {name: replacement}}."""
+    """Return the replacements of names in torch.cuda: {effect: {name: replacement}}."""
     properties = types.SimpleNamespace(
         name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=os.cpu_count() or 1
     )

@@ -60,7 +60,7 @@ class _Norm:
 
 
 class _NormAndLinear(ColumnParallelLinear):
-    """A linear layer of which the input is normed first."""
+    """A linear layer that norms its input first."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -74,7 +74,7 @@ class _NormAndLinear(ColumnParallelLinear):
             vars(self.layer_norm_bias)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what `ColumnParallelLinear` does of the norm of `input_` [S, B, H]."""
+        """Return the outputs of `ColumnParallelLinear` for the normed `input_` [S, B, H]."""
         weight, bias, eps = self.layer_norm_weight, self.layer_norm_bias, self.config.layernorm_epsilon
         if self.config.normalization == "RMSNorm":
             normed = F.rms_norm(input_, weight.shape, weight, eps)

@@ -31,7 +31,7 @@ def stand_in_for_packages() -> str:
 
 
 class _PackageOfFunctions(ModuleType):
-    """A module of a package that is not the real one, and has no other modules than those that are put there.
+    """A module that stands in for a package's, and has only the modules that are put there.
 
     Megatron alone finds functions in it: other libraries would call them otherwise than Megatron does.
     """
@@ -114,7 +114,7 @@ def _convolve_and_scan(
     D: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Compute what Mamba-2 does between its projections, without a norm: [B, S, ...] -> [B, S, H * P]."""
+    """Compute Mamba-2's steps between its projections, without a norm: [B, S, ...] -> [B, S, H * P]."""
     _refuse(options, "chunk_size", "activation", "headdim", "ngroups", "norm_before_gate", "dt_limit")
     heads = len(D)
     dim = heads * options["headdim"] if D.dim() == 1 else D.numel()

@@ -73,7 +73,7 @@ def prepare(directory: Path) -> list[str]:
     """Get ready for a script in `directory`. Scripts of a Megatron-LM checkout need a little more than others.
 
     Returns:
-        Lines such as those of `enable()`.
+        A line for each change, as `enable()` does.
     """
     from burst_plugin.megatron.cpu import scripts
 
@@ -199,7 +199,7 @@ def _send_as_from_a_gpu() -> str:
 def hide_cuda_packages() -> str:
     """Hide packages that need a GPU from imports, so that Megatron uses its own code instead; return a line on it.
 
-    Mixers, of which Megatron has no code of its own, get definitions in PyTorch.
+    Mixers' kernels, which Megatron does not have itself, get definitions in PyTorch.
     """
     loaded = [name for name in sys.modules if name.partition(".")[0] in _CUDA_PACKAGES]
     taken = [name for name in loaded if sys.modules[name] is not None and name in _CUDA_PACKAGES]

@@ -190,7 +190,7 @@ def _options_of(args: Any) -> dict[str, Any]:
 def _attention_sizes(args: Any) -> dict[str, int]:
     """Return the attention of one rank, as far as the arguments say it; see `Strategy.from_profile`.
 
-    Keys and values of latent attention differ in head dim, of which the mean has the same bytes and work.
+    Keys and values of latent attention differ in head dim; with their mean, bytes and work are the same.
     """
     heads = getattr(args, "num_attention_heads", None)
     if heads is None:

@@ -104,7 +104,7 @@ def refuse_flags() -> None:
 def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
     """Return why ranks cannot keep documents apart as these arguments ask for.
 
-    Data loaders are told to make no masks [S, S], of which layers get none: see `batches/documents.py`.
+    Data loaders are told to make no masks [S, S], since layers get none: see `batches/documents.py`.
     """
     flags = [name for name in (RESETS, PACKS) if getattr(args, name, False)]
     if not flags:

@@ -179,7 +179,7 @@ def _unwritable(model: ModelShape, features: ModelFeatures, version: Version) ->
 
 
 def _missing(model: ModelShape, features: ModelFeatures, version: Version) -> list[str]:
-    """Return what a release of Megatron has no flags for, each with what says that the model has it."""
+    """Return the features of a model that a release of Megatron has no flags for, each with its source."""
     unwritable = _unwritable(model, features, version)
     reasons: dict[str, str] = {}  # by reason, what says so
     for name in features.unusual():

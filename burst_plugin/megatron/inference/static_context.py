@@ -50,7 +50,7 @@ _SERVER = "megatron.core.inference.text_generation_server.text_generation_server
 
 
 class _Pass(NamedTuple):
-    """A forward pass of a model in progress. only_last: whether logits are those of the last token."""
+    """A forward pass of a model in progress. only_last: whether it returns logits of the last token only."""
 
     cache: KVCache
     turn: Turn
@@ -153,7 +153,7 @@ class _InferenceHooks:
         return original(*call.args, **call.kwargs)
 
     def receive(self, original: Callable[..., Tensor], wrapper: Any, batch_size: int, seq_len: int) -> Tensor:
-        """Make room for hidden states of the stage before, which sends those of this rank's tokens."""
+        """Make room for the hidden states of this rank's tokens, which the stage before sends."""
         model = unwrap_model(wrapper.model)
         if asks_for_burst(model.config):
             cp = self._registry.ring_of(model)

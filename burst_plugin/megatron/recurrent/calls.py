@@ -5,8 +5,7 @@
             causal_conv1d_fn, mamba_chunk_scan_combined, ...
                  ->  `call_in_progress`  this call, for `burst_plugin.recurrent`
 
-The call is that of the thread which computes the mixer, so that layers that are recomputed in a backward pass have
-their own.
+Each thread has a call of its own, so that layers that are recomputed in a backward pass have theirs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ran
 def cut_packed_batches() -> None:
     """Replace `get_thd_batch_on_this_cp_rank`, which until 0.17 misreads the loader's offsets and has none padded.
 
-    Megatron cuts all but four entries of these batches, and just four entries of those of later releases.
+    Megatron cuts all but four entries of these batches, and just four entries of the batches of later releases.
     """
 
     def cut(
@@ -96,7 +96,7 @@ CUT_BATCH = (
 def functions_that_cut() -> tuple[str, ...]:
     """Return the names of Megatron's functions that get the whole batch on every rank, and cut it.
 
-    Until 0.17 that is the one that scripts call, later those that it calls.
+    Until 0.17 it is the function that scripts call, later the functions that this function calls.
     """
     return tuple(name for name in CUT_BATCH if hasattr(utils, name)) or ("get_batch_on_this_cp_rank",)
 

@@ -1,9 +1,9 @@
 """Repairs of how Megatron weighs tokens in losses where context-parallel ranks have unequal numbers of them.
 
-It divides the loss of a rank by that rank's own number of tokens, and takes the mean of the ranks. Of ranks with 2
-and 6 tokens in the loss, a token of the first counts three times as much as one of the second. Here all are divided
-by the ranks' mean, 4, so that a loss and its gradients are those of one rank. What was counted is added up over the
-ranks: the loss mask of the batch need not be what a script's loss function counts.
+Megatron divides the loss of a rank by that rank's own number of tokens, and takes the mean of the ranks. Of ranks
+with 2 and 6 tokens in the loss, a token of the first counts three times as much as one of the second. Here the losses
+of all ranks are divided by the mean number, 4, so that loss and gradients equal one rank's. The numbers of tokens
+that loss functions return are added up over the ranks, since a script need not count the batch's loss mask.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _group_of(model: Any) -> dist.ProcessGroup:
 def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a loss by `forward_step_calc_loss`, scaled so that Megatron's division of it comes out right.
 
-    Raises ValueError for two values of which Megatron would make wrong gradients.
+    Raises ValueError for a loss function that returns two values where Megatron would make wrong gradients.
     """
     call = bind(original, *args, **kwargs)
     config, loss_func = call.arguments["config"], call.arguments["loss_func"]
@@ -139,7 +139,7 @@ class _PredictionLoss:
         return self._compute(original, call, call.arguments["config"], multiplies=True)
 
     def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `GPTModel.forward`, of which that loss is a part until 0.16."""
+        """Run `GPTModel.forward`, which computes the loss of multi-token prediction until 0.16."""
         call = bind(original, model, *args, **kwargs)
         return self._compute(original, call, model.config, multiplies=False)
 
@@ -157,7 +157,7 @@ class _PredictionLoss:
             self._weighs, self._own = False, None
 
     def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Run `roll_tensor`, and return the count by which that division comes out right.
+        """Run `roll_tensor`, and return a count that makes Megatron's division by it come out right.
 
         With `--calculate-per-token-loss` Megatron multiplies by this rank's tokens in the main loss. What counts is
         the number of all ranks, since main loss and prediction are divided by it in the end.
@@ -175,7 +175,7 @@ class _PredictionLoss:
 
 
 def _mask_of_floats(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the loss mask that a model is given, or ones, in floats, by which `roll` tells it from the labels.
+    """Return the loss mask that a model is given, or ones, in floats, so that `roll` can tell it from the labels.
 
     Scripts also give integers or bools; Megatron's own ones are integers.
     """

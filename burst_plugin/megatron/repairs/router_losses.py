@@ -54,7 +54,7 @@ class _RouterLossHooks:
         self._is_of: Tensor | None = None  # whether each of these tokens is of each sample, [T, samples]
 
     def route(self, original: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
-        """Route tokens with a mask that may be that of `find_samples`; Megatron has transposed it on its way."""
+        """Route tokens with a mask that may come from `find_samples`; Megatron has transposed it on its way."""
         if not weighs_losses(router.config):
             return original(router, *args, **kwargs)
         call = bind(original, router, *args, **kwargs)
@@ -71,7 +71,7 @@ class _RouterLossHooks:
     def z_loss(
         self, original: Any, logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's share of the z loss, of which Megatron takes the mean over ranks.
+        """Return this rank's share of the z loss; Megatron takes the mean of the shares over ranks.
 
         With `--calculate-per-token-loss` Megatron multiplies the gradient by this rank's valid tokens. Then only the
         value is weighed, which Megatron prints.
@@ -161,8 +161,8 @@ def _sums(x: Tensor, is_of: Tensor) -> Tensor:
 def weigh_routers_per_token() -> None:
     """Multiply losses of routers by the tensor- and context-parallel ranks with `--calculate-per-token-loss`.
 
-    Megatron multiplies them by a rank's own tokens, and divides them by those of all ranks. It sets their scale anew
-    in every forward step, before the backward pass that reads it.
+    Megatron multiplies them by a rank's own tokens, and divides them by the tokens of all ranks. It sets their scale
+    anew in every forward step, before the backward pass that reads it.
     """
 
     def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:
