@@ -60,7 +60,7 @@ class _Failing:
         self._kernel, self._fail, self._left = kernel, fail, 10
 
     def refuse(self, case: Case) -> str | None:
-        """Return what the kernel refuses."""
+        """Return why the kernel refuses a case; None if it does not."""
         return self._kernel.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
 class Finding:
     """One line of a section.
 
-    verdict: `OK`, `FAILED`, or `NOT_SHOWN` for what this cluster, or this way of starting, cannot show.
+    verdict: `OK`, `FAILED`, or `NOT_SHOWN` for a check that this cluster, or this way of starting, cannot make.
     what: the kernel, schedule, link or rank that was looked at. text: figures and reasons, for people.
-    figures: the same for programs, times in seconds. seconds: how long it took.
+    figures: these figures for programs, times in seconds. seconds: how long the check took.
     """
 
     section: str

@@ -1,8 +1,8 @@
-"""Whether kernels compute attention: each alone, on every kind of tile, and with what the ring asks of them besides.
+"""Whether kernels compute attention: each alone, on every kind of tile, and with the ring's further demands.
 
-The ring asks for two things that no kernel's own tests cover: gradients of a part of the keys under the lse of all of
-them, and gradients for an `out` that is made up from `dout`, of which only `rowsum(out * dout)` is true. On GPUs the
-kernel also has to find what lies behind 2**31 elements.
+The ring asks for two things that no kernel's own tests cover: gradients of a part of the keys under the lse of all
+keys, and gradients for an `out` that is made up from `dout` so that only `rowsum(out * dout)` is true. On GPUs the
+kernel also has to reach tensors that lie behind 2**31 elements.
 """
 
 from __future__ import annotations

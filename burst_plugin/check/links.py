@@ -1,7 +1,7 @@
 """Transfers alone, over the communicators of a ring: every link by itself, all links at once, and small messages.
 
-A ring sends from every rank to its next neighbour at the same time, so the rate that a schedule gets is that of all
-at once. One at a time, each link is judged by itself, and a slow one is named.
+A ring sends from every rank to its next neighbour at the same time, so a schedule gets the rate of all links at once.
+One at a time, each link is judged by itself, and a slow one is named.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Wire:
         self._in = torch.empty_like(self._out)
 
     def measured(self) -> MeasuredLink:
-        """Return what the links of this kind carry; collective."""
+        """Return the measured rates of the links of this kind; collective."""
         both = _Part(sends=True, receives=True)
         latency_s = max(self._best(_SMALL, both, 20))
         middle_s = max(self._best(_MIDDLE, both))
@@ -177,5 +177,5 @@ class _Wire:
 
 
 def _turn_of(place: int, members: int) -> int:
-    """Return in which turn the rank at a place sends, so that no rank is at two ends at once."""
+    """Return the turn that the rank at a place sends in, so that no rank sends and receives at once."""
     return 2 if members % 2 and place == members - 1 else place % 2

@@ -202,7 +202,7 @@ def _ring_finding(world: World, settings: Settings, links: dict[Link, MeasuredLi
 
 
 def _kernel_seconds(world: World, settings: Settings) -> float:
-    """Return what a rank of the timed ring computes, at the rate of the kernel: half of the pairs, under its mask."""
+    """Return the seconds of a rank of the timed ring at the kernel's rate; its mask allows half of all pairs."""
     tokens, heads = settings.sizes(world.device).tokens, _timed_heads(settings, world.device)[0]
     rate = rate_at(rates_of(world, settings).by_rows, tokens)
     flops = 4.0 * tokens * (tokens * world.size) / 2 * heads * settings.model.head_dim
@@ -267,7 +267,7 @@ def _without_transfers(state: RankState) -> Iterator[None]:
 
 
 def _host_finding(world: World) -> Finding:
-    """Return what the host takes per step of the ring: both passes of small blocks, all ranks in one process."""
+    """Return the finding on the host's time per ring step: both passes of small blocks, all ranks in one process."""
     start = time.perf_counter()
     ranks, rounds = 4, 5
     step_s = 0.0

@@ -1,8 +1,8 @@
 """Whether layers that carry a state compute on the ranks of the ring what one rank would, gradients included.
 
 Every function of `burst_plugin.recurrent` runs in float64, on packed documents, one of which lies on all ranks: by
-states, and by heads where ranks can exchange them. Every rank compares its own part with that of one rank, which it
-computes itself.
+states, and by heads where ranks can exchange them. Every rank compares its own part with the results of one rank,
+which it computes itself.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _draw(name: str, shape: tuple[int, ...], source: torch.Generator, device: to
 
 
 def _ramp(out: Tensor) -> Tensor:
-    """Return the gradient of an output: numbers none of which are alike."""
+    """Return a gradient for an output: numbers that all differ."""
     return torch.arange(out.numel(), dtype=out.dtype, device=out.device).view(out.shape).sin()
 
 

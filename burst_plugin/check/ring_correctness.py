@@ -108,7 +108,7 @@ def ring_cases(world: World, tokens: int) -> Iterator[RingCase]:
 
 
 def _node_sizes(ranks: int) -> list[int]:
-    """Return ranks per node: all of them, and those of two nodes."""
+    """Return the numbers of ranks per node to try: all ranks, and half of them, as on two nodes."""
     return [ranks, ranks // 2] if ranks % 2 == 0 else [ranks]
 
 
@@ -243,7 +243,7 @@ def _check_close(world: World) -> Iterator[Finding]:
 
 
 def _left_by_close(world: World) -> str:
-    """Return what a ring leaves behind on this rank; "" for nothing."""
+    """Return a text on groups and bytes that a closed ring leaves behind on this rank; "" for none."""
     before = len(dist.distributed_c10d._world.pg_map)
     cp = world.ring()
     x = torch.ones(1, 8, heads_for(world.size)[0], _DIM, device=world.device, dtype=torch.bfloat16)

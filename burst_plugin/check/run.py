@@ -63,10 +63,10 @@ def is_first() -> bool:
 
 
 def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
-    """Yield findings as they come, on every rank of a launcher the same ones.
+    """Yield findings as they come; all ranks of a launcher yield equal findings.
 
-    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; under a launcher they are its own. If there
-    are fewer GPUs, ranks share them, and only what is not timed is checked.
+    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; a launcher brings its own ranks. If there are
+    fewer GPUs, ranks share them, and only checks without timing run.
 
     Raises ValueError, before anything is started, for a kernel that cannot be loaded, ranks that do not divide into
     nodes, and ranks beside a launcher's.
@@ -98,7 +98,7 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
 
 
 def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Finding]:
-    """Yield what this machine cannot show."""
+    """Yield a finding for each check that this machine cannot make."""
     if not gpus:
         yield Finding(sections[0], NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
         if CORRECTNESS in sections:
@@ -180,7 +180,7 @@ def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> Iterator[Finding]:
-    """Run the sections in the ranks of a launcher; fault tolerance in processes beside those of the first node."""
+    """Run the sections in the ranks of a launcher; fault tolerance in further processes on the first node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
     with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
         try:

@@ -18,11 +18,11 @@ from burst_plugin.profiling.cluster_profile import Model
 class Sizes:
     """How much is done. The whole on GPUs takes minutes, `quick` takes under one.
 
-    tile: queries of a tile that is proven alone. rows: lengths of the tiles on which a kernel is timed.
-    tokens: of a rank in the ring that is timed. steps: forward and backward passes of each ring that is proven.
-    rounds: measurements of each time, of which the best or the median counts.
+    tile: queries of a tile that is proven alone. rows: lengths of the tiles that a kernel is timed on.
+    tokens: tokens of a rank in the timed ring. steps: forward and backward passes of each ring that is proven.
+    rounds: measurements of each time; the best or the median of them counts.
     transfer_s, most_bytes: how long a transfer that is timed should take, and its largest message.
-    timeout_s: of a message. dead_s: within which all ranks have to end once one of them has.
+    timeout_s: the time limit of a message. dead_s: the time limit for all ranks to end once one rank has ended.
     """
 
     tile: int

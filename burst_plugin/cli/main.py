@@ -19,7 +19,7 @@ from burst_plugin.cli import check, doctor, init, plan, plan_model
 
 
 class _Command(NamedTuple):
-    """How a command adds its options to a parser, and yields what it prints."""
+    """How a command adds its options to a parser, and yields the lines of its output."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     lines: Callable[[argparse.Namespace], Iterator[str]]
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(plan_command: _Command) -> tuple[argparse.ArgumentParser, Mapping[str, Any]]:
-    """Return the parser, and those of its commands by name."""
+    """Return the parser, and the parsers of its commands by name."""
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     versions = f"burst_plugin {burst_plugin.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=versions)
@@ -108,7 +108,7 @@ def _with_model_option(words: list[str]) -> list[str]:
 
 
 def _plan_title(words: Sequence[str]) -> str:
-    """Return which plan is asked for: that of a model, unless the words say something else."""
+    """Return the title of the plan that the words ask for; by default the plan of a model."""
     names = set(_option_names(words))
     if "--model" in names:
         return "burst plan --model"
@@ -118,7 +118,7 @@ def _plan_title(words: Sequence[str]) -> str:
 
 
 def _wrong_plan_option(words: Sequence[str]) -> str | None:
-    """Return what is wrong with an option that the plan asked for does not have; None if it has all of them."""
+    """Return a message on an option that the requested plan does not have; None if it has all options."""
     title, names = _plan_title(words), list(_option_names(words))
     valid = {name: _options(command) for name, command in _PLANS.items()}
     for option in names:
@@ -134,7 +134,7 @@ def _wrong_plan_option(words: Sequence[str]) -> str | None:
 
 
 def _meant(parser: argparse.ArgumentParser, word: str) -> str:
-    """Return a guess at what was meant by a word that a command does not know, if there is a likely one."""
+    """Return a guess at the option behind a word that a command does not know; empty if none is likely."""
     valid = [option for action in parser._actions for option in action.option_strings]
     close = get_close_matches(word.split("=")[0], valid, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -188,7 +188,7 @@ def _check_expressible(options: argparse.Namespace, goal: Goal) -> None:
 
 
 def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
-    """Yield what a command line takes that is there already."""
+    """Yield the memory and time of a run whose flags are given (`--flags`)."""
     planning = framework(options.framework).planning()
     if not hasattr(planning, "setting_of"):
         raise ValueError(f"--flags: what {options.framework} is given cannot be read; use --seq")
@@ -296,7 +296,7 @@ def _longest(goal: Goal, status: StatusLine) -> int:
 
 
 def _nothing_fits(goal: Goal) -> str:
-    """Return what the nearest plans lack, and what would fit, having said that it takes a while to find out."""
+    """Return a text on the memory that the nearest plans lack and on sizes that fit; announce a long search."""
     cluster, status = goal.cluster, StatusLine()
     size = gpus_in_words(cluster.gpus)
     if next(settings(goal), None) is None:

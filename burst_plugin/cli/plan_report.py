@@ -92,7 +92,7 @@ def as_dict(goal: Goal, title: str, best_first: list[Candidate]) -> dict[str, ob
 
 
 def _layers(model: ModelShape) -> Iterator[str]:
-    """Yield what is not the same in all layers."""
+    """Yield lines on the windows and kinds of layers, where layers differ."""
     if model.windowed:
         yield f"Attention: windows of {model.window:,} tokens in {model.windowed} of {model.layers} layers"
     if model.mixers:
@@ -104,7 +104,7 @@ def _layers(model: ModelShape) -> Iterator[str]:
 
 
 def _images(model: ModelShape, setting: Setting) -> Iterator[str]:
-    """Yield what a sequence has of images, and who encodes them."""
+    """Yield lines on the images of a sequence, and on the ranks that encode them."""
     media = model.media
     if media is None:
         if isinstance(model.config.get("vision_config"), Mapping):
@@ -153,7 +153,7 @@ def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
 
 
 def _other_way(goal: Goal, best: Candidate) -> str:
-    """Return what it would take to exchange heads in place of states, or states in place of heads."""
+    """Return a text on the step with heads exchanged in place of states, or states in place of heads."""
     setting = best.setting
     if not can_exchange_heads([mixer for mixer, _ in goal.model.mixers], setting.context, setting.tensor):
         return f"{setting.context} ranks cannot share the heads of these layers"
@@ -164,7 +164,7 @@ def _other_way(goal: Goal, best: Candidate) -> str:
 
 
 def _latents(goal: Goal, best: Candidate) -> str:
-    """Return what ranks send in latent attention, and what the best other way would take, or why there is none."""
+    """Return a line on what ranks send in latent attention, and on the best other way, or why there is none."""
     setting, model = best.setting, goal.model
     if latents_sent(model, setting) is not None:
         degrees = ring_shapes(model, replace(setting, latents="expand")).ulysses_degrees

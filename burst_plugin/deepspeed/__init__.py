@@ -116,7 +116,7 @@ def gather_logits(logits: Tensor, shard: SequenceShard, engine: Any = None) -> T
 def rollout_log_probs(
     rollouts: Iterable[Sequence[int] | Tensor], engine: Any = None, **options: Any
 ) -> RolloutLogProbs:
-    """Return the log-probabilities of rollouts, each of whose common beginnings is computed once; collective.
+    """Return the log-probabilities of rollouts; beginnings that rollouts share are computed once; collective.
 
     The engine runs its model, one of transformers, on the folded rollouts; logits are there for a chunk of tokens.
 
@@ -147,8 +147,8 @@ def edge_log_probs(logits: Tensor, edges: Edges, shard: SequenceShard, engine: A
         shard: the entry "burst" of the batch.
 
     Returns:
-        Two tensors [E], float32, on every rank those of all edges, for `burst_plugin.trajectories.unfold`. Their
-        gradient is such that `engine.backward(loss)` ends with the mean over rings of the gradients of their losses.
+        Two tensors [E], float32, of all edges on every rank, for `burst_plugin.trajectories.unfold`. Their gradient
+        is such that `engine.backward(loss)` ends with the mean over rings of the gradients of their losses.
 
     Example:
         local = burst_plugin.deepspeed.shard_batch({"input_ids": ids, "tree": tree})

@@ -166,7 +166,7 @@ def _minor(text: str) -> tuple[int, ...]:
 
 
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what `deepspeed.initialize` does, with rings if the configuration asks for them."""
+    """Initialize an engine as `deepspeed.initialize` does, with rings if the configuration asks for them."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     config = find_configuration(given)
     if config is None or BLOCK not in config:
@@ -227,7 +227,7 @@ def _without_accelerates_batch(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _use_own_device(args: Any) -> None:
-    """Make this rank's device the current one, on which ranks meet. The engine does the same, only later."""
+    """Make this rank's device the current one, since ranks exchange tensors there; the engine does so only later."""
     local_rank = getattr(args, "device_rank", os.environ.get("LOCAL_RANK"))
     if local_rank is not None and int(local_rank) >= 0:
         get_accelerator().set_device(int(local_rank))
@@ -278,7 +278,7 @@ def _run(original: Callable[..., Any], given: Mapping[str, Any], config: dict[st
 
 
 def _zero_init(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what `deepspeed.zero.Init` does, which checks batch sizes without an `mpu`."""
+    """Make a `deepspeed.zero.Init` whose check of batch sizes, which knows no `mpu`, does not fail for rings."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     name = "config" if given.get("config") is not None else "config_dict_or_path"
     config = read_configuration(given.get(name))

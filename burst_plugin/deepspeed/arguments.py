@@ -107,7 +107,7 @@ def _size(block: Block, given: Mapping[str, Any]) -> int:
 
 
 def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
-    """Return what in the model, or in other arguments of `initialize`, cannot be used with a ring."""
+    """Return the reasons why the model, or other arguments of `initialize`, cannot be used with a ring."""
     model, mpu = given["model"], given.get("mpu")
     reasons = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
     if given.get("mesh_param") is not None:
@@ -135,7 +135,7 @@ def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
 
 
 def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> list[str]:
-    """Return what is wrong with batch sizes: that they count every rank as a data-parallel one."""
+    """Return a reason against batch sizes that count every rank as a data-parallel one; [] for other sizes."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     numbers: list[Any] = [config.get(name) for name in names]
     if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not all(isinstance(n, int) for n in numbers):

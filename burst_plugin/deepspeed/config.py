@@ -51,11 +51,11 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 class Block:
     """The parsed block.
 
-    context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
-        `sp_size`, else all ranks.
+    context_parallel_size: the number of ranks that share a sequence; "auto" takes the size of an `mpu` or
+        Accelerate's `sp_size`, else all ranks.
     strategy: all other keys; see `burst_plugin.Strategy`. With `preset`, the name of a published system, its options,
-        which others override. With `profile`, the path of what `burst check` wrote, it is planned around them, for
-        sequences of `seq_length` tokens.
+        which others override. With `profile`, the path of a file that `burst check` wrote, the strategy is planned
+        around these keys, for sequences of `seq_length` tokens.
     loss: which mean the losses of several rings become; see `loss_of`.
     """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def enable() -> list[str]:
-    """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Return what was done, a line each.
+    """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Return a line for each change.
 
     DeepSpeed's shared-memory collectives are left out: they are compiled when the first process group is made, on all
     ranks at once, which takes minutes and may abort.

@@ -168,13 +168,13 @@ class Session:
 
         Args:
             logits: [B, S_local, V]; shift_labels: [B, S_local], -100 where there is no label.
-            valid_tokens: the number of labels of all ranks to divide by. None: those of this micro-batch; DeepSpeed
-                then averages over gradient accumulation steps. For one mean over all tokens of a step give their
-                number (`valid_tokens(*shards)`), and call `engine.backward(loss, scale_wrt_gas=False)`.
+            valid_tokens: the number of labels of all ranks to divide by. None: the labels of this micro-batch;
+                DeepSpeed then averages over gradient accumulation steps. For one mean over all tokens of a step give
+                their number (`valid_tokens(*shards)`), and call `engine.backward(loss, scale_wrt_gas=False)`.
 
         Returns:
-            A scalar with the value of the mean, the same on all ranks. Its gradient is that of this rank's part,
-            times the number of ranks, since DeepSpeed averages gradients over them.
+            A scalar with the value of the mean, the same on all ranks. Its gradient is the gradient of this rank's
+            part, times the number of ranks, since DeepSpeed averages gradients over them.
         """
         if logits is None:
             raise ValueError(

@@ -5,8 +5,8 @@
                                       data-parallel    0 0 | 1 1
 
 With sequence parallelism DeepSpeed's ZeRO stages scale gradients differently: 0, 1 and 2 sum over sequence ranks, 3
-averages over all ranks. `Unit` therefore says that there is none, and names all ranks as those that reduce gradients
-and share partitions. Then every stage averages over all ranks, and the loss is scaled accordingly.
+averages over all ranks. `Unit` therefore says that there is no sequence parallelism, and has all ranks reduce
+gradients and share partitions. Then every stage averages over all ranks, and the loss is scaled accordingly.
 """
 
 from __future__ import annotations

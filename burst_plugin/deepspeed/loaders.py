@@ -96,8 +96,8 @@ class ShardedLoader:
 def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     """Return the batches of all ranks of `cp`, in rank order, on the device of this rank's batch; collective.
 
-    None stands for the end of the data; the result is [] if it is that of all ranks. Raises ValueError on every rank
-    if only some have ended, or if the batch of any rank is not a dict.
+    None stands for the end of the data; the result is [] if the data of all ranks have ended. Raises ValueError on
+    every rank if only some have ended, or if the batch of any rank is not a dict.
     """
     cp.rank_state.check_open()
     if cp.group is None:

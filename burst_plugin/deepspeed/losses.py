@@ -23,10 +23,10 @@ _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, 
 
 
 class OwnLosses:
-    """What is known of the losses that a model returns for its shards in training, from hooks on its forward.
+    """Hooks on a model's forward in training that turn the loss of a rank's shard into the mean over all labels.
 
-    At forwards 1, 2, 4, 8, ... the loss is compared with the mean cross entropy of what it may be made of: logits
-    beside it, and labels among the model's arguments, whatever their names.
+    At forwards 1, 2, 4, 8, ... the loss is compared with the mean cross entropy of the logits beside it and of labels
+    among the model's arguments, whatever their names.
     """
 
     def __init__(self, session: Session, model: torch.nn.Module) -> None:
@@ -51,9 +51,9 @@ class OwnLosses:
         self._made_before = self._session.losses_made
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return what a model returned, with a loss that is right on the ring; collective.
+        """Return the output of a model with a loss that is right on the ring; collective.
 
-        A model that calls `token_mean_loss`, or returns the loss of one that got labels, has seen to that.
+        A loss is right already if the model calls `token_mean_loss`, or returns the loss of a model that got labels.
 
         Raises:
             ValueError: on every rank, for another loss where ranks have unequal numbers of labels.
@@ -93,7 +93,7 @@ class OwnLosses:
         return self._session.of_whole_batch(part, True)
 
     def _compare(self, loss: Tensor, logits: Mapping[Any, Tensor], labels: Mapping[str, Tensor]) -> None:
-        """Note what the loss is a mean over, if it is one; collective. Warn once where nothing can be compared."""
+        """Note whether a loss is a mean, and over which labels; collective. Warn once if nothing can be compared."""
         logits = {place: x for place, x in logits.items() if x.dim() > 1}
         for self._logits, x in logits.items():
             for self._labels, y in labels.items():
@@ -125,7 +125,7 @@ class OwnLosses:
 
 
 def _floats(output: Any) -> dict[Any, Tensor]:
-    """Return the tensors of floats in what a model returned, by their places."""
+    """Return the tensors of floats in the output of a model, by their places."""
     items: Any = ()
     if isinstance(output, Tensor):
         items = [("", output)]
@@ -145,7 +145,7 @@ def _place_of_loss(floats: Mapping[Any, Tensor]) -> Any:
 
 
 def _integers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what may be labels, in arguments or one level below, by place; of that name first."""
+    """Return tensors that may be labels, in arguments or one level below, by place; `shift_labels` first."""
     found: dict[str, Tensor] = {}
     for name, value in arguments.items():
         inner: Any = [("", value)]
@@ -226,7 +226,7 @@ def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
 
 
 class _ForReadingOnly(torch.autograd.Function):
-    """The same tensor, whose backward pass is refused."""
+    """A tensor as it is, but its backward pass is refused."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class _ForReadingOnly(torch.autograd.Function):
 def for_reading_only(x: Any) -> Any:
     """Return logits or hidden states of this rank's tokens so that no loss can be made of them.
 
-    Their user gave a whole batch, and would take them for those of all tokens.
+    A user who gave a whole batch would take them for the logits or hidden states of all tokens.
     """
     if isinstance(x, tuple | list):
         return type(x)(map(for_reading_only, x)) if type(x) in (tuple, list) else x
@@ -252,9 +252,9 @@ def for_reading_only(x: Any) -> Any:
 
 
 def refuse_backward(*outputs: Any) -> None:
-    """Refuse backward passes through what a model returned in evaluation.
+    """Refuse backward passes through the outputs of a model in evaluation.
 
-    Each rank has computed whole batches by itself; and the loss of a shard becomes that of one ring, not of all.
+    Each rank has computed whole batches by itself; and the loss of a shard becomes the loss of one ring, not of all.
     """
 
     def refuse(grad: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Log-probabilities of rollouts that are folded into a prefix tree, for losses of an engine.
 
-DeepSpeed takes the mean of gradients over all ranks, and a rank has those of its own tokens. So values have their
-gradient times the number of ranks of a ring: the gradient of a loss is that of the whole sequence, and the mean over
-rings as over data-parallel ranks.
+DeepSpeed takes the mean of gradients over all ranks, and a rank has the gradients of its own tokens. So gradients of
+the values are multiplied by the number of ranks of a ring: the gradient of a loss then belongs to the whole sequence,
+and rings are averaged as data-parallel ranks are.
 """
 
 from __future__ import annotations

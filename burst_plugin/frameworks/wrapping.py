@@ -74,7 +74,7 @@ def hooks_of_others(module: torch.nn.Module, harmless: tuple[str, ...]) -> list[
 
 
 def _origin(hook: Any) -> tuple[str, str]:
-    """Return the module in which a hook is defined, and its name there."""
+    """Return the module that defines a hook, and the hook's name there."""
     while isinstance(hook, partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)

@@ -302,7 +302,7 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
 
 
 def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
-    """Return the reasons why a model's own masks cannot run on a ring, not even on one of one rank."""
+    """Return the reasons why a model's own masks cannot run on a ring, not even on a ring of one rank."""
     if not any(hasattr(module, "prepare_dynamic_mask") for module in text_modules(pretrained)):
         return []
     return [

@@ -339,7 +339,7 @@ class RingCache(Cache):
         self._select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def finish(self) -> None:
-        """Tell all ranks that no forward follows for now, as `generate` does at its end; see `KVCache.finish`."""
+        """Tell all ranks that no forward follows for now, as `generate` does at its end; collective."""
         if self._kv is not None:
             self._kv.finish()
 

@@ -123,7 +123,7 @@ def _forward(plan: HaloPlan, call: CallId, xs: Sequence[Tensor]) -> Generator[No
 def _backward(
     plan: HaloPlan, call: CallId, grads: Sequence[Tensor], count: int
 ) -> Generator[None, None, list[Tensor]]:
-    """Return the gradients of one rank's `count` tokens, of those of its halos."""
+    """Return the gradients of one rank's `count` tokens, from the gradients of its own and others' halos."""
     rank, messages = plan.rank_state.rank, Messages(plan.rank_state, grads[0].device, plan.what, "backward", call)
     sends = {peer: [grad[slots] for grad in grads] for peer, slots in plan.recvs.items()}
     specs = {

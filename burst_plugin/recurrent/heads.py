@@ -1,7 +1,7 @@
 """Exchange heads instead of states: every rank computes whole sequences of its share of the heads.
 
-The exchange sends more the more tokens there are, so that it pays for few tokens per rank, and where a rank holds no
-tokens that follow each other, as in a striped layout.
+The traffic of the exchange grows with the number of tokens, so that it pays for few tokens per rank, and where a rank
+holds no tokens that follow each other, as in a striped layout.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _size(part: slice) -> int:
 class HeadFunction(torch.autograd.Function):
     """The exchange on the ranks of this process as one step of autograd, towards heads or, backward, tokens.
 
-    Tensors of tokens are [B, S of all these ranks, H, ...], one rank after another; tensors of heads [B, S, h, ...],
-    those of all these ranks.
+    Tensors of tokens are [B, S of all these ranks, H, ...], one rank after another; tensors of heads [B, S, h, ...]
+    have the heads of all these ranks.
     """
 
     @staticmethod

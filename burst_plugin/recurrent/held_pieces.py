@@ -27,10 +27,10 @@ _SLACK = 8  # tokens of padding that are always all right
 class Group(NamedTuple):
     """Pieces that a kernel takes at once, padded to one length: [pieces, length, ...].
 
-    pieces: their numbers among those of this process.
-    lengths: the tokens of each.
+    pieces: their numbers among the pieces of this process.
+    lengths: the number of tokens of each piece.
     start: their first row if they lie one after another, without padding; else `rows` [pieces, length] are their
-        rows, and `is_padding` says which of them are none.
+        rows, and `is_padding` says which of these rows are padding.
     places, counts: `pieces` and `lengths` on the device, int64.
     """
 

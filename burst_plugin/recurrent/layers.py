@@ -51,9 +51,9 @@ def with_tokens_before(
     """Compute a function that looks back at most `width` tokens, such as a convolution; collective.
 
     Args:
-        function: takes x of one sequence [1, T, ...], in which the `width` tokens before each piece of the shard are
-            in front of it, zeros before a document; returns [1, T, ...]. Causal. What it returns for these tokens is
-            left out.
+        function: takes x as one sequence [1, T, ...], where each piece of the shard follows the `width` tokens before
+            it, or zeros before a document; returns [1, T, ...]. Causal. Its results for the tokens in front are left
+            out.
         x: [B, S_local, ...], or several such tensors; then the function takes a list of them.
         width: 0 or more; for a convolution 1 less than the width of its kernel.
         place: see `Placement`.
@@ -353,12 +353,12 @@ def decay_attention(
 def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_state: bool = False) -> Any:
     """Compute h <- e^log_decay h + x, number by number, and return h after every token; collective.
 
-    For recurrences of one's own, and for gated linear units (RG-LRU): what is computed before and after needs no
+    For recurrences of one's own, and for gated linear units (RG-LRU): their steps before and after the scan need no
     other ranks.
 
     Args:
         x: [B, S_local, ...].
-        log_decay: of x's shape, 0 or less; -inf forgets what was before.
+        log_decay: of x's shape, 0 or less; -inf forgets all earlier tokens.
         place: see `Placement`.
         return_final_state: also return h after the last tokens of rows, [B, ...], on every rank, without gradient.
 

@@ -48,7 +48,7 @@ def connect(cp: ContextParallel) -> None:
 class Messages:
     """One rank's messages of one pass, labelled with the call on CPUs.
 
-    what: describes the pass, the same on every rank; direction, call: which pass it is.
+    what: a description of the pass, the same on every rank; direction, call: which pass it is.
     """
 
     def __init__(self, state: RankState, device: torch.device, what: str, direction: Direction, call: CallId) -> None:

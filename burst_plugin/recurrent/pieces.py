@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     """`length` consecutive tokens of a batch row.
 
     start: the position of the first one.
-    offset: its place among the tokens of the rank, all tokens of a row before those of the next row.
+    offset: its place among the tokens of the rank, row after row.
     before: the number of the piece that ends where this one begins, or on the path of a prefix tree; or `START`.
     """
 
@@ -123,7 +123,7 @@ def _of_row(rank: int, row: int, runs: Sequence[Run], begins: dict[int, int], of
 
 
 def _consecutive(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return (start, length) of consecutive tokens; those of a run with a stride stand alone, neighbours join."""
+    """Return (start, length) of consecutive tokens; tokens of a run with a stride stand alone, neighbours join."""
     joined: list[tuple[int, int]] = []
     for run in runs:
         spans = [(run.start, run.length)]

@@ -87,7 +87,7 @@ class Call(NamedTuple):
         """Begin to find the states that enter pieces.
 
         transitions, biases: [pieces, ...] of this process, and zeros where the schedule does not need them.
-        part: which part of the heads they are of, and of how many; what is computed for others hides messages.
+        part: the number of this part of the heads, and the number of parts; computing other parts hides messages.
         """
         held, schedule = self.held, self.held.schedule(finals)
         if affine.has_gradients:
@@ -130,7 +130,7 @@ class Call(NamedTuple):
 
 
 def _gathered(call: Call, plans: Sequence[HeadPlan], last: Tensor) -> Tensor:
-    """Return final states of all heads from those of the ranks of this process, [B, h, ...]; collective."""
+    """Return the final states of all heads, given the states of this process's heads, [B, h, ...]; collective."""
     parts = last.detach().chunk(len(plans), 1)
     programs = []
     for plan, part in zip(plans, parts, strict=True):
@@ -141,7 +141,7 @@ def _gathered(call: Call, plans: Sequence[HeadPlan], last: Tensor) -> Tensor:
 
 
 class _Tied(torch.autograd.Function):
-    """The first tensor as a function of the others, too, of which none has a part in it."""
+    """The first tensor as a function of the others, too, although its values do not depend on them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Placement:
 
         name: of the function.
         tensors: by name, all [B, S, ...] of one device.
-        check: raises ValueError for tensors that do not fit each other; returns what is equal on all ranks.
+        check: raises ValueError for tensors that do not fit each other; returns options that are equal on all ranks.
         parameters: other tensors that the call is a function of.
         """
         x = next(iter(tensors.values()))

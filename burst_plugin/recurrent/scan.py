@@ -1,7 +1,7 @@
 """A scan over the pieces of a sequence: it finds the state that enters each piece from each piece's map of states.
 
-The backward pass goes through the schedule in the opposite order: what enters a piece gets a gradient, and gradients
-go where states came from. Transitions are not sent again, since each rank keeps those that it has met.
+The backward pass goes through the schedule in the opposite order: states that enter pieces get gradients, which go
+where the states came from. Transitions are not sent again, since each rank keeps the transitions that it has met.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Scan:
         return found
 
     def _compute(self, compute: Compute) -> None:
-        """Do what the schedule says; values that are missing are zero."""
+        """Run one operation of the schedule; values that are missing are zero."""
         values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
         if what == "join":
             late, bias = values[Value("transition", right)], values[Value("bias", right)]
@@ -165,7 +165,7 @@ class Scan:
                     _add(found, Value("entry", span), affine.apply_transposed(transition, grad))
 
     def _move_back(self, messages: Messages, moves: Sequence[Move], found: Values) -> Generator[None, None, None]:
-        """Send the gradients of what was received in a round back to where it came from."""
+        """Send the gradients of the values received in a round back to the ranks that sent the values."""
         rank, (shape, dtype) = self.plan.rank_state.rank, self.plan.state
         sends: dict[int, list[Tensor]] = defaultdict(list)
         recvs: dict[int, list[Value]] = defaultdict(list)
@@ -214,10 +214,10 @@ def _add(found: Values, value: Value, grad: Tensor) -> None:
 class ScanOfProcess:
     """A scan on the ranks of this process, mostly one, all of a virtual ring, between its beginning and its end.
 
-    Autograd sees two steps, `begin` and `end`. What is computed between them hides the messages, in the backward pass
-    as well: the gradient of `end` begins a pass, and that of `begin` ends it.
+    Autograd sees two steps, `begin` and `end`. Computing between them hides the messages, in the backward pass as
+    well: the gradient of `end` begins a pass, and the gradient of `begin` ends it.
 
-    kept: where a checkpoint keeps what is found.
+    kept: where a checkpoint keeps the results.
     is_hidden: whether there is anything to hide messages behind.
     """
 

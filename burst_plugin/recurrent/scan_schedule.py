@@ -1,7 +1,7 @@
 """The schedule of a scan: how the state that enters every piece gets to the rank that holds the piece.
 
 A piece turns the state S that enters it into A S + B. Pieces of a document are a chain, and a *span* is some
-consecutive pieces of it, with a pair (A, B) of its own: that of pieces 1 and 2 is (A2 A1, A2 B1 + B2). Spans are a
+consecutive pieces of it, with a pair (A, B) of its own: pieces 1 and 2 have (A2 A1, A2 B1 + B2). Spans are a
 binary tree, cut between nodes of the cluster where it can be. Pairs go up the tree and states come down, so that the
 number of hops is twice the depth of the tree:
 
@@ -146,7 +146,7 @@ class _Builder:
         )
 
     def _add_chain(self, chain: Sequence[int], leaving: set[int]) -> None:
-        """Add what happens with the pieces of one chain; of those that are `leaving` also the state after them."""
+        """Add the steps for the pieces of one chain; for `leaving` pieces also the state after them."""
         before = self.pieces.every[chain[0]].before
         root = self._tree(chain, 0, len(chain))
         if before == START:
@@ -169,7 +169,7 @@ class _Builder:
                 self._compute(span.entered, span.rank, Compute("leave", number))
 
     def _tree(self, chain: Sequence[int], start: int, stop: int) -> _Span:
-        """Return the span of pieces `start:stop` of a chain, over those of its two halves."""
+        """Return the span of pieces `start:stop` of a chain, over the spans of its two halves."""
         if stop - start == 1:
             return self.spans[chain[start]]
         middle = self._middle(chain, start, stop)

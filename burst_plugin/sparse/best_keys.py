@@ -59,7 +59,7 @@ class BestOfFloat32(BestKeys):
 
     @staticmethod
     def _without_repeats(both: Tensor) -> Tensor:
-        """Return what is highest [rows, keys], each position once; it is in `both` at most twice."""
+        """Return the highest entries [rows, keys], each position once; a position is in `both` at most twice."""
         highest = both.sort(1, descending=True).values
         positions, places = (highest & _LAST).sort(dim=1, stable=True)
         highest = highest.gather(1, places)

@@ -55,7 +55,7 @@ def select_blocks(
         index_k: [B, S_local, D], of the same tokens and type.
         block: how many keys a block has, 1 or more; the last one of a document may have fewer.
         top_k: how many blocks a query selects, 1 or more.
-        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, as what is returned.
+        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, the result included.
         forced: so many blocks of a query's document, back from its own, come before all others.
         mask: which keys a query may select, none of them later than the query; without a prefix tree.
         tokens: the sequence that rows are taken from, as for `burst_attention`.

@@ -5,8 +5,8 @@
     both = torch.cat([kv_of_tokens, made.unsqueeze(2)], 1)
     out = entries.attend(q, both, SlidingWindow(127), sink=sink)
 
-One call attends to both, in one softmax: entries are further keys, behind the tokens of their rank. What an entry is
-made of, and other ranks hold, is fetched by the rank that makes it, and gradients go back the same way.
+One call attends to both, in one softmax: entries are further keys, behind the tokens of their rank. A rank that makes
+an entry fetches the tokens of its window from the ranks that hold them, and gradients go back the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entries:
         batch: the number of batch rows.
 
     Raises:
-        ValueError: for a mask or a layout in which windows are not known; see `Windows`.
+        ValueError: for a mask or a layout that windows are not supported with; see `Windows`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Entries:
         """Return the sum of each window's tokens, weighed by the softmax of their gates; collective, with gradient.
 
         Args:
-            kv, gate: [B, S_local, D]; with overlaps [B, S_local, 2 * D], of which the first half is a token's part
-                in the entry of the next window, and the second half its part in that of its own.
+            kv, gate: [B, S_local, D]; with overlaps [B, S_local, 2 * D]: the first half is a token's part in the
+                entry of the next window, the second half its part in the entry of its own window.
             bias: [rate, D], or [rate, 2 * D]: added to gates by places in the window.
             tag: a name for the call that is the same on every rank.
 
@@ -158,7 +158,7 @@ class Entries:
         return torch.cat([tokens, entries.to(torch.int32)], 2)
 
     def _with_foreign(self, xs: Sequence[Tensor], tag: object) -> list[Tensor]:
-        """Return the rows [T, ...] of each x [B, S_local, ...], and after them those that other ranks have sent."""
+        """Return the rows [T, ...] of each x [B, S_local, ...], followed by the rows that other ranks have sent."""
         passes = OfOneRank(self._cp)
         _, plan, _ = self._on(xs[0].device)
 
@@ -181,7 +181,7 @@ class Entries:
         return [torch.cat(both) for both in zip(flat, foreign, strict=True)]
 
     def _on(self, device: torch.device) -> tuple[Sources, HaloPlan, Tensor]:
-        """Return what entries are made of, what ranks send for that, and slots by windows' last tokens."""
+        """Return the tokens that entries are made of, the plan of sending them, and slots by windows' last tokens."""
         if device not in self._by_device:
             windows, rank = self.windows, self._cp.rank
             sources = Sources(*(x.to(device) for x in windows.sources(rank, self._batch, self._held)))

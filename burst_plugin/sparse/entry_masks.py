@@ -55,7 +55,7 @@ class EntryMask(Mask):
         return tuple(region for region in found if not region.is_empty)
 
     def _inside(self, part: Stairs) -> Iterator[Region]:
-        """Yield what queries attend to, from the end of the first window on, before a further one would end."""
+        """Yield the regions of `part` for queries from its first window's end to where a further one would end."""
         end, slot, count, _ = part
         if count > (_LEAF if self.exact else _COARSE_LEAF):
             half = count // 2

@@ -1,11 +1,11 @@
-"""Scores of queries on keys, in tiles: the same to the last bit whichever tile a query and a key are in.
+"""Scores of queries on keys, in tiles: a score is the same to the last bit whichever tile it is computed in.
 
     I[t, s] = sum over heads of  weights[t, h] * relu(scale * q[t, h] . k[s])
 
 Libraries multiply matrices of different shapes in different ways, and round differently: a vector by a matrix, say.
-So all products are those of matrices of one shape, filled up with zeros, whose rows and columns are all computed
-alike. What comes after is done number by number, in an order that heads alone decide, each operation rounded by
-itself. So neither the layout, nor the number of ranks, nor where a tile begins has a part in a score.
+So all products multiply matrices of one shape, filled up with zeros, whose rows and columns are all computed alike.
+The steps after that go number by number, in an order that heads alone decide, each operation rounded by itself. So
+neither the layout, nor the number of ranks, nor where a tile begins has a part in a score.
 
 Rows and columns of a product are only computed alike where a library has no remainder of its blocks left: MKL has
 blocks of 12 columns for float64 with AVX-512, and rounds the last 4 of 256 columns otherwise. So shapes are multiples
@@ -68,7 +68,7 @@ class ScoreTiles:
         return lambda k: products(k) + 0.0  # which makes 0 of -0: they are a tie
 
     def _products(self, q: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what multiplies q [queries, H, D] with keys [keys, D], to [queries, H, keys]."""
+        """Return a function that multiplies q [queries, H, D] with keys [keys, D], to [queries, H, keys]."""
         queries, heads, _ = q.shape
         rows = self._filled(q.flatten(0, 1), self._rows)
         if type(rows) is Tensor:  # no fake one

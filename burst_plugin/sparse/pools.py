@@ -58,14 +58,14 @@ def pool(
             returns [pools, ...], of each pool by itself. There may be no pools.
         x: [B, S_local, ...], or a list of such tensors.
         size: how many tokens a pool has, 1 or more.
-        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, as what is returned.
+        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, the result included.
         mask: documents, and padding on the left; without a prefix tree.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
         tag: a name for this call that is the same on every rank.
 
     Returns:
-        [B, S_local, ...]: what the function returns, at the last token of each pool; zeros at other tokens. It has
-        gradients, which go to the ranks of all tokens.
+        [B, S_local, ...]: the function's results, each at the last token of its pool; zeros at other tokens. They
+        have gradients, which go to the ranks of all tokens.
 
     Raises:
         ValueError: on every rank, for shapes or options that do not fit any of them.
@@ -107,13 +107,13 @@ def select_pools(
 ) -> Tensor:
     """Return the pools of highest score for each query of this rank, of the pools of all ranks; collective.
 
-    A query may select the whole pools whose last token the mask allows it. Scores and their order are those of
+    A query may select the whole pools whose last token the mask allows it. Scores and their order are as in
     `select_keys`, with the key of a pool in place of a token's; of equal scores the earlier pool comes first.
 
     Args:
         index_q: [B, S_local, H, D], floating point.
-        keys: [B, S_local, D], of the same type: those of pools at their last tokens, as `pool` returns them; what is
-            at other tokens is not read, nor sent.
+        keys: [B, S_local, D], of the type of index_q: the key of each pool at its last token, as `pool` returns it;
+            numbers at other tokens are neither read nor sent.
         weights: [B, S_local, H], of any floating point type.
         size: how many tokens a pool has, 1 or more.
         top_k: how many pools a query selects, 1 or more.
@@ -240,7 +240,7 @@ class PoolSelection(RankSelection):
 
 
 def _check_mask(mask: Mask) -> None:
-    """Raise ValueError for a mask by which pools are not known."""
+    """Raise ValueError for a mask that pools are not supported with."""
     if mask.trees:
         raise ValueError(
             "pools of keys are not supported with a prefix tree, whose tokens have several places; leave it out"

@@ -63,7 +63,7 @@ def select_keys(
         index_k: [B, S_local, D], of the same tokens and type.
         weights: [B, S_local, H], of any floating point type.
         top_k: how many keys a query selects, 1 or more.
-        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, as what is returned.
+        cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, the result included.
         mask: which keys a query may select; one for all heads.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
         scale: above 0; `D ** -0.5` if None.
@@ -177,7 +177,7 @@ class _Blocks:
         return self.required[rank].get(owner, ())
 
     def work(self, rank: int, owner: int, size: int, device: torch.device) -> _Work:
-        """Return what the mask leaves of the rows that a rank gets of a block, for chunks of `size` queries."""
+        """Return the tiles and positions of the rows that a rank gets of a block, for chunks of `size` queries."""
         key = (rank, owner, size, device)
         if key not in self._known_work:
             runs = cut_runs(self.shards[owner], self.rows(rank, owner))

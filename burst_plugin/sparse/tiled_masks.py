@@ -30,7 +30,7 @@ def by_chunk(tiles: Iterable[Tile], size: int) -> dict[int, list[Tile]]:
 
 
 def _cut(tile: Tile, start: int, stop: int) -> Tile | None:
-    """Return what a tile has in query rows `start:stop`, counted from `start`, without keys that none attends to."""
+    """Return a tile's part in query rows `start:stop`, counted from `start`, without keys that none attends to."""
     first, last = max(start, tile.q_start), min(stop, tile.q_stop)
     skipped, rows, columns = first - tile.q_start, last - first, tile.k_stop - tile.k_start
     lower, upper = (None if edge is None else edge + skipped for edge in tile.band)

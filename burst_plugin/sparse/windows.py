@@ -41,7 +41,7 @@ class _Row(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What the entries of one rank are made of, for each row of a batch.
+    """The tokens that the entries of one rank are made of, for each row of a batch.
 
     rows: the token rows of windows, int64 [B, slots, width]: of the rank's own [B * S_local] tokens first, then of
         `foreign` ones.
@@ -58,14 +58,14 @@ class Windows:
     """The windows of a batch on all ranks, on the CPU.
 
     Args:
-        shards: by rank, what it holds of the sequence.
+        shards: for each rank the runs of the sequence that it holds.
         length: of the sequence.
         mask: documents and padding; None for none.
         rate: the number of tokens of a window.
         overlaps: whether entries are made of the window before as well.
 
     Raises:
-        ValueError: for a mask or a layout in which windows are not known.
+        ValueError: for a mask or a layout that windows are not supported with.
     """
 
     def __init__(

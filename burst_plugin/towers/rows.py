@@ -70,7 +70,7 @@ def to_holders(
     """Return the rows of features [held rows, D] of this rank's tokens; collective, with gradient.
 
     Args:
-        cp: the ring. With a `VirtualRing` x has the rows of one rank after another, as what is returned.
+        cp: the ring. With a `VirtualRing` x has the rows of one rank after another, and so has the result.
         x: the rows that this rank has encoded, [encoded rows, D].
         encoded, held: for each rank the numbers of the rows that it has, and that it is to have, in their order;
             int64 on the CPU, the same on every rank. Every row has one holder.

@@ -1,6 +1,6 @@
 """Models with multi-head latent attention (MLA, arXiv 2405.04434): its sizes, and their MLPs, by `model_type`.
 
-A row of `LATENT_FAMILIES` has what transformers takes keys for that are left out, and a function that returns the MLP
+A row of `LATENT_FAMILIES` has transformers' defaults for keys that are left out, and a function that returns the MLP
 or the experts of every layer. Attention is the same in all layers: see `latent_sizes`.
 """
 
@@ -16,9 +16,9 @@ from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, S
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """What keys and values of all heads are made of, `rank` + `shared_dim` numbers per token, and into what.
+    """The sizes of latents, `rank` + `shared_dim` numbers per token, and of the keys and values made of them.
 
-    q_rank: numbers per token of which queries are made, 0 where one matrix projects them.
+    q_rank: numbers per token in the latents of queries, 0 where one matrix projects queries.
     own_dim, shared_dim: dims of a head's keys that are its own, and that all heads share; value_dim: of its values.
     """
 

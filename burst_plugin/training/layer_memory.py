@@ -1,6 +1,6 @@
-"""What a rank's tensors take while one layer, or the head, is at work: at each moment that may be the fullest.
+"""The memory of a rank's tensors while one layer, or the head, is at work: at each moment that may be the fullest.
 
-A moment is a table from tensors to bytes; its sum is what the moment takes beside what is there all the time. With
+A moment is a table from tensors to bytes, without the tensors that exist all the time. With
 
     row     [tokens, hidden] in 16 bits, outside attention: cut by context and tensor parallelism
     q, kv   [tokens, heads, head_dim] of queries, or of keys and values together, in 16 bits, inside attention
@@ -130,7 +130,7 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
 
 
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
-    """Return what is saved of heads, all or those of a chunk, from the projections on."""
+    """Return the bytes that are saved of all heads, or of a chunk's heads, from the projections on."""
     saved = {"q": w.q, "k and v": w.kv_inside}
     latent = latents_sent(model, setting)
     if model.latent is not None:
@@ -159,7 +159,7 @@ def _copies(model: ModelShape) -> int:
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top.
 
-    Of a model whose layers are not alike each moment is that of the layer in which it takes most.
+    Where layers are not alike, each moment is taken from the kind of layer that needs most for it.
     """
     found: dict[str, Moment] = {HEAD: _head(model, setting, Widths(model, setting))}
     for kind in model.by_kind:
@@ -234,7 +234,7 @@ def _mixer_backward(
 
 
 def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
-    """Add to the moments of one chunk of heads what is there of all heads, and what the chunk makes again."""
+    """Add to the moments of one chunk the tensors of all heads, and the tensors that the chunk computes again."""
     w, (of_heads, heads) = Widths(model, setting), chunk_of_heads(model, setting)
     gradients = {"gradient of out of all heads": w.out, "gradient of the projections' input": FP32 / BF16 * w.row}
     again = _saved_of_heads(of_heads, heads, Widths(of_heads, heads))
@@ -267,7 +267,7 @@ def _chunk_share(setting: Setting, w: Widths) -> float:
 
 
 def _norm_backward(setting: Setting, w: Widths) -> Moment:
-    """Return tensors of a norm's backward pass in single operations, besides what is saved: all, or a chunk's."""
+    """Return the tensors of a norm's backward pass in single operations, besides saved ones: all, or a chunk's."""
     if setting.copying_norms:
         # In float32 d(x / rms), its products with x and 1 / rms, d(x * x) and their sum, while a copy of x is gone
         return {"gradients inside the norm": w.row * (5 * 2 - 1)}
@@ -279,7 +279,7 @@ def _norm_backward(setting: Setting, w: Widths) -> Moment:
 
 
 def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
-    """Return tensors of the MLP's backward pass, besides what is saved: all, or those of a chunk computed again."""
+    """Return the tensors of the MLP's backward pass, besides saved ones: all, or a chunk's, computed again."""
     share = _chunk_share(setting, w)
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)

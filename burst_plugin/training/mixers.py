@@ -3,9 +3,9 @@
     mixer = delta_rule(hidden=2048, keys=(16, 128), values=(32, 128), width=4)
     mixer.parameters, mixer.flops, mixer.saved
 
-A function for each kind. Activations are those of transformers' layers around the kernels of flash-linear-attention,
-mamba-ssm and causal-conv1d, in 16 bits; kernels of PyTorch, which run where these are not installed, keep more.
-Peaks are held to measured ones by tests/planning/test_hybrid_memory.py.
+There is a function for each kind. Activations are counted for transformers' layers around the kernels of
+flash-linear-attention, mamba-ssm and causal-conv1d, in 16 bits; kernels of PyTorch, which run where these are not
+installed, keep more. Peaks are held to measured ones by tests/planning/test_hybrid_memory.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes
 class TokenMixer:
     """One kind of mixer, with its sizes.
 
-    kind: as people call it. parameters: all of them; weights: those of projections, which multiply every token.
-    tensors: what the kernel takes, (name, heads, numbers of each head); the first is as wide as its output.
+    kind: as people call it. parameters: all of them; weights: the weights of projections, which multiply every token.
+    tensors: the inputs of the kernel, (name, heads, numbers of each head); the first is as wide as its output.
     by_heads: whether ranks can exchange heads instead of states.
-    state, transition: numbers of a state, and of what multiplies states, of all heads.
-    flops: of the kernel for one token, forward; on_ring: further ones where states come from other ranks.
+    state, transition: numbers of a state, and of the transition that multiplies it, of all heads.
+    flops: FLOPs of the kernel for one token, forward; on_ring: further FLOPs where states come from other ranks.
     conv: channels of the convolution, times the tokens that it looks back at.
 
     Bytes for one token: `saved` is kept from the forward to the backward pass. `of_norm` is kept as well, by the norm
     and gate of the output, as one kernel or in single operations; `saved_on_ring` where states come from other ranks.
-    `gradients` are the most that are there beside them in the mixer's backward pass, `norm_gradients` in that of its
-    norm in single operations, and `workspace` is the kernel's own.
+    `gradients` are the most that exist beside them in the mixer's backward pass, `norm_gradients` the most in the
+    backward pass of its norm in single operations, and `workspace` is the kernel's own.
     """
 
     kind: str

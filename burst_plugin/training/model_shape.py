@@ -26,20 +26,20 @@ from burst_plugin.training.tower_families import Media, text_of
 class ModelShape:
     """A decoder: layers that attend, or have another mixer, or both, with an MLP or experts; all alike, or of kinds.
 
-    ffn: width of the MLP, 0 for none; with experts that of each. matrices: its projections: gate, up and down, or 2.
+    ffn: width of the MLP, 0 for none; with experts each one's. matrices: its projections: gate, up and down, or 2.
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
     qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
     wide_norms: whether weights of norms multiply in float32, of transformers' code.
-    wide_stream: whether what passes from layer to layer is float32.
-    windowed: layers in which a token attends to itself and the `window` - 1 tokens before it; in others to all.
-    latent: what keys and values are made of in multi-head latent attention; every head has keys of its own then.
-    mixer: what mixes tokens beside attention, or in its place, where `attends` is False.
-    in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; those of experts never do.
+    wide_stream: whether hidden states are float32 between layers.
+    windowed: how many layers let a token attend to itself and the `window` - 1 tokens before it only; others to all.
+    latent: the sizes of multi-head latent attention, where every head has keys of its own; None for other attention.
+    mixer: the token mixer beside attention, or in its place, where `attends` is False.
+    in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
     kinds: layers of each kind where they are not alike, in sizes of their own; heads and hidden size are the same.
     media: the images of each sequence and their tower; None for a language model alone.
-    config: the config.json that it was read from, or what one would say beside the sizes; see `model_features`.
+    config: the config.json that it was read from, or the keys that one would have beside sizes; see `model_features`.
     """
 
     name: str

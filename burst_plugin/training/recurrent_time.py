@@ -1,8 +1,8 @@
 """The time of layers with a state: their kernels, and what ranks send, states or heads.
 
-    spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, by what it is spent on
+    spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, part by part
 
-Messages and hops are those of the schedule that a run takes (`recurrent.scan_schedule`); nothing hides them.
+Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`); nothing hides them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _halo(mixer: TokenMixer, setting: Setting, pieces: Pieces) -> list[Hop]:
 
 
 def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
-    """Return the two hops of an exchange of heads: towards heads what the kernel takes, and back what it returns."""
+    """Return the two hops of an exchange of heads: the kernel's inputs go towards heads, and its outputs back."""
     ranks, tokens = setting.context, setting.tokens_at_once / setting.context
     of_peers = [(max(1.0, heads / setting.tensor / ranks), dim) for _, heads, dim in mixer.tensors]
     into = BF16 * tokens * sum(heads * dim for heads, dim in of_peers)

@@ -43,15 +43,15 @@ class Setting:
 
     tokens: of one sequence. batch: sequences of a step. micro_batch: sequences that go through the model at once.
     tensor, context, pipeline, data: degrees of parallelism. `inner` context-parallel ranks are in a node.
-    zero: what is sharded over all ranks of data and context parallelism: 1, the optimizer's states; 3, weights and
-        gradients too.
+    zero: the stage of sharding over all ranks of data and context parallelism: 1, the optimizer's states; 3, weights
+        and gradients too.
     keep: the share of the sequence whose attention is kept while layers are computed again.
     loss_chunk, mlp_chunk: tokens per chunk, 0 for all at once. head_chunks: into how many chunks heads are cut.
-    offload: what waits for the backward pass of layers that are computed again waits in host memory.
+    offload: tensors that wait for the backward pass of layers that are computed again wait in host memory.
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
-    recurrent: what layers with a state exchange, "state" or "heads".
-    latents: what ranks send in latent attention, keys and values with "expand", else see `latents_sent`.
+    recurrent: whether layers with a state exchange states, "state", or heads, "heads".
+    latents: in latent attention ranks send keys and values if "expand"; for other values see `latents_sent`.
     """
 
     tokens: int

@@ -101,7 +101,7 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
 
 
 def _expansion_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds in which a block's latents become keys and values, forward, and backward with gradients.
+    """Return the seconds that a block's latents take to become keys and values, forward, and in the backward pass.
 
     In zigzag a tile with other ranks' tokens has half of its keys in every other step.
     """
@@ -191,7 +191,7 @@ def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> f
 
 
 def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Return the seconds in which a layer's input, and what is kept of attention, go to the host and come back."""
+    """Return the seconds that a layer's input, and kept outputs of attention, take to the host and back."""
     w = Widths(model, setting)
     kept = w.kept_attention * setting.kept_share * model.attention_layers / model.layers if setting.keep else 0.0
     return 2 * (w.stream + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0

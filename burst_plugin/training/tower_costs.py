@@ -1,7 +1,8 @@
 """The memory and time of towers that encode images: on the rank of a ring that encodes most of them.
 
 Every image, or whatever else a tower treats alone, is encoded by one rank; features go to the ranks that hold their
-tokens. Tensors are those of transformers' towers in 16 bits, held to measured ones by tests/planning/test_towers.py.
+tokens. Tensors are counted for transformers' towers in 16 bits; tests/planning/test_towers.py holds them to measured
+ones.
 """
 
 from __future__ import annotations

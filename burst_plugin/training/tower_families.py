@@ -3,8 +3,8 @@
     tower = tower_of(model.config)
     tower.parameters, tower.tokens
 
-A row of `TOWERS` has the function that reads a family's `vision_config` and what else it needs of the config.json.
-Parameters are those of transformers' models; tests/planning/test_towers.py holds them to that.
+A row of `TOWERS` has the function that reads a family's `vision_config` and other keys of the config.json.
+Parameters are counted as in transformers' models; tests/planning/test_towers.py holds them to that.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Tower:
     ffn: width of the MLP, which has so many `matrices`: gate, up and down, or 2.
     parameters: all of them, the projector's included.
     patch_weights, row_weights: weights outside layers that each patch meets, and each row of features.
-    pixels: numbers of a patch. merged: patches of a row. width: numbers of a row, those for layers included.
+    pixels: numbers of a patch. merged: patches of a row. width: numbers of a row, the numbers for layers included.
     others: tokens of an image in the tower that are no patch.
     tokens: rows of each image or tile, 0 where images have any size.
     frames: frames of a video that are encoded at once, 0 where there is no video.
-    windowed: layers in which a patch attends to the `window` patches around it, and not to all of the image.
+    windowed: how many layers let a patch attend to the `window` patches around it only, and not to all of the image.
     kept: tensors of 16 bits that a layer keeps for its backward pass: as wide as the tower, and as its MLP.
     row_kept: numbers of 16 bits that the projector keeps for a row, and others behind layers before the last.
     """
@@ -109,7 +109,7 @@ class _Vision:
         return _whole(key, sides[0]) * _whole(key, sides[1])
 
     def get(self, key: str) -> Any:
-        """Return what a key says, None for nothing."""
+        """Return the value of a key, None if it has none."""
         return self._values.get(key)
 
 

@@ -2,7 +2,7 @@
 
 goal = Goal(model=MODELS["llama3_8b"], tokens=2**20, cluster=Cluster(), space=space)
 best_first = plans_that_fit(goal)                # [Candidate(setting, memory, seconds), ...]
-longest(goal)                                    # the most tokens for which there is one
+longest(goal)                                    # the most tokens that a setting fits
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def settings(goal: Goal) -> Iterator[Setting]:
 
 
 def _recurrent_ways(goal: Goal, setting: Setting) -> tuple[str, ...]:
-    """Return what layers with a state can exchange."""
+    """Return the ways to exchange for layers with a state: "state", and "heads" where ranks can share them."""
     mixers = [mixer for mixer, _ in goal.model.mixers]
     return ("state", "heads") if can_exchange_heads(mixers, setting.context, setting.tensor) else ("state",)
 
 
 def _latent_ways(goal: Goal, setting: Setting, degree: int) -> tuple[str, ...]:
-    """Return what a ring can send in latent attention: latents, or keys and values, which exchanging heads takes."""
+    """Return the values of `latents` to try: rings may send latents, or keys and values, as exchanges of heads do."""
     can_send = latents_sent(goal.model, replace(setting, ulysses=degree)) is not None
     return (AUTO, "expand") if can_send else (AUTO,)
 
@@ -220,9 +220,9 @@ def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = Non
 def nearest(goal: Goal) -> list[TrainingMemory]:
     """Return the memory of the settings that lack least where none fits, [] if the sequence cannot be cut at all.
 
-    First comes the one with the smallest hosts of those that fit into GPUs as they are, or, where none does, the one
-    that lacks the smallest share of either. Second, if it asks for GPUs not beyond all reason, the one with the
-    smallest GPUs of those that fit into hosts as they are.
+    First comes the setting with the smallest hosts among settings that fit into the GPUs, or, where none does, the
+    setting that lacks the smallest share of either. Second, if its GPUs are not beyond all reason, comes the setting
+    with the smallest GPUs among settings that fit into the hosts.
     """
     gpu_bytes, host_bytes = goal.cluster.gpu_gib * GIB, goal.cluster.host_gib * GIB
     on_hosts: TrainingMemory | None = None

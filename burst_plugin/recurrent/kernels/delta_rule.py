@@ -29,9 +29,9 @@ def _by_heads(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
 def _by_channels(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
     """Weigh products of `rows` and keys by one decay per channel; `g` is [..., c, K], c a power of 2.
 
-    Blocks of 1, 2, 4, ... tokens are joined two by two. The product of a token of the second with one of the first
-    is that of the first's key, times what its block's end keeps of it, with the second's row, times what it keeps of
-    the state that enters its block: two decays that meet at one point in time, neither above 1.
+    Blocks of 1, 2, 4, ... tokens are joined two by two. For a token i of the first block and a token j of the second
+    the key of i, decayed to the end of the first block, meets the row of j, decayed from the start of the second
+    block: two decays that end at one point in time, neither above 1.
     """
     shape, size, blocks = g.shape[:-2], 1, g.shape[-2]
     entering = g.exp().unsqueeze(-2)  # [..., blocks, tokens of a block, K]

@@ -92,8 +92,8 @@ class _AffineScan(torch.autograd.Function):
 def affine_scan(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
     """Compute all states h_t = decay_t h_{t-1} + x_t, with gradients.
 
-    `x` is [N, L, ...] with L > 0, `initial` [N, ...] the state before; `decay` has as many axes as `x`, of which
-    those after the second may be 1. All three have one type. Decays may be 0; their gradients are right there too.
+    `x` is [N, L, ...] with L > 0, `initial` [N, ...] the state before; `decay` has as many axes as `x`, and all but
+    the first two may be 1. All three have one type. Decays may be 0; their gradients are right there too.
     """
     states: Tensor = _AffineScan.apply(decay, x, initial)  # type: ignore[no-untyped-call]
     return states

@@ -23,7 +23,7 @@ def _running_tops(k: Tensor, log_decay: Tensor, top: Tensor) -> Tensor:
 
 
 def _last_top(k: Tensor, log_decay: Tensor, top: Tensor, lengths: Tensor) -> Tensor:
-    """Compute the last top with gradients, which go to what is largest."""
+    """Compute the last top with gradients, which go to the largest term."""
     behind = lengths.unsqueeze(-1) - 1 - torch.arange(k.shape[1], device=k.device)  # tokens after each
     faded = k + behind.clamp(min=0).unsqueeze(-1) * log_decay
     faded = faded.masked_fill((behind < 0).unsqueeze(-1), -torch.inf)
