@@ -423,3 +423,15 @@ def _layers_of_specs(rank: int) -> list[float]:
 
 def test_layers_of_specs_are_normed_as_transformer_engines() -> None:
     assert max(run_ranks(_layers_of_specs, 1)[0]) < 1e-6
+
+
+def test_the_hadamard_transform_is_that_of_its_matrix() -> None:
+    from burst_plugin.megatron.cpu.mixer_kernels import _hadamard
+
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    x = torch.randn(3, 2, 16, dtype=torch.float64)
+    torch.testing.assert_close(_hadamard(x, scale=0.25), x @ matrix * 0.25)
+    with pytest.raises(NotImplementedError, match="of 12 numbers"):
+        _hadamard(x[..., :12])

@@ -65,7 +65,7 @@ MORE_RINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "distributed optimizer": ("selected", {"cp": 2, "distributed_optimizer": True}),
     "not trained": ("not trained", {"cp": 2, "config": {**RUN.config, "dsa_indexer_loss_coeff": None}}),
 }
-if sparse_attention._KNOWS_PACKED:  # since 0.19 layers refuse one of these, and have hidden states in checkpoints
+if sparse_attention._SINCE_0_19:  # since 0.19 layers refuse one of these, and have hidden states in checkpoints
     del MORE_RINGS["tensor parallel"]
     MORE_RINGS["core attention recomputed"] = ("selected", {"cp": 2, "recompute": "selective"})
 
@@ -112,10 +112,11 @@ def _noted() -> Iterator[list[torch.Tensor]]:
         BurstSparseAttention._selected = ring
 
 
-def _steps(
-    rank: int, runs: dict[str, GptRun], step: Any = None
-) -> dict[str, tuple[StepResult, list[torch.Tensor], float]]:
-    """Run a step of each; return its results, what was selected, and the indexers' loss that Megatron logs."""
+Found = dict[str, tuple[StepResult, list[torch.Tensor], float, list[str]]]
+
+
+def _steps(rank: int, runs: dict[str, GptRun], step: Any = None) -> Found:
+    """Run a step of each; return results, what was selected, the loss that is logged, and keys of a checkpoint."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Logging
 
     found = {}
@@ -126,7 +127,8 @@ def _steps(
         Logging.reduce_loss_in_tracker()
         logged = float(Logging.tracker["values"].sum()) if "values" in Logging.tracker else 0.0
         Logging.clean_loss_in_tracker()
-        found[name] = StepResult(loss, full_grads(model, run)), noted, logged
+        keys = sorted(model.module.sharded_state_dict())
+        found[name] = StepResult(loss, full_grads(model, run)), noted, logged, keys
         leave()
     return found
 
@@ -137,7 +139,9 @@ def test_rings_equal_megatrons_own_on_one_rank(rings: dict[str, tuple[str, dict[
     runs |= {name: replace(RUN, **changes) for name, (_, changes) in rings.items()}
     for found in run_ranks(_steps, 4, runs):
         for name, (of, changes) in rings.items():
-            (result, selections, logged), (expected, whole, as_logged) = found[name], found[f"{of} on one rank"]
+            (result, selections, logged, keys), reference = found[name], found[f"{of} on one rank"]
+            expected, whole, as_logged, as_saved = reference
+            assert keys == as_saved
             _check(result, expected, trained=of != "not trained")
             assert logged == pytest.approx(as_logged, rel=1e-5), name
             times = 2 if "recompute" in changes else 1
@@ -161,6 +165,16 @@ def _check(result: StepResult, expected: StepResult, trained: bool = True) -> No
             for each in (result, expected)
         )
     check_equal([result], expected)
+
+
+def test_hybrid_models_equal_megatrons_own_on_one_rank() -> None:
+    if not sparse_attention._SINCE_0_19:
+        pytest.skip("Megatron has no sparse attention in hybrid models until 0.19")
+    by_name = replace(RUN, layers=4, pattern="D-D-")
+    by_pattern = replace(by_name, config={**RUN.config, "experimental_attention_variant": None})
+    for run in (by_name, by_pattern):
+        for found in run_ranks(_steps, 2, {"one rank": run, "ring": replace(run, cp=2)}):
+            _check(found["ring"][0], found["one rank"][0])
 
 
 @pytest.mark.slow
@@ -200,7 +214,7 @@ def test_what_sparse_attention_does_not_have_is_refused_by_name() -> None:
             "config": {**RUN.config, "apply_rope_fusion": True}
         },
     }
-    if not sparse_attention._KNOWS_PACKED:
+    if not sparse_attention._SINCE_0_19:
         expected["recompute_modules has core_attn"] = {"recompute": "selective"}
     wrong = {message: replace(cp2, **changes) for message, changes in expected.items()}
     for found in run_ranks(_refused, 2, wrong):
@@ -245,19 +259,19 @@ def _packed_step(data: Any, model: Any) -> Any:
 
 @pytest.mark.parametrize("by_token", [True, False])
 def test_packed_documents_equal_megatrons_own_on_one_rank(by_token: bool) -> None:
-    if not sparse_attention._KNOWS_PACKED:
+    if not sparse_attention._SINCE_0_19:
         pytest.skip("Megatron has no packed sequences here until 0.19")
     run = replace(PACKED, per_token_loss=by_token)
     runs = {"one rank": run, "two": replace(run, cp=2), "four": replace(run, cp=4)}
     for found in run_ranks(_steps, 4, runs, _packed_step):
-        expected, _, as_logged = found.pop("one rank")
-        for result, _, logged in found.values():
+        expected, _, as_logged, _ = found.pop("one rank")
+        for result, _, logged, _ in found.values():
             _check(result, expected)
             assert logged == pytest.approx(as_logged, rel=1e-5)
 
 
 def test_packed_documents_are_refused_by_releases_without_them() -> None:
-    if sparse_attention._KNOWS_PACKED:
+    if sparse_attention._SINCE_0_19:
         pytest.skip("Megatron has packed sequences here since 0.19")
 
     def refused(rank: int) -> str:

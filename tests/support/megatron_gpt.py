@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -112,6 +113,11 @@ def join(run: GptRun) -> None:
         burst_megatron.install(run.strategy)
     if not isinstance(multi_latent_attention.TELinear, type):  # without Transformer Engine a mock, or None
         multi_latent_attention.TELinear = type("TELinear", (), {})  # type: ignore[misc]
+    with suppress(ImportError):  # from 0.17 on
+        from megatron.core.extensions import transformer_engine
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+        absorbed_mla.TELinear = transformer_engine.TELinear
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=run.pp,

@@ -23,6 +23,7 @@ from torch import Tensor
 from burst_plugin.latents import sends_latents
 from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.arguments import option_of
+from burst_plugin.megatron.flags.config import SPARSE
 from burst_plugin.megatron.layers.call_masks import MaskArguments
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention, CoreCall
 from burst_plugin.megatron.sparse.indexer import index_inputs
@@ -32,9 +33,7 @@ from burst_plugin.sparse import Indexed, Teacher, indexer_loss, select_keys
 # What Megatron's layers give sparse attention that the ring does not need: positions, since those of a batch are its
 # layout's; and a weight that Megatron's layer applies by itself.
 _OF_MEGATRON = ("position_ids", "up_v_weight")
-# Whether this release knows packed sequences here, and whether its schedules scale the indexer's loss, by
-# context-parallel ranks, too: both since 0.19.
-_KNOWS_PACKED = _IS_SCALED = hasattr(dsa, "dsa_layout")
+_SINCE_0_19 = hasattr(dsa, "dsa_layout")
 
 
 class BurstSparseAttention(BurstCoreAttention):
@@ -100,7 +99,7 @@ class BurstSparseAttention(BurstCoreAttention):
         if self.attend is not None:
             raise ValueError("inference on a ring keeps no keys of indexers: generate with context_parallel_size=1")
         packed = is_packed(packed_seq_params)
-        if packed and not _KNOWS_PACKED:
+        if packed and not _SINCE_0_19:
             raise ValueError(
                 "packed sequences (thd) are not supported by the sparse attention of this release of Megatron; use "
                 "batches of whole sequences, or Megatron-core 0.19"
@@ -171,13 +170,13 @@ class BurstSparseAttention(BurstCoreAttention):
     def _scaled(self, total: Tensor, call: CoreCall) -> Tensor:
         """Return this rank's loss, of which Megatron scales gradients, and adds them up over ranks; logs it, too.
 
-        Megatron multiplies gradients by ranks, if its schedules scale this loss, and takes their mean over ranks; or,
-        with calculate_per_token_loss, it adds them up and divides them by tokens.
+        Megatron takes the mean of gradients over ranks. With calculate_per_token_loss it adds them up and divides by
+        tokens, for which this loss is a sum since 0.19. Else its schedules multiply it by ranks since then.
         """
         config, (group, ranks) = self.config, (call.cp.group, call.cp.ranks)
         by_token = config.calculate_per_token_loss
         log = dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker
-        if by_token and _IS_SCALED:
+        if by_token and _SINCE_0_19:
             log(total, self.layer_number, config.num_layers, reduce_group=group)
             return total
         selection = call.terms["selection"]
@@ -187,7 +186,10 @@ class BurstSparseAttention(BurstCoreAttention):
             dist.all_reduce(tokens, group=group)
         mean = total / tokens.clamp(min=1)
         log(mean * ranks, self.layer_number, config.num_layers, avg_group=group)
-        return mean if by_token or _IS_SCALED else mean * ranks
+        scaled = config.experimental_attention_variant == SPARSE or (
+            getattr(config, "experimental_attention_variant_loss_scale_func", None) is not None
+        )  # not in hybrid models that have such layers by their pattern alone
+        return mean if by_token or (_SINCE_0_19 and scaled) else mean * ranks
 
     def _teacher(self, call: CoreCall) -> Teacher:
         """Return what attends, for the indexer's loss."""
