@@ -178,7 +178,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         dist_init_required=given.get("dist_init_required"),
     )
     _use_own_device(given.get("args"))
-    given["mpu"] = requested_beside(given.get("mpu"))
+    given["mpu"] = requested_beside(given.get("mpu"), config)
     block, size = agree_on_block(config, given)
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)

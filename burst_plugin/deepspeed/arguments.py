@@ -52,16 +52,21 @@ def read_configuration(config: Any) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else None
 
 
-def requested_beside(mpu: Any) -> Any:
+def requested_beside(mpu: Any, config: Mapping[str, Any]) -> Any:
     """Return `mpu`, or the size that `ParallelismConfig` has, for an engine that is made without Accelerate's `mpu`.
 
-    TRL makes such an engine of a reference model, from the configuration of Accelerate.
+    TRL makes such an engine of a reference model, from the configuration of Accelerate. An engine whose block asks
+    for another size has that size.
     """
     accelerate = sys.modules.get("accelerate.state")
     if mpu is not None or accelerate is None:
         return mpu
     parallelism = accelerate.AcceleratorState._shared_state.get("parallelism_config")
     if parallelism is None or not parallelism.sp_enabled:
+        return None
+    block = config.get(BLOCK)
+    asked = block.get("context_parallel_size", AUTO) if isinstance(block, Mapping) else AUTO
+    if asked not in (AUTO, parallelism.sp_size):
         return None
     return RequestedSize(parallelism.sp_size, is_beside=True)
 
