@@ -281,9 +281,10 @@ class ContextParallel:
             by: how many places, in the direction of `torch.roll`, which would let values in again at the other end.
             dim: the dimension of tokens.
             tokens: the sequence, if it is not cut evenly.
-            mask: documents of this mask, with padding before a row's first token as one, keep their values to
-                themselves; for one sequence, or for each row of the first dimension of `local`.
-            fill: the value of tokens whose source is outside the sequence, or outside their document.
+            mask: documents of this mask keep their values to themselves, and padding has none; for one sequence, or
+                for each row of the first dimension of `local`.
+            fill: the value of padding, and of tokens whose source is padding, outside the sequence, or outside their
+                document.
 
         Raises:
             ValueError: on every rank if any does not hold its part of `tokens`, or if ranks pass different arguments.

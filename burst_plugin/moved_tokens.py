@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.sequence.layout import Layout, Run, Tokens, positions
-from burst_plugin.sequence.masks import Mask, document_starts
+from burst_plugin.sequence.mask import Both
+from burst_plugin.sequence.masks import Documents, Keys, Mask, document_starts
 
 
 class HeldTokens(NamedTuple):
@@ -157,7 +158,7 @@ def _by_rank(rows: Tensor, other: Tensor, ranks: int) -> Rows:
 
 
 def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, device: torch.device) -> Tensor:
-    """Return which tokens a shift by `by` places would give a value of another document, or none.
+    """Return which tokens a shift by `by` places would give a value of another document or of padding, or none.
 
     bool [1 or B, S_local], of the rows of `mask`. Raises ValueError for a mask with a prefix tree.
     """
@@ -173,5 +174,23 @@ def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, dev
     for row in range(mask.rows or 1):
         starts = torch.tensor(sorted({0} | document_starts(mask.of_row(row))), device=device)
         same = torch.searchsorted(starts, source, right=True) == torch.searchsorted(starts, held, right=True)
-        by_row.append(~(inside & same))
+        both_real = are_real(mask.of_row(row), source) & are_real(mask.of_row(row), held)
+        by_row.append(~(inside & same & both_real))
     return torch.stack(by_row)
+
+
+def are_real(mask: Mask, places: Tensor) -> Tensor:
+    """Return which tokens are no padding, bool like `places`, by the mask of one batch row."""
+    if isinstance(mask, Both):
+        return are_real(mask.one, places) & are_real(mask.other, places)
+    real = torch.ones_like(places, dtype=torch.bool)
+    if isinstance(mask, Keys):
+        real = torch.zeros_like(real)
+        for start, stop in mask.spans:
+            real |= (places >= start) & (places < stop)
+    elif isinstance(mask, Documents) and mask.lengths is not None:
+        bounds = torch.tensor(mask.cu_seqlens, device=places.device)
+        document = (torch.searchsorted(bounds, places, right=True) - 1).clamp(0, len(mask.lengths) - 1)
+        lengths = torch.tensor(mask.lengths, device=places.device)
+        real = places - bounds[document] < lengths[document]
+    return real

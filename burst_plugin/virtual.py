@@ -244,10 +244,13 @@ class VirtualRingAttention(torch.autograd.Function):
         upstream = by_rank(grad_outputs, len(plans))
         saved = [Saved(Inputs(*of_rank[:-2]), *of_rank[-2:]) for of_rank in by_rank(ctx.saved_tensors, len(plans))]
         wanted = ctx.needs_input_grad[2:]
+        uses_lse = any(dlse is not None for _, dlse, _ in upstream)
         for n, wants in enumerate(by_rank(wanted, len(plans))):
             dout, dlse, _ = upstream[n]
             dout = saved[n].given.q.new_zeros(ctx.shapes[n]) if dout is None else dout
-            programs.append(backward_program(plans[n], call, (dout, dlse), saved[n], Wanted.of(wants)))
+            programs.append(
+                backward_program(plans[n], call, (dout, dlse), saved[n], Wanted.of(wants)._replace(from_lse=uses_lse))
+            )
         with ExitStack() as passes:
             for plan in plans:
                 passes.enter_context(plan.rank_state.one_pass("backward", call, plan.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, Documents, PerRow, PrefixTree, Tokens
+from burst_plugin import Causal, ContextParallel, Documents, Keys, PerRow, PrefixTree, Tokens
+from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Mask, document_starts, key_padding
 from tests.support.ranks import run_ranks
 
@@ -54,7 +56,7 @@ class Case(NamedTuple):
             mask = None if self.mask is None else self.mask.of_row(row)
             for target in range(len(rows)):
                 source = target - self.by
-                if 0 <= source < len(rows) and _document(mask, source) == _document(mask, target):
+                if 0 <= source < len(rows) and -1 != _document(mask, source) == _document(mask, target):
                     if self.mask is not None and self.mask.rows:
                         found[target, row] = rows[source, row]
                     else:
@@ -67,17 +69,38 @@ def _mask(rng: random.Random, length: int, rows: int) -> Mask | None:
         inner = sorted(rng.sample(range(1, length), min(length - 1, rng.randint(0, 4))))
         return Documents((0, *inner, length))
 
-    kind = rng.choice(["none", "one", "rows", "padded"])
+    kind = rng.choice(["none", "one", "rows", "padded", "right", "lengths"])
     if kind == "none":
         return None
     if kind == "padded":
         first = torch.tensor([rng.randrange(length) for _ in range(rows)])
         return Causal() & key_padding(torch.arange(length) >= first.unsqueeze(1))
+    if kind == "right":
+        last = torch.tensor([rng.randint(1, length) for _ in range(rows)])
+        return Causal() & key_padding(torch.arange(length) < last.unsqueeze(1))
+    if kind == "lengths":
+        bounds = (0, *sorted(rng.sample(range(1, length), min(length - 1, 2))), length)
+        return Documents(bounds, tuple(rng.randint(0, stop - start) for start, stop in pairwise(bounds)))
     return PerRow(tuple(documents() for _ in range(rows))) if kind == "rows" else documents() & Causal()
 
 
 def _document(mask: Mask | None, token: int) -> int:
-    return 0 if mask is None else max((start for start in document_starts(mask) if start <= token), default=0)
+    """Return where the document of a token starts, -1 for padding."""
+    if mask is None:
+        return 0
+    return (
+        max((start for start in document_starts(mask) if start <= token), default=0) if _is_real(mask, token) else -1
+    )
+
+
+def _is_real(mask: Mask, token: int) -> bool:
+    if isinstance(mask, Both):
+        return _is_real(mask.one, token) and _is_real(mask.other, token)
+    if isinstance(mask, Keys):
+        return any(start <= token < stop for start, stop in mask.spans)
+    if isinstance(mask, Documents) and mask.lengths is not None:
+        return any(start <= token < start + n for start, n in zip(mask.cu_seqlens, mask.lengths, strict=False))
+    return True
 
 
 def _worst_errors(rank: int, cases: int) -> dict[str, float]:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
-_LEAST_DOUT = 2.0**-4  # of a row beside the gradient of its lse, in roundings of the accumulators' type
+_LEAST_DOUT = {torch.float32: 2.0**-40, torch.float64: 2.0**-70}  # of a row beside the gradient of its lse
+_LEAST_ROOT = 2.0**-62  # of a row beside the root of that gradient, by whose square a sum of its size is divided
+_LEAST_DLSE = 2.0**-100  # smaller gradients of lse count as none
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
@@ -112,9 +114,10 @@ def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple
     `dlse` stay as they are. Not for float16, which has no room for such an `out`. Source: design of this package.
     """
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
-    dlse = dlse.to(wide.dtype).masked_fill(lse == -torch.inf, 0.0)  # no key, no score
-    least = dlse.abs().mul_(_LEAST_DOUT * torch.finfo(wide.dtype).eps).transpose(1, 2)
-    is_small = torch.linalg.vector_norm(wide, dim=-1) < least
+    dlse = dlse.to(wide.dtype).masked_fill((lse == -torch.inf) | (dlse.abs() < _LEAST_DLSE), 0.0)  # no key, no score
+    size, share = dlse.abs(), _LEAST_DOUT[wide.dtype]
+    least = torch.maximum(size * share, size.sqrt() * _LEAST_ROOT).transpose(1, 2)  # whose multiple is still finite
+    is_small = torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float64) < least
     spread = (least / wide.shape[-1] ** 0.5).unsqueeze(-1)
     dout = torch.where(is_small.unsqueeze(-1), spread, wide).to(dout.dtype)
     delta = row_delta(out, dout) - dlse

@@ -189,7 +189,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     cp = ContextParallel(made.context, strategy=strategy_for(block, given["model"]))
     cp.connect()
     session = Session(cp, made.world, block.loss_of(size))
-    session.gathers = size > 1 and (given["model"] in adapter.gathering or getattr(asked, "is_beside", False))
+    is_trained = given.get("model_parameters") is not None or given.get("optimizer") is not None
+    is_reference = getattr(asked, "is_beside", False) and not is_trained
+    session.gathers = size > 1 and (given["model"] in adapter.gathering or is_reference)
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
     waiting, adapter.waiting = adapter.waiting, []

@@ -242,6 +242,13 @@ class Session:
         engine.eval()
         try:
             with torch.no_grad():
+                if self.gathers:  # which cuts batches, and returns the loss of whole ones, by itself
+                    whole: Tensor | None = engine(**batch).loss
+                    if whole is None:
+                        raise ValueError(
+                            "the model returned no loss; give it labels, or compute a loss of its outputs"
+                        )
+                    return whole
                 local, before = self.cut(batch), self.losses_made
                 loss: Tensor = engine(**local).loss
                 is_whole = self.whole_batches and (self.leaves_losses or self.losses_made != before)

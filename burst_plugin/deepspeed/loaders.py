@@ -73,12 +73,25 @@ class ShardedLoader:
                 )
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
                 # TRL would take all but the rows of one rank out of what it gathers at the end.
-                with self._not_at_its_end(left > 0 or (self._exchange and self._found().gathers)):
+                with self._not_at_its_end(left > 0), self._without_remainder():
                     yield turn
         if self._exchange:  # otherwise the others would wait for this rank's next batch
             exchanged(None, cp)
         else:
             cp.agree({"batch": "none, since the data loader has ended"})
+
+    @contextmanager
+    def _without_remainder(self) -> Iterator[None]:
+        """Hide how many rows of the last batch are real, if ranks take turns with models that return whole values."""
+        hidden = getattr(self.loader, "remainder", 0)
+        if hidden <= 0 or not (self._exchange and self._found().gathers):
+            yield
+            return
+        self.loader.remainder = 0  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.loader.remainder = hidden  # type: ignore[attr-defined]
 
     @contextmanager
     def _not_at_its_end(self, more: bool) -> Iterator[None]:

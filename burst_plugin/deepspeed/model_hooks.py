@@ -20,7 +20,7 @@ from burst_plugin.deepspeed.losses import (
     summed_loss,
     tolerance_of,
 )
-from burst_plugin.deepspeed.whole_outputs import gather_outputs, gathered
+from burst_plugin.deepspeed.whole_outputs import gather_hidden_states, gather_outputs, gathered
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 
@@ -86,6 +86,11 @@ class ModelHooks:
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
             kwargs = by_name(model.forward, args, kwargs)
+            if self._is_body and not kwargs[SHARD_KEY].as_given:
+                raise ValueError(
+                    f"{type(model).__name__} in a classifier got a batch that was cut, and each rank would classify "
+                    "its own tokens: pass whole batches, without shard_batch"
+                )
             if not kwargs[SHARD_KEY].as_given:
                 kwargs.pop("attention_mask", None)  # by which TRL counts tokens; the shard has the mask
             self._check_count(kwargs)
@@ -175,7 +180,9 @@ class ModelHooks:
         is_sharded = SHARD_KEY in kwargs
         if self._gathering is not None:
             self._check_attended(model, kwargs)
-            if not self._is_body:
+            if self._is_body:  # whose last hidden states the layer after it takes
+                gather_hidden_states(output, self._gathering)
+            else:
                 shard, self._gathering = self._gathering, None
                 if session.shards is None:
                     gather_outputs(output, shard)

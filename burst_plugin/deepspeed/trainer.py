@@ -31,7 +31,7 @@ from burst_plugin.deepspeed.trl_trainers import (
     is_of_trl,
     predict_in_turns,
 )
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import bind, wrap
 
 _TESTED = ("5.20", "5.24")
 _OLDEST = "5.8"  # in which Trainer reduces Ulysses' losses in a function
@@ -304,7 +304,8 @@ def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: An
         return original(trainer, *args, **kwargs)
     session.took_model_loss = True
     found = original(trainer, *args, **kwargs)
-    if not session.gathers or kwargs.get("num_items_in_batch") is None or not trainer.model_accepts_loss_kwargs:
+    count = bind(original, trainer, *args, **kwargs).arguments.get("num_items_in_batch")
+    if not session.gathers or count is None or not trainer.model_accepts_loss_kwargs:
         return found
     if not trainer.args.average_tokens_across_devices:
         return found

@@ -7,6 +7,8 @@ compute the same loss.
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter
@@ -33,6 +36,7 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
     """
     owner = _owner_of_loss(type(trainer))
     if owner in ("", _OF_SHARDS):
+        adapter.gathering.discard(trainer.model)  # which an earlier trainer may have had
         return
     if owner not in _OF_WHOLE:
         raise ValueError(
@@ -45,8 +49,9 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
     for name, around in (
         ("compute_ref_log_probs", partial(_reference_in_turns, adapter)),
         ("generate_on_policy_outputs", partial(_generate_alike, adapter, trainer)),
+        ("training_step", partial(_choose_alike, adapter, trainer)),
     ):
-        if hasattr(trainer, name):
+        if hasattr(trainer, name) and (name != "training_step" or hasattr(trainer, "generate_on_policy_outputs")):
             setattr(trainer, name, partial(around, getattr(trainer, name)))
 
 
@@ -70,16 +75,40 @@ def _reference_in_turns(adapter: Adapter, original: Callable[..., Any], model: A
     return [original(model, batch) for batch in exchanged(inputs, session.cp)][session.cp.rank]
 
 
+def _choose_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace `training_step`, which draws whether to generate: the ranks of a ring draw as its first rank does."""
+    session = adapter.sessions.get(trainer.model_wrapped)
+    if session is None or session.cp.group is None:
+        return original(*args, **kwargs)
+    own = random.getstate()
+    random.setstate(_of_first_rank(session, own))
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if session.cp.rank:
+            random.setstate(own)
+
+
 def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], *args: Any) -> Any:
     """Replace `generate_on_policy_outputs`: the ranks of a ring draw the same tokens, those of its first rank."""
     session = adapter.sessions.get(trainer.model_wrapped)
     if session is None or session.cp.group is None:
         return original(*args)
     seed = int(torch.randint(2**31, (), device="cpu"))
+    args = tuple(_with_cache(each) for each in args)  # without one the ring would cut what is generated
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(_of_first_rank(session, seed))
         found = original(*args)
     return _of_first_rank(session, [x.cpu() for x in found], found[0].device)
+
+
+def _with_cache(given: Any) -> Any:
+    """Return a generation's configuration with a cache of keys and values, anything else as it is."""
+    if not isinstance(given, GenerationConfig) or given.use_cache:
+        return given
+    given = copy.deepcopy(given)
+    given.use_cache = True
+    return given
 
 
 def _of_first_rank(session: Session, value: Any, device: torch.device | None = None) -> Any:

@@ -27,6 +27,7 @@ _PER_TOKEN = (
     "is_top1",
     "label_mask",
 )  # of TRL's fused head
+_WHOLE = ("logits", "last_hidden_state")
 _HEADS = re.compile(r"For(Sequence|Token)Classification$")
 
 
@@ -52,11 +53,24 @@ def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> No
         whole = gathered(torch.stack([x.to(wide) for x in fields.values()], -1), shard)[:, :-1]
         for (name, x), values in zip(fields.items(), whole.unbind(-1), strict=True):
             output[name] = values.to(x.dtype)
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        output["logits"] = gathered(logits, shard)
+    whole_fields = [name for name in _WHOLE if isinstance(getattr(output, name, None), Tensor)]
+    for name in whole_fields:
+        output[name] = gathered(output[name], shard)
+    gather_hidden_states(output, shard)
+    if not fields and not whole_fields:
+        raise ValueError(
+            f"a model returned {', '.join(output)} of this rank's tokens, and none of {', '.join(_WHOLE)}, of which "
+            "whole sequences are gathered; cut its batches with burst_plugin.deepspeed.shard_batch"
+        )
     if getattr(output, "loss", None) is not None:  # of this rank's tokens alone
         output["loss"] = None
+
+
+def gather_hidden_states(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
+    """Put whole tensors in the place of the hidden states of all layers, if a model returns them; collective."""
+    states = getattr(output, "hidden_states", None)
+    if isinstance(states, tuple):
+        output["hidden_states"] = tuple(gathered(each, shard) for each in states)
 
 
 def classifier_in(model: torch.nn.Module) -> Any:

@@ -161,14 +161,10 @@ def backward_program(
     if exchange is not None:
         wanted = wanted._replace(bias=True)  # others of the group may want theirs
     dout, dlse = upstream
-    is_half = given.q.dtype is torch.float16
-    if dlse is not None and is_half:
-        raise RuntimeError(
-            "lse has no gradient in float16, whose largest number is too small for it; compute attention in bfloat16 "
-            "or float32, or call lse.detach()"
-        )
+    check_lse_grad(given.q.dtype, dlse)
     if exchange is not None:
-        dout, dlse = yield from exchange.upstream(dout, dlse, plan.lse and not is_half)
+        with_lse = plan.lse and wanted.from_lse and given.q.dtype is not torch.float16
+        dout, dlse = yield from exchange.upstream(dout, dlse, with_lse)
     dout = dout.contiguous()
     if dlse is not None:
         out, dout = with_lse_grad(out, dout, lse, dlse)
@@ -189,6 +185,15 @@ def backward_program(
     if exchange is not None:
         grads = _rounded(given, (yield from exchange.grads(grads, plan.extras.shared_bias)))
     return grads
+
+
+def check_lse_grad(dtype: torch.dtype, dlse: Tensor | None) -> None:
+    """Raise ValueError for a gradient of lse, `dlse`, in a type that has no room for it."""
+    if dlse is not None and dtype is torch.float16:
+        raise ValueError(
+            "lse has no gradient in float16, whose largest number is too small for it; compute attention in bfloat16 "
+            "or float32, or call lse.detach()"
+        )
 
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:

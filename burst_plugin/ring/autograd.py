@@ -11,7 +11,14 @@ from torch import Tensor
 
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.ring.agreement import Agreement
-from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
+from burst_plugin.ring.attention_pass import (
+    Saved,
+    backward_program,
+    check_lse_grad,
+    cut_loose,
+    dense,
+    forward_program,
+)
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Wanted
@@ -52,6 +59,7 @@ class RingAttention(torch.autograd.Function):
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
             *inputs, out, lse = ctx.saved_tensors
             saved = Saved(Inputs(*inputs), out, lse)
+            check_lse_grad(saved.given.q.dtype, dlse)
             if dout is None:  # only lse is used
                 dout = saved.given.q.new_zeros(ctx.shape)
             if plan.device.type == "cuda" and plan.warms_up:

@@ -35,10 +35,14 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether the gradients of bias and weight are wanted; each takes a computation of its own."""
+    """Whether the gradients of bias and weight are wanted; each takes a computation of its own.
+
+    from_lse: whether any rank may have a gradient of lse, which ranks that exchange heads then send each other.
+    """
 
     bias: bool = True
     weight: bool = True
+    from_lse: bool = True
 
     @classmethod
     def of(cls, needed: Sequence[bool]) -> Wanted:

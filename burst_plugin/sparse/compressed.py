@@ -66,7 +66,8 @@ class Entries:
         if key not in known:
             if len(known) >= _KNOWN:
                 known.clear()
-            known[key] = cls(cp, rate, overlaps, mask=mask, tokens=tokens, batch=batch)
+            with torch.inference_mode(False):  # training uses them, too
+                known[key] = cls(cp, rate, overlaps, mask=mask, tokens=tokens, batch=batch)
         return known[key]
 
     @property
@@ -184,8 +185,9 @@ class Entries:
         """Return the tokens that entries are made of, the plan of sending them, and slots by windows' last tokens."""
         if device not in self._by_device:
             windows, rank = self.windows, self._cp.rank
-            sources = Sources(*(x.to(device) for x in windows.sources(rank, self._batch, self._held)))
-            self._by_device[device] = sources, self._plan(device), windows.slots_by_end().to(device)
+            with torch.inference_mode(False):  # training uses them, too
+                sources = Sources(*(x.to(device) for x in windows.sources(rank, self._batch, self._held)))
+                self._by_device[device] = sources, self._plan(device), windows.slots_by_end().to(device)
         return self._by_device[device]
 
     def _plan(self, device: torch.device) -> HaloPlan:
