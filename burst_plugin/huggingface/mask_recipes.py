@@ -308,7 +308,7 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
     if recipe.shard is None or recipe.shard.cp.rank or recipe.keeps_documents_apart:
         return
     model, positions = type(_FORWARDS.get()[-1].model).__name__, _FORWARDS.get()[-1].positions
-    if model in _REPORTED or positions is None or not _has_documents(recipe.shard.mask):
+    if model in _REPORTED or positions is None or not has_documents(recipe.shard.mask):
         return
     in_text = positions[0] if positions.dim() == 3 else positions  # of mRoPE's the first, as transformers has them
     if bool((in_text.diff(dim=-1) != 1).any()):
@@ -320,12 +320,12 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
         )
 
 
-def _has_documents(mask: Mask | None) -> bool:
+def has_documents(mask: Mask | None) -> bool:
     """Return whether a batch's mask keeps documents apart."""
     if isinstance(mask, Both):
-        return _has_documents(mask.one) or _has_documents(mask.other)
+        return has_documents(mask.one) or has_documents(mask.other)
     if isinstance(mask, PerRow):
-        return any(map(_has_documents, mask.masks))
+        return any(map(has_documents, mask.masks))
     return isinstance(mask, Documents)
 
 

@@ -241,6 +241,16 @@ def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
         torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=2e-5, msg=name)
 
 
+def test_packed_documents_are_apart_on_a_ring_of_one_rank_too() -> None:
+    for name in FEW:
+        eager = build(FAMILIES[name])
+        ring = prepare(copy.deepcopy(eager))
+        batch = {each: x for each, x in _packed().items() if each != "labels"}
+        found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
+        each = [eager(text["input_ids"], use_cache=False).logits for text in _texts("packed", _packed())]
+        torch.testing.assert_close(found, torch.cat(each, 1), rtol=2e-5, atol=2e-5, msg=name)
+
+
 def test_fused_functions_are_left_to_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in (("mamba2", "mamba2_split_conv1d_scan_combined"), ("mamba", "mamba_inner_fn")):
         home = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=[function])

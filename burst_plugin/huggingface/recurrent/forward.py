@@ -26,6 +26,7 @@ from burst_plugin.huggingface.mask_recipes import (
     cache_of_forward,
     enter_forward,
     forward_in_progress,
+    has_documents,
     leave_forward,
     shard_of_forward,
 )
@@ -41,7 +42,8 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
     """Return the shard of a call: that among its keyword arguments, or of the forward in progress, or of its turn.
 
-    None for whole batches, also on a ring of one rank: layers compute these as ever.
+    None for whole batches, also on a ring of one rank: layers compute these as ever, unless documents are packed. On
+    one rank, too, these have states of their own.
     """
     shard = kwargs.get(SHARD_KEY)
     if not isinstance(shard, SequenceShard):
@@ -49,7 +51,7 @@ def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
     if shard is None:
         cache = cache_of_forward()
         return None if cache is None else cache.shard
-    return None if shard.as_given else shard
+    return None if shard.as_given and not has_documents(shard.mask) else shard
 
 
 def states_of_turn() -> LayerStates | None:
