@@ -210,8 +210,12 @@ class Session:
 
         Loops for DeepSpeed's Ulysses do: there a loss is that of a rank's tokens, and is weighed by their number.
         """
-        group = self.cp.group
+        group, engine = self.cp.group, self.engine()
         assert group is not None, "there is a ring"
+        if engine is not None:  # else a rank without a backward pass would meet them in another collective
+            self.cp.meet(
+                f"the backward pass of the loss of step {engine.global_steps}, microbatch {engine.micro_steps}"
+            )
         bounds = torch.stack([grad.detach(), -grad.detach()]).double().to(group_device(group))
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
         most, least = float(bounds[0]), -float(bounds[1])

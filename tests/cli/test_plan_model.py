@@ -197,7 +197,8 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_command_without_a_model_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the following arguments are required: --nodes" in refused(capsys, "plan", "--seq", "65536")
+    said = refused(capsys, "plan", "--nodes", "2", "--seq", "65536")
+    assert "the following arguments are required: --ranks-per-node, --heads" in said
 
 
 def test_a_command_line_is_priced_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

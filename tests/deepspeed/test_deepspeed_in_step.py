@@ -80,7 +80,7 @@ def test_a_rank_that_is_out_of_step_is_named_with_both_places_before_a_wrong_num
                 places = {
                     "call": ("layer 1, batch ", "layer 0, batch "),
                     "doubled call": ("layer 0, batch ", "layer 1, batch "),
-                    "backward": ("before engine.step() of step ", "before the backward pass of call "),
+                    "backward": ("before engine.step() of step ", "before the backward pass of "),
                 }[fault]
                 assert f"step {step}, microbatch {step}" in there, (fault, said)
                 assert places[0] in there, (fault, said)

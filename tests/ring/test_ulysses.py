@@ -285,7 +285,7 @@ def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tupl
     whole = [cp.unshard(x, tokens=tokens) for x in (out.detach(), *grads)]
     right = cp.traffic() == cp.expected_traffic() and buffers[1] == buffers[2]
     assert cp.describe().get("ulysses_degree", "1") == str(strategy.ulysses_degree)
-    return Result(*whole, dsink), right, [cp.unshard(lse, 2, tokens), largest]
+    return Result(*whole, dsink), right, [cp.unshard(lse.detach(), 2, tokens), largest]
 
 
 @functools.cache
