@@ -88,6 +88,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "router_losses_per_token",
         "resume_without_te",
         "resume_in_float32",
+        "indexer_in_float32",
         "hybrid_models_without_te",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
