@@ -1,4 +1,4 @@
-"""The hooks around a model's forward: whole batches are cut, losses become those of whole batches."""
+"""The hooks around a model's forward: they cut whole batches, and make a rank's loss the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelHooks:
             handle.remove()
 
     def gather_scores(self, layer: torch.nn.Module) -> None:
-        """Let a layer after the model return scores of all tokens, [B, S, L], for those of this rank's."""
+        """Let a layer after the model return the scores of all ranks' tokens, [B, S, L], not of this rank's alone."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(layer: torch.nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 1024  # of logits, in float32
 
 
 def read_own_logits(adapter: Adapter, kind: type) -> None:
-    """Have a class of trainers read logits of its rank's tokens, if it is one of those that read whole ones."""
+    """Have ORPOTrainer, CPOTrainer or GKDTrainer read the logits of a rank's tokens alone; leave other classes."""
     for owner in kind.__mro__:
         name, around = _READERS.get(owner.__name__, ("", None))
         method = vars(owner).get(name)

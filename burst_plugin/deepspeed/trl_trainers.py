@@ -56,7 +56,7 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
 
 
 def _owner_of_loss(kind: type) -> str:
-    """Return the class of TRL that has the loss of a trainer; "" for one that has that of transformers' Trainer."""
+    """Return the name of the class of TRL that defines a trainer's loss; "" if transformers' Trainer defines it."""
     owners = (owner for owner in kind.__mro__ if is_of_trl(owner))
     with_own = (owner.__name__ for owner in owners if {"compute_loss", "training_step"} & vars(owner).keys())
     return next(with_own, "")
@@ -90,7 +90,7 @@ def _choose_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], 
 
 
 def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], *args: Any) -> Any:
-    """Replace `generate_on_policy_outputs`: the ranks of a ring draw the same tokens, those of its first rank."""
+    """Replace `generate_on_policy_outputs`: all ranks of a ring get the tokens that its first rank draws."""
     session = adapter.sessions.get(trainer.model_wrapped)
     if session is None or session.cp.group is None:
         return original(*args)
@@ -137,7 +137,7 @@ def count_once(session: Session, trainer: Any, batches: list[Any]) -> None:
 
 
 def count_input_tokens(session: Session | None, original: Callable[..., Any], trainer: Any, inputs: Any) -> None:
-    """Replace `Trainer._track_num_input_tokens`, which adds up over ranks: those of a ring have one batch."""
+    """Replace `Trainer._track_num_input_tokens`, which adds up over ranks: all ranks of a ring have one batch."""
     if session is None or session.cp.ranks == 1 or trainer.args.include_num_input_tokens_seen == "no":
         original(trainer, inputs)
         return
@@ -156,7 +156,7 @@ def count_input_tokens(session: Session | None, original: Callable[..., Any], tr
 
 
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return what `step` returns for this rank's batch: the ring works on the batches of its ranks in turn."""
+    """Return the result of `step` on this rank's batch; the ring works on the batches of its ranks in turn."""
     found = None
     session.takes_turns = True
     try:

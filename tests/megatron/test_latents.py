@@ -70,7 +70,7 @@ def test_each_way_of_training_equals_the_definition() -> None:
     for name, (run, _) in RUNS.items():
         results, truths = run_ranks(_step, run.tp * run.cp, run), references[run.tp, run.sequence_parallel]
         for rank, (found, sent) in enumerate(results):
-            check_equal([found], truths[rank % run.tp][0])
+            check_equal([found], truths[rank % run.tp][0], bound=1e-5)
             bytes_by_name[name] = sent
     for name, (run, sends) in RUNS.items():
         forwards = 3 if run.recompute != "none" and sends else 2  # of which one is a pass backward
@@ -83,7 +83,7 @@ def test_packed_documents_equal_the_definition() -> None:
         return run_ranks(_packed, ranks, of)
 
     reference = run(1, replace(PACKED, cp=1, core=WrittenOut))[0][0]
-    check_equal([result for result, _ in run(2, PACKED)], reference)
+    check_equal([result for result, _ in run(2, PACKED)], reference, bound=1e-5)
 
 
 def _packed(rank: int, run: GptRun) -> tuple[StepResult, int]:
