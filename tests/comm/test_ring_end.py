@@ -141,6 +141,7 @@ def _given_up(rank: int) -> tuple[int, int]:
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
         burst_attention(X, X, X, cp)
     assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
+    dist.barrier()  # a watch ends once it has seen that a rank gave up, so rank 1 waits until rank 0 has seen its own
     if rank:
         cp.rank_state.give_up(MemoryError("no room"))
     assert cp.connections.watch is not None
