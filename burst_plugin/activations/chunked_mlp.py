@@ -44,18 +44,22 @@ class _Call:
         ones = (1,) * (x.dim() - 1 - self.token_dims)
         return torch.split(x.reshape(*ones, -1, *x.shape[-self.token_dims :]), self.chunk, -1 - self.token_dims)
 
-    def run(self, hidden: Tensor) -> Tensor:
-        """Return the output for all tokens, without a graph."""
-        whole: Tensor | None = None  # no view, so that a model may add to it in place
-        start = 0
-        for piece in self.pieces(hidden):
-            out = self._checked(piece)
-            if whole is None:
-                whole = out.new_empty((*hidden.shape[:-1], out.shape[-1]))
-            rows = out.reshape(-1, out.shape[-1])
-            whole.view(-1, out.shape[-1])[start : start + len(rows)] = rows
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Return room for the output of all tokens, without a graph, in which only the first chunk is computed."""
+        out = self._checked(self.pieces(hidden)[0])
+        whole = out.new_empty((*hidden.shape[:-1], out.shape[-1]))  # no view, so that a model may add to it in place
+        rows = out.reshape(-1, out.shape[-1])
+        whole.view(-1, out.shape[-1])[: len(rows)] = rows
+        return whole
+
+    def finish(self, hidden: Tensor, whole: Tensor) -> Tensor:
+        """Compute the other chunks of the output that `begin` returned; return it."""
+        table, pieces = whole.view(-1, whole.shape[-1]), self.pieces(hidden)
+        start = pieces[0].shape[:-1].numel()
+        for piece in pieces[1:]:
+            rows = self._checked(piece).reshape(-1, whole.shape[-1])
+            table[start : start + len(rows)] = rows
             start += len(rows)
-        assert whole is not None  # split gives one piece at least
         return whole
 
     def _checked(self, piece: Tensor) -> Tensor:
@@ -108,19 +112,25 @@ def chunked_mlp(
     call = _Call(mlp, chunk, adds_itself, token_dims)
     if differentiates:
         read = Snapshot.of(mlp, parameters, module)
-        out: Tensor = _MLPByChunk.apply(call, read, hidden, *trained)  # type: ignore[no-untyped-call]
-        return out
-    return call.run(hidden)
+        begun: Tensor = _MLPByChunk.apply(call, read, hidden, *trained)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            call.finish(hidden, begun)
+        return begun
+    return call.finish(hidden, call.begin(hidden))
 
 
 class _MLPByChunk(torch.autograd.Function):
-    """One step of autograd for all chunks."""
+    """One step of autograd for all chunks, of which its forward computes the first one alone.
+
+    Activation checkpoints of PyTorch that are not reentrant end a layer's recomputation as soon as it has saved its
+    last tensor, which for most layers is the input of their MLP. So the other chunks are not computed for nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, read: Snapshot, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, read)
         ctx.save_for_backward(hidden)
-        return call.run(hidden)
+        return call.begin(hidden)
 
     @staticmethod
     @once_differentiable

@@ -148,6 +148,19 @@ def test_under_outer_checkpoints(reentrant: bool, dropout: float) -> None:
     check_equal(*found, bound=0.0)
 
 
+def test_a_checkpoint_computes_one_chunk_before_the_backward_pass_computes_all() -> None:
+    mlp: Any = in_chunks(Mlp())
+
+    def layer(x: Tensor) -> Tensor:
+        return x + mlp(torch.nn.functional.layer_norm(x, (HIDDEN,)))
+
+    x = draw(4, 2 * CHUNK, HIDDEN).requires_grad_()
+    out = checkpoint(layer, x, use_reentrant=False)
+    assert mlp.calls == 8
+    out.sum().backward()
+    assert mlp.calls == 8 + 1 + 8  # as often as an MLP at once under a checkpoint, but for one chunk
+
+
 def test_dropout_is_that_of_the_forward_pass() -> None:
     """The masks that the forward pass drew are drawn again by hand; and the random state after it is left alone."""
     torch.manual_seed(0)
