@@ -4,10 +4,12 @@
     losses = linear_cross_entropy(hidden, head, labels)  # [T], float32
     log_probs, entropy = token_log_probs(hidden, head, tokens)
 
-The forward pass keeps two numbers of every token. The backward pass computes the logits of a chunk once more, has the
-head turn their gradient into gradients of the hidden states and of its parameters, and adds the latter up in float32:
-a parameter gets one gradient, rounded once, as without chunks. In a process group whose ranks have a share of the
-vocabulary each (`group`), a chunk's sums are reduced over the group.
+For a loss of every token the forward pass keeps two numbers of each. The backward pass computes the logits of a chunk
+once more, has the head turn their gradient into gradients of the hidden states and of its parameters, and adds the
+latter up in float32: a parameter gets one gradient, rounded once, as without chunks. A sum or a mean of losses has
+but one factor yet to come, so that the forward pass turns each chunk's logits into gradients at once, and no logits
+are computed twice. In a process group whose ranks have a share of the vocabulary each (`group`), a chunk's sums are
+reduced over the group.
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     reduction: str = "none",
+    divisor: Tensor | float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -120,7 +123,9 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H], the hidden states before the head.
         labels: [...], whole numbers; `ignore_index` where there is none, which is a loss of 0.
-        reduction: "none", "sum", or "mean" over the labels that count (0 if none does).
+        reduction: "none", "sum", or "mean" over the labels that count (0 if none does). Gradients of the last two are
+            computed with the losses; until the backward pass they take 4 bytes per parameter of the head.
+        divisor: for "sum", a number that the sum is divided by, such as the number of labels on all ranks.
         z_loss: the weight of logsumexp(logits) ** 2, which is added to each loss.
         label_smoothing: only 0 is supported.
 
@@ -145,17 +150,19 @@ def linear_cross_entropy(
         )
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={shown(reduction)} is not valid; use one of: {', '.join(_REDUCTIONS)}")
+    if divisor is not None and reduction != "sum":
+        raise ValueError(f"divisor={shown(divisor)} is for reduction='sum', got {reduction!r}; leave it out")
     z_weight = number("z_loss={}", z_loss, "use a number, 0 for none")
     _check_shapes(hidden, labels, "labels")
     counted = (labels != ignore_index).flatten()
     targets = labels.flatten().masked_fill(~counted, 0)
-    log_probs, log_sums, _ = _run(hidden, targets, head)
-    losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
-    losses = losses.where(counted, losses.new_zeros(()))
     if reduction == "none":
-        return losses.view(labels.shape)
-    total = torch.sum(losses)
-    return total if reduction == "sum" else torch.div(total, counted.sum().clamp(min=1))
+        log_probs, log_sums, _ = _run(hidden, targets, head)
+        losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
+        return losses.where(counted, losses.new_zeros(())).view(labels.shape)
+    count = counted.sum().clamp(min=1) if reduction == "mean" else 1 if divisor is None else divisor
+    total: Tensor = _summed(hidden, targets, counted, torch.as_tensor(count).to(hidden.device), z_weight, head)
+    return total
 
 
 def token_log_probs(hidden: Tensor, head: Head, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +199,67 @@ def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = Fa
         rows, targets, head, with_entropy, *trained_among(head.listed)
     )
     return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _summed(hidden: Tensor, targets: Tensor, counted: Tensor, divisor: Tensor, z_weight: float, head: Head) -> Tensor:
+    """Return the sum of the losses of the tokens that are counted, divided by a scalar."""
+    rows, trained = hidden.reshape(-1, hidden.shape[-1]), trained_among(head.listed)
+    if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+        # A gradient over the number of tokens would be too small for float16: it is divided by a number from 0.5 to 1
+        # first, and by a power of two in the backward pass.
+        divisor = divisor.to(wide_dtype(hidden.dtype))
+        near_one = torch.frexp(divisor)[0]
+        found: Tensor = _SumByChunk.apply(rows, targets, counted / near_one, z_weight, head, *trained)  # type: ignore[no-untyped-call]
+        return found * (near_one / divisor)
+    log_probs, log_sums, _ = _run(hidden, targets, head)
+    losses = z_weight * log_sums.square() - log_probs
+    total: Tensor = torch.div(losses.where(counted, losses.new_zeros(())).sum(), divisor)
+    return total
+
+
+class _SumByChunk(torch.autograd.Function):
+    """The head and the weighted sum of its losses as one step of autograd; its forward computes gradients as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weights: Tensor, z_weight: float, head: Head, *trained: Tensor
+    ) -> Tensor:
+        wants_hidden, device = ctx.needs_input_grad[0], hidden.device.type
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        total, sums = weights.new_zeros(()), GradientSums(trained)
+        with torch.enable_grad(), sums.collecting():
+            for rows in head.chunks(len(hidden)):
+                x, weight = hidden[rows].detach().requires_grad_(wants_hidden), weights[rows]
+                with sums.of_linears():
+                    logits = head.logits(x)
+                if not rows.start:
+                    check_all_are_listed(logits, [x, *trained], "project", _UNLISTED)
+                z = logits.detach()
+                log_probs, log_sums = _terms(z, targets[rows], head, False)
+                losses = z_weight * log_sums.square() - log_probs
+                total += (weight * losses).where(weight != 0, losses.new_zeros(())).sum()
+                grads = (-weight, 2 * z_weight * weight * log_sums, weight)  # the last, of an entropy, is not used
+                grad_logits = _grad_of_logits(z, targets[rows], log_sums, None, grads, head)
+                inputs = [x, *trained] if wants_hidden else [*trained]
+                with torch.autocast(device, enabled=False):
+                    parts = list(torch.autograd.grad(logits, inputs, grad_logits, allow_unused=True))
+                del logits, z, grad_logits
+                if grad_hidden is not None:
+                    grad_hidden[rows] = parts.pop(0)
+                sums.add(parts)
+        ctx.grad_hidden, ctx.sums, ctx.chunks = grad_hidden, sums, [*head.chunks(len(hidden))]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden = None
+        if ctx.grad_hidden is not None:
+            grad_hidden = torch.empty_like(ctx.grad_hidden)
+            for rows in ctx.chunks:
+                grad_hidden[rows] = ctx.grad_hidden[rows] * grad[None]  # in float32
+        return (grad_hidden, None, None, None, None, *ctx.sums.times(grad))
 
 
 class _LossByChunk(torch.autograd.Function):

@@ -134,6 +134,16 @@ class GradientSums:
                 _skip_hooks_without_gradient(parameter)
         return [None if total is None else total.to(parameter.dtype) for parameter, total in sums]
 
+    def times(self, factor: Tensor) -> list[Tensor | None]:
+        """Return the sums times a factor, a scalar, in the types of the parameters; None as `cast` says."""
+        found: list[Tensor | None] = []
+        for parameter in self._parameters:
+            total = self._sums.get(id(parameter))
+            if total is None:
+                _skip_hooks_without_gradient(parameter)
+            found.append(None if total is None else torch.mul(total, factor, out=torch.empty_like(parameter)))
+        return found
+
 
 class _Arrival:
     """A hook of a parameter that notes whether the last backward pass had a gradient for it."""

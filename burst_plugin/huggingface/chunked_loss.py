@@ -138,16 +138,14 @@ class ChunkedLoss:
     ) -> Tensor:
         """Return the loss that transformers' `ForCausalLMLoss` would return."""
         targets = shifted(labels) if shift_labels is None else shift_labels
-        losses = self._losses(logits, targets.to(logits.device), ignore_index)
-        if num_items_in_batch is None:
-            self.loss = losses.sum() / (targets != ignore_index).sum().clamp(min=1).to(losses.device)
-        else:
-            count = num_items_in_batch
-            self.loss = losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+        count = (targets != ignore_index).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        self.loss = self._with_head(logits, targets.to(logits.device), ignore_index, count)
         return self.loss
 
-    def _losses(self, logits: DeferredLogits, labels: Tensor, ignore_index: int) -> Tensor:
-        """Call the head, which computes the losses of all tokens in place of their logits."""
+    def _with_head(
+        self, logits: DeferredLogits, labels: Tensor, ignore_index: int, count: Tensor | float = 1
+    ) -> Tensor:
+        """Call the head, which computes the loss of all tokens in place of their logits."""
         head: Any = self._head
         own = head.__dict__.get("forward")
         project = head.forward
@@ -158,20 +156,20 @@ class ChunkedLoss:
 
         def forward(hidden: Tensor) -> Tensor:
             chunked = Head(to_logits, chunk=self.chunk, parameters=head.parameters())
-            return self.losses_of(hidden, chunked, labels, ignore_index)
+            return self.loss_of(hidden, chunked, labels, ignore_index, count)
 
         head.forward = forward
         try:
-            losses: Tensor = head(logits.hidden)
-            return losses
+            loss: Tensor = head(logits.hidden)
+            return loss
         finally:
             del head.forward
             if own is not None:
                 head.forward = own
 
-    def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
-        """Return the loss of each label, 0 where there is none."""
-        return linear_cross_entropy(hidden, head, labels, ignore_index=ignore_index)
+    def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
+        """Return the summed loss of all labels, divided by `count`."""
+        return linear_cross_entropy(hidden, head, labels, reduction="sum", divisor=count, ignore_index=ignore_index)
 
 
 def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:

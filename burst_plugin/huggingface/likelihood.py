@@ -112,8 +112,8 @@ class _Scores(ChunkedLoss):
 
     found: Tensor | None = None
 
-    def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
-        """Return the negative log-probability of each label, 0 where there is none."""
+    def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
+        """Return the negative log-probability of all labels."""
         counted = labels != ignore_index
         rows, targets = hidden[counted], labels[counted]
         found = hidden.new_zeros(*labels.shape, 2, dtype=wide_dtype(hidden.dtype))
@@ -126,4 +126,4 @@ class _Scores(ChunkedLoss):
             parts.append(torch.stack([of_target - logits.logsumexp(1), is_missed], 1))
         found[counted] = torch.cat(parts)
         self.found = found
-        return -found[..., 0]
+        return -found[..., 0].sum() / count

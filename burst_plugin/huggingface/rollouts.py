@@ -170,10 +170,10 @@ class _EdgeValues(ChunkedLoss):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, logits: DeferredLogits, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of all edges, on every rank."""
-        self.loss = self._losses(logits, labels, IGNORED_LABEL)
+        self.loss = self._with_head(logits, labels, IGNORED_LABEL)
         return self.loss
 
-    def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
+    def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
         """Return the values of all edges; collective."""
         scaled = Head(head.project, chunk=head.chunk, scale=self._scale, parameters=head.listed)
         shard = shard_of_forward()

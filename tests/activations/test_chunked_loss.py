@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -376,6 +377,40 @@ def test_ranks_may_have_shares_of_the_vocabulary() -> None:
     for errors in run_ranks(_of_shares, 2):
         for name, of_it in errors.items():
             assert max(of_it) < 1e-12, name
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.02, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]
+)
+@pytest.mark.parametrize("divisor", [1, 3000, torch.tensor(77_777.0)], ids=str)
+def test_sums_compute_logits_once(
+    divisor: float | Tensor, dtype: torch.dtype, bound: float, options: dict[str, float]
+) -> None:
+    hidden, head, labels = drawn(dtype)
+    labels[labels == -100] = 5
+    calls = 0
+
+    def project(rows: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        logits: Tensor = head(rows)
+        return logits
+
+    how = {"chunk": CHUNK, "parameters": [*head.parameters()], "reduction": "sum", "divisor": divisor}
+    found = cross_entropy(hidden, project, labels, **how, **options)
+    whole = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    truth = whole_loss(whole[1], whole[0], labels, **options).sum() / divisor
+    assert error(found, truth) < bound
+    upstream = float(divisor) / 3  # large, as the loss is scaled in float16
+    tensors = (hidden, head.weight, head.bias)
+    of_whole = gradients(truth * upstream, whole[1], whole[0].weight, whole[0].bias)
+    for _ in range(2):  # through a graph that is kept
+        grads = torch.autograd.grad(found * upstream, tensors, retain_graph=True)
+        assert all(error(got, expected) < bound for got, expected in zip(grads, of_whole, strict=True))
+    assert calls == -(-ROWS // CHUNK)
+    with torch.no_grad():
+        assert error(cross_entropy(hidden, project, labels, **how, **options), truth) < bound
 
 
 def test_logits_to_come_are_not_kept_by_the_function_to_them() -> None:
