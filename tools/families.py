@@ -77,14 +77,14 @@ _PAGE = """# Model families of transformers
 
 <!-- Written by `python -m tools.families`. -->
 
-Which families with a head that generates text run on a ring: {accepted} of the {all} of transformers {release}.
-Each is judged by its default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model: a checkpoint
-with other layers, or with another rotary embedding, may be judged otherwise. {unknown} cannot be built from their
-defaults, so that nothing is known of them before you have a model. {images} run with images and {audio} with audio:
-losses and gradients of their tiny models were those of one rank. "On text alone": images, audio and video are refused
-in one error on every rank. "On a loss of your own": the class computes its loss
-otherwise than causal language models of transformers do, so that labels are refused; compute a loss from its logits.
-Of several reasons the first is given.
+{accepted} families that generate text run on a ring, of the {all} of transformers {release}. Each is judged by its
+default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model; other layers or another rotary
+embedding may change the verdict. {unknown} cannot be built from their defaults. {images} run with images and {audio} with
+audio: losses and gradients of tiny models are those of one rank.
+
+- "On text alone": images, audio and video are refused.
+- "On a loss of your own": labels are refused; compute a loss from logits.
+- "No": the first reason is given.
 
 | family | class | runs on a ring |
 | --- | --- | --- |
