@@ -79,8 +79,8 @@ _PAGE = """# Model families of transformers
 
 {accepted} families that generate text run on a ring, of the {all} of transformers {release}. Each is judged by its
 default configuration, as `burst_plugin.huggingface.prepare(model)` judges a model; other layers or another rotary
-embedding may change the verdict. {unknown} cannot be built from their defaults. {images} run with images and {audio} with
-audio: losses and gradients of tiny models are those of one rank.
+embedding may change the verdict. {unknown} cannot be built from their defaults. {images} run with images
+and {audio} with audio: losses and gradients of tiny models are those of one rank.
 
 - "On text alone": images, audio and video are refused.
 - "On a loss of your own": labels are refused; compute a loss from logits.
