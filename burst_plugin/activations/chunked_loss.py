@@ -161,7 +161,7 @@ def linear_cross_entropy(
         losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
         return losses.where(counted, losses.new_zeros(())).view(labels.shape)
     count = counted.sum().clamp(min=1) if reduction == "mean" else 1 if divisor is None else divisor
-    total: Tensor = _summed(hidden, targets, counted, torch.as_tensor(count).to(hidden.device), z_weight, head)
+    total: Tensor = _summed(hidden, targets, counted, torch.as_tensor(count, device=hidden.device), z_weight, head)
     return total
 
 
