@@ -21,7 +21,7 @@ COMMANDS = {
     "host": ("host", "what the host takes for a rank's step beside the kernel, at the sizes of a GPU"),
     "train": ("train", "tokens/s, MFU and memory of the training examples, with and without context parallelism"),
     "draw": ("report.pictures", "pictures of the results"),
-    "table": ("report.tables", "the tables of the results, in docs/performance.md and docs/peers.md"),
+    "table": ("report.tables", "the tables of the results, in benchmarks/results/README.md"),
 }
 
 

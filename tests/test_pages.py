@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page
-    for folder in (".", "docs", "examples", "patches", "benchmarks")
+    for folder in (".", "docs", "examples", "patches", "benchmarks", "benchmarks/results")
     for page in ROOT.glob(f"{folder}/*.md" if folder != "examples" else "examples/*/*.md")
 )
 

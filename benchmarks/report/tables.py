@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md, and those of docs/peers.md that sum them up, from the results.
+"""Writes benchmarks/results/README.md from the results: a summary, and every table beneath its picture.
 
 bash benchmarks/bench table            # write them
 bash benchmarks/bench table --check    # or only say whether they are up to date
@@ -13,50 +13,52 @@ from statistics import median
 
 from benchmarks import RefusedError
 from benchmarks.report import Case, absent, busy, cases, contenders, machine, measured, ranks
-from benchmarks.report.files import PACKAGES, RESULTS, ROOT, Result, Row, load
+from benchmarks.report.files import PACKAGES, RESULTS, Result, Row, load
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+PICTURES = "../../docs"  # from the page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the tables, or check them."""
-    docs = ROOT / "docs"
     results = {path: load(path) for path in sorted(RESULTS.glob("*.json"))}
-    return update(results, docs / "performance.md", docs / "peers.md", check=options.check)
+    return update(results, RESULTS / "README.md", check=options.check)
 
 
-def update(results: Mapping[Path, Result], page: Path, summary_page: Path, *, check: bool) -> int:
-    """Write the tables of both pages; returns 1 if `check`, which writes nothing, finds one out of date, else 0."""
-    status = 0
-    for path, text in ((page, tables(results, page.parent)), (summary_page, summary(results))):
-        old = path.read_text()
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end or BEGIN in rest or END in before + after:
-            raise RefusedError(f"{path.name} has to have {BEGIN} and, behind it, {END}, each of them once")
-        new = f"{before}{BEGIN}\n{text}\n{END}{after}"
-        if new == old:
-            print(f"{path.name} is up to date")
-        elif check:
-            print(f"{path.name} is out of date: run `bash benchmarks/bench table`")
-            status = 1
-        else:
-            path.write_text(new)
-            print(f"wrote the tables of {path.name}")
-    return status
+def update(results: Mapping[Path, Result], page: Path, *, check: bool) -> int:
+    """Write the summary and the tables into `page`; return 1 if `check`, which writes nothing, finds other ones."""
+    old = page.read_text()
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before + after:
+        raise RefusedError(f"{page.name} has to have {BEGIN} and, behind it, {END}, each of them once")
+    text = f"## Summary\n\n{summary(results)}\n\n## Every result\n\n{tables(results, page.parent)}"
+    new = f"{before}{BEGIN}\n{text}\n{END}{after}"
+    if new == old:
+        print(f"{page} is up to date")
+        return 0
+    if check:
+        print(f"{page} is out of date: run `bash benchmarks/bench table`")
+        return 1
+    page.write_text(new)
+    print(f"wrote the tables of {page}")
+    return 0
 
 
 def tables(results: Mapping[Path, Result], directory: Path) -> str:
-    """Return all tables by benchmark and file, each beneath its picture in `directory`, if any, above its machine."""
+    """Return all tables by benchmark and file, each between its picture, if any, and its machine.
+
+    directory: the folder of the page, from which links to the pictures lead.
+    """
     parts = []
     for name, write in {"cluster": _cluster, "attention": _attention, "train": _train}.items():
         for path, result in ((path, result) for path, result in results.items() if result.benchmark == name):
-            picture = f"{path.stem}.png"
+            picture = f"{PICTURES}/{path.stem}.png"
             if (directory / picture).exists():
                 parts.append(f"![{name} on {[*result.machine['gpu'], result.machine['cpu']][0]}]({picture})")
             found = [(package, result.versions.get(package)) for package in ("python", *PACKAGES)]

@@ -180,45 +180,41 @@ def test_a_table_of_a_busy_machine_says_so() -> None:
     assert tables.tables({}, ROOT) == "Nothing has been measured yet."
 
 
-def test_pages_are_written_between_their_markers_and_checked(tmp_path: Path) -> None:
-    page, peers, found = (
-        tmp_path / "performance.md",
-        tmp_path / "peers.md",
-        {Path("one.json"): made_up("train", TRAIN)},
-    )
-    for path in (page, peers):
-        path.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    write, check = (partial(tables.update, found, page, peers, check=check) for check in (False, True))
+def test_the_page_is_written_between_its_markers_and_checked(tmp_path: Path) -> None:
+    page, found = tmp_path / "benchmarks" / "results" / "README.md", {Path("one.json"): made_up("train", TRAIN)}
+    for folder in (page.parent, tmp_path / "docs"):
+        folder.mkdir(parents=True)
+    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    write, check = (partial(tables.update, found, page, check=check) for check in (False, True))
     assert check() == 1
     assert "old" in page.read_text()
-    assert "old" in peers.read_text()
     assert write() == 0
+    summary = "## Summary\n\nNothing has been measured yet.\n\n## Every result\n\n"
     text = page.read_text()
-    assert text.startswith(f"before\n{tables.BEGIN}\nTraining:")
+    assert text.startswith(f"before\n{tables.BEGIN}\n{summary}Training:")
     assert text.endswith(f"</sub>\n{tables.END}\nafter\n")
-    assert peers.read_text() == f"before\n{tables.BEGIN}\nNothing has been measured yet.\n{tables.END}\nafter\n"
     assert check() == 0
-    (tmp_path / "one.png").touch()
+    (tmp_path / "docs" / "one.png").touch()
     assert check() == 1
     assert write() == 0
-    assert page.read_text().startswith(f"before\n{tables.BEGIN}\n![train on Abacus](one.png)\n\nTraining:")
-    for path, old, new in ((peers, "Nothing", "Something"), (page, "1,234", "1,235")):
-        right = path.read_text()
-        path.write_text(right.replace(old, new))
+    picture = "![train on Abacus](../../docs/one.png)"
+    assert page.read_text().startswith(f"before\n{tables.BEGIN}\n{summary}{picture}\n\nTraining:")
+    right = page.read_text()
+    for old, new in (("Nothing", "Something"), ("1,234", "1,235")):
+        page.write_text(right.replace(old, new))
         assert check() == 1
-        path.write_text(right)
     for wrong in (
         "no markers",
         f"{tables.END} {tables.BEGIN}",
         f"{tables.BEGIN} {tables.BEGIN} {tables.END}",
         f"{tables.END} {tables.BEGIN} {tables.END}",
     ):
-        peers.write_text(wrong)
-        with pytest.raises(RefusedError, match=r"peers.md has to have"):
+        page.write_text(wrong)
+        with pytest.raises(RefusedError, match=r"README.md has to have"):
             write()
 
 
-def test_the_pages_of_this_repository_are_up_to_date() -> None:
+def test_the_page_of_this_repository_is_up_to_date() -> None:
     assert main(["table", "--check"]) == 0
 
 
