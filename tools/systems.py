@@ -1,10 +1,13 @@
-"""The tables and grids of docs/systems.md: what is counted for every preset, as the planner counts it."""
+"""The tables of docs/systems.md: what is counted for every preset, as the planner counts it.
+
+python -m tools.systems            # draw the schedules of the presets, as grids of ranks and steps
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -18,12 +21,13 @@ from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Full
 from burst_plugin.strategy import Strategy
-from burst_plugin.strategy.presets import PRESETS
+from burst_plugin.strategy.presets import PRESETS, RING
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS, Direction, Side
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
 SHAPES = tuple(Shapes(1, 8192, 8192, 32, kv_heads, 128, 128, torch.bfloat16) for kv_heads in (32, 8))
+_Value = TypeVar("_Value")
 _IN_WORDS: dict[Side, str] = {"q": "queries", "kv": "keys and values"}
 
 
@@ -73,54 +77,69 @@ def _halves(strategy: Strategy, direction: Direction, topology: Topology, shapes
 def page() -> str:
     """Return what docs/systems.md has between its markers, in Markdown."""
     sections = {
-        "What they are": [_systems(), _uses()],
-        "What they send and hold": map(_bytes, SHAPES),
-        "Grids": [_grids()],
+        "What they are": _systems(),
+        "How they differ from the papers": _differences(),
+        "What they send and hold": _bytes(),
     }
-    return "\n\n".join(
-        f"## {title}\n\n" + "\n\n".join("\n".join(lines) for lines in blocks) for title, blocks in sections.items()
-    )
+    return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
 
 
 def _systems() -> Iterator[str]:
-    """Yield the table of systems and their papers."""
-    yield _row("preset", "system", "what it is here", "not as in the paper")
-    yield _row(*["---"] * 4)
+    """Yield the table of systems: paper, description, options beside `RING`'s, limits, and when to choose it."""
+    yield _row("preset and paper", "what it is here", "options", "limits", "when to choose it")
+    yield _row(*["---"] * 5)
     for name, preset in PRESETS.items():
-        paper = f"{preset.title}, [{preset.arxiv}](https://arxiv.org/abs/{preset.arxiv})"
-        yield _row(f"`{name}`", paper, preset.what, preset.differs or "–")
+        paper = f"`{name}`: [{preset.title}](https://arxiv.org/abs/{preset.arxiv})"
+        options = ", ".join(f"`{key}={value}`" for key, value in preset.options.items() if RING.get(key) != value)
+        yield _row(paper, preset.what, options, preset.limits or "–", preset.choose)
 
 
-def _uses() -> Iterator[str]:
-    """Yield the table of what presets set, what they cannot do, and what they are for."""
-    names = list(dict.fromkeys(option for preset in PRESETS.values() for option in preset.options))
-    yield _row("preset", *(f"`{option}`" for option in names), "limits", "when to choose it")
-    yield _row(*["---"] * (len(names) + 3))
-    for name, preset in PRESETS.items():
-        values = (f"`{preset.options[option]}`" if option in preset.options else "" for option in names)
-        yield _row(f"`{name}`", *values, preset.limits, preset.choose)
+def _differences() -> Iterator[str]:
+    """Yield the list of presets that are not as in their papers."""
+    for text, names in _together({f"`{name}`": preset.differs for name, preset in PRESETS.items()}):
+        if text:
+            yield f"- {names}: {text}."
 
 
-def _bytes(shapes: Shapes) -> Iterator[str]:
-    """Yield the table of bytes and buffers."""
+def _bytes() -> Iterator[str]:
+    """Yield the table of bytes and buffers, for as many key/value heads as query heads / for fewer."""
+    many, few = SHAPES
     yield (
-        f"{shapes.q_heads} query and {shapes.kv_heads} key/value heads of {shapes.qk_dim}, bf16, {shapes.q_len:,} "
-        f"tokens per rank, {TOPOLOGY}, no mask:\n"
+        f"{many.q_heads} query heads and {many.kv_heads}/{few.kv_heads} key/value heads of {many.qk_dim}, bf16, "
+        f"{many.q_len:,} tokens per rank, {TOPOLOGY}, no mask:\n"
     )
     columns = [f"{direction}, {link.value}" for direction in DIRECTIONS for link in Link]
     yield _row("preset", *columns, "buffers forward", "buffers backward", "exchange")
     yield _row("---", *["---:"] * 7)
-    for name in PRESETS:
-        strategy = Strategy.preset(name).on(TOPOLOGY)
-        passes = [_halves(strategy, direction, TOPOLOGY, shapes) for direction in DIRECTIONS]
-        sent = (sent_bytes(strategy, direction, TOPOLOGY, shapes) for direction in DIRECTIONS)
-        counts = [f"{max(each[link] for each in by_rank) / 2**20:.1f}" for by_rank in sent for link in Link]
-        exchange = f"{2 - 2 / strategy.degree:g}" if strategy.degree > 1 else "–"
-        if strategy.mesh_degree > 1:
-            moving = [halves[0].moving for halves in passes]
-            own = shapes.dtype.itemsize * shapes.q_len * shapes.qk_dim * (shapes.q_heads + 2 * shapes.kv_heads)
-            exchange = f"{exchange_buffer_bytes(shapes, strategy, moving) / own:.2g}"
-        yield _row(f"`{name}`", *counts, *("; ".join(map(_buffers, halves)) for halves in passes), exchange)
+    for figures, names in _together({f"`{name}`": _figures(Strategy.preset(name).on(TOPOLOGY)) for name in PRESETS}):
+        yield _row(names, *figures)
+
+
+def _figures(strategy: Strategy) -> tuple[str, ...]:
+    """Return a row of the table of bytes and buffers."""
+    sent = (_most_sent(strategy, direction, link) for direction in DIRECTIONS for link in Link)
+    halves = (_halves(strategy, direction, TOPOLOGY, SHAPES[0]) for direction in DIRECTIONS)
+    buffers = ("; ".join(map(_buffers, of_pass)) for of_pass in halves)
+    return (*sent, *buffers, _either(*(_exchange(strategy, shapes) for shapes in SHAPES)))
+
+
+def _most_sent(strategy: Strategy, direction: Direction, link: Link) -> str:
+    """Return the MiB that the busiest rank sends over `link`, for both shapes."""
+    by_rank = (sent_bytes(strategy, direction, TOPOLOGY, shapes) for shapes in SHAPES)
+    return _either(*(f"{max(sent[link] for sent in ranks) / 2**20:.0f}" for ranks in by_rank))
+
+
+def _exchange(strategy: Strategy, shapes: Shapes) -> str:
+    """Return the buffers of an exchange of heads or blocks, as a multiple of a rank's q, k and v."""
+    if strategy.mesh_degree > 1:
+        moving = [_halves(strategy, direction, TOPOLOGY, shapes)[0].moving for direction in DIRECTIONS]
+        own = shapes.dtype.itemsize * shapes.q_len * shapes.qk_dim * (shapes.q_heads + 2 * shapes.kv_heads)
+        return f"{exchange_buffer_bytes(shapes, strategy, moving) / own:.2g}"
+    return f"{2 - 2 / strategy.degree:g}" if strategy.degree > 1 else "–"
+
+
+def _either(many: str, few: str) -> str:
+    return many if many == few else f"{many}/{few}"
 
 
 def _buffers(half: _Half) -> str:
@@ -130,16 +149,33 @@ def _buffers(half: _Half) -> str:
     return f"{operands} + {results}" if held.results else operands
 
 
-def _grids() -> Iterator[str]:
-    """Yield each grid once, with the presets that have it."""
-    names = defaultdict[str, list[str]](list)
+def grids() -> str:
+    """Return each grid once, with the presets that have it, of passes in which partial results are sent.
+
+    Where heads are exchanged, a rank of the grid is one of each group, and its block is the group's, of its share of
+    the heads. Where blocks are in parts, a visit is of one part: with 8 ranks, 8 to 15 are the second parts of blocks
+    0 to 7.
+    """
+    by_pass = {}
     for name in PRESETS:
         halves = _halves(Strategy.preset(name).on(TOPOLOGY), "backward", TOPOLOGY, SHAPES[0])
         for half in halves:
             which = f", where {_IN_WORDS[half.moving]} move" if len(halves) > 1 else ""
-            names[half.schedule.format()].append(f"`{name}`{which}")
-    yield "\n\n".join(f"{', '.join(of_grid)}:\n\n```\n{grid}\n```" for grid, of_grid in names.items())
+            by_pass[name + which] = half.schedule.format()
+    return "\n\n".join(f"{names}:\n\n{grid}" for grid, names in _together(by_pass))
+
+
+def _together(by_name: Mapping[str, _Value]) -> list[tuple[_Value, str]]:
+    """Return each value once, with the names that have it."""
+    names = defaultdict[_Value, list[str]](list)
+    for name, value in by_name.items():
+        names[value].append(name)
+    return [(value, ", ".join(of_value)) for value, of_value in names.items()]
 
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(grids())
