@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +65,7 @@ class ContextParallel:
         rank_state: this rank's place in the ring.
         agreement: how this rank compares its calls with the other ranks' calls.
         connections: the communicators between ranks.
+        chosen: the options that were left to `memory="auto"`, and have been chosen.
         plans: plans for the kinds of attention calls made before; see `ring.choices.make_plan`.
     """
 
@@ -82,9 +84,8 @@ class ContextParallel:
                 f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
                 "pass their process group, torch.distributed.group.WORLD for all, hierarchy=[1] for this rank alone"
             )
-        follow_torch(needed=strategy.kept_share > 0 or strategy.offload)
-        if strategy.offload:
-            offload_while_alive(self)
+        self.chosen: frozenset[str] = frozenset()
+        self._follow_checkpoints(strategy)
         self.rank, global_ranks = place_in(group)
         self.ranks = len(global_ranks)
         self.group = group if self.ranks > 1 else None  # one rank has no others to talk to
@@ -110,6 +111,17 @@ class ContextParallel:
         groups = [level for level in levels or () if not isinstance(level, int)]
         self.connections = Connections(self.rank_state, self.group, groups, global_ranks, consistency)
         self.plans: dict[Hashable, Any] = {}
+
+    def _follow_checkpoints(self, strategy: Strategy) -> None:
+        follow_torch(needed=strategy.kept_share > 0 or strategy.offload)
+        if strategy.offload:
+            offload_while_alive(self)
+
+    def choose(self, **options: Any) -> None:
+        """Set options that `memory="auto"` leaves open; all ranks have to set them alike, between two steps."""
+        self.strategy = self.rank_state.strategy = replace(self.strategy, **options)
+        self.chosen |= options.keys()
+        self._follow_checkpoints(self.strategy)
 
     def __copy__(self) -> ContextParallel:
         """Return itself: two objects would count the calls of one ring apart."""

@@ -1,25 +1,33 @@
-"""What a model gets in place of logits, so that its loss can be computed in chunks."""
+"""What a model gets in place of logits, so that its loss comes in chunks; and logits that wait to be read."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
 
 _INSTEAD = "leave loss_chunk out, for whole logits"
 _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods
+_OTHERS = (
+    *("add", "radd", "sub", "rsub", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge"),
+    *("setitem", "rtruediv", "floordiv", "mod"),
+)
 
 
 class DeferredLogits:
     """Logits to come: hidden states, and the steps that a model takes from its head's output to the loss.
 
     weight: the weight of the head, if the head got it as an argument.
+    head: what makes whole logits of hidden states, where they may be made; None where they may not.
 
-    Steps are elementwise, so that they can be taken chunk by chunk; anything else is refused, by a ValueError that
-    begins with `refusal`.
+    Steps are elementwise, so that they can be taken chunk by chunk. Anything else is done with whole logits; without
+    a `head` it is refused, by a ValueError that begins with `refusal`.
     """
 
     def __init__(
@@ -28,8 +36,9 @@ class DeferredLogits:
         refusal: str,
         weight: Tensor | None = None,
         steps: tuple[Callable[[Tensor], Tensor], ...] = (),
+        head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.hidden, self.refusal, self.weight, self.steps = hidden, refusal, weight, steps
+        self.hidden, self.refusal, self.weight, self.steps, self.head = hidden, refusal, weight, steps, head
 
     def after(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the function from hidden states to logits that begins with `project`.
@@ -45,6 +54,10 @@ class DeferredLogits:
             return output
 
         return logits
+
+    def whole(self) -> Tensor:
+        """Return whole logits. Raise ValueError where they may not be made."""
+        return self._whole("reading them")
 
     @property
     def device(self) -> torch.device:
@@ -66,10 +79,10 @@ class DeferredLogits:
     def contiguous(self) -> DeferredLogits:
         return self
 
-    def __mul__(self, other: Any) -> DeferredLogits:
+    def __mul__(self, other: Any) -> Any:
         return self._with(operator.mul, other)
 
-    def __truediv__(self, other: Any) -> DeferredLogits:
+    def __truediv__(self, other: Any) -> Any:
         return self._with(operator.truediv, other)
 
     __rmul__ = __mul__
@@ -77,28 +90,128 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         logits = next(each for each in args if isinstance(each, cls))
-        if func not in _NAMED or args[0] is not logits or kwargs:
-            logits._refuse(getattr(func, "__name__", str(func)))
-        return getattr(logits, _NAMED[func])(*args[1:])
+        if func in _NAMED and args[0] is logits and not kwargs:
+            return getattr(logits, _NAMED[func])(*args[1:])
+        whole = logits._whole(getattr(func, "__name__", str(func)))
+        return func(*(whole if each is logits else each for each in args), **(kwargs or {}))
 
     def __getitem__(self, index: Any) -> Any:
-        return self._refuse("indexing")
+        return self._whole("indexing")[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._refuse(name)
+        return getattr(self._whole(name), name)
 
-    def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> DeferredLogits:
+    def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         """Note a step with a number, or a tensor of one that is not trained."""
         if isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad):
-            self._refuse(f"{operation.__name__} of {list(other.shape)}")
+            return operation(self._whole(f"{operation.__name__} of {list(other.shape)}"), other)
         return self._then(lambda x: operation(x, other))
 
     def _then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step))
+        return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step), self.head)
 
-    def _refuse(self, what: str) -> Any:
-        raise ValueError(
-            f"{self.refusal} does more with its logits than scale or cap them before the loss ({what}); {_INSTEAD}"
-        )
+    def _whole(self, what: str) -> Tensor:
+        if self.head is None:
+            raise ValueError(
+                f"{self.refusal} does more with its logits than scale or cap them before the loss ({what}); "
+                f"{_INSTEAD}"
+            )
+        if "_made" not in vars(self):
+            self._made = self.after(self.head)(self.hidden)
+        return self._made
+
+
+def _by_whole(name: str) -> Callable[..., Any]:
+    """Return the operator `name` of whole logits."""
+
+    def computed(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self._whole(name), name)(*args)
+
+    return computed
+
+
+for _name in _OTHERS:
+    setattr(DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
+
+
+class LazyLogits(Tensor):
+    """Logits of a loss that was computed in chunks: a tensor that is computed when something reads its values.
+
+    Its shape, type and device are known without. `compute` makes the values, with a graph where gradients are wanted,
+    as long as no optimizer has made a step: after it the weights are others, and reading raises RuntimeError.
+    """
+
+    _compute: Callable[[], Tensor]
+    _steps: int
+
+    @staticmethod
+    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> LazyLogits:
+        """Return the tensor of a shape, a type and a device whose values `compute` makes."""
+        found: LazyLogits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        found._compute, found._steps = compute, _optimizer_steps().made
+        return found
+
+    def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
+        """Return the tensor after a step that leaves its shape as it is, still to be computed."""
+        compute = self._compute
+        return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(compute()))
+
+    def computed(self) -> Tensor:
+        """Return the values."""
+        made: tuple[bool, Tensor] | None = vars(self).get("_made")
+        if made is None and self._steps != _optimizer_steps().made:
+            raise RuntimeError(
+                "logits are read after an optimizer's step, and were not computed before: the loss is computed in "
+                'chunks, without whole logits. Read them before the step, or set memory="off" and no loss_chunk'
+            )
+        if made is None or (torch.is_grad_enabled() and not made[0]):
+            made = self._made = torch.is_grad_enabled(), self._compute()
+        return made[1]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _LATER and len(args) == 1 and not kwargs:
+            return args[0].then(func, _LATER[func])
+        return func(*_read(args), **_read(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        return func(*_read(args), **_read(kwargs))
+
+
+class _OptimizerSteps:
+    """How many steps all optimizers of this process have made."""
+
+    made = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.made += 1
+
+
+@functools.cache
+def _optimizer_steps() -> _OptimizerSteps:
+    """Return the count of optimizers' steps, from the first call on."""
+    steps = _OptimizerSteps()
+    register_optimizer_step_post_hook(steps)
+    return steps
+
+
+def _read(value: Any) -> Any:
+    return tree_map(lambda x: x.computed() if isinstance(x, LazyLogits) else x, value)
+
+
+_ABOUT = {  # what reads no values
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_meta", "is_cpu", "grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.element_size),
+}
+_LATER = {Tensor.detach: None, Tensor.float: torch.float32, Tensor.contiguous: None}

@@ -39,6 +39,7 @@ from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.deepspeed.whole_outputs import classifier_in, score_layer
 from burst_plugin.frameworks.wrapping import announce, wrap
+from burst_plugin.huggingface.auto_memory import States, choose_chunks, note_states
 from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
 _MARK = "_burst_plugin_adapter"
@@ -77,7 +78,10 @@ class Adapter:
 
     def attach(self, session: Session, model: torch.nn.Module) -> None:
         """Let a session cut the batches of `model`, before its engine is made."""
-        for module in chunk_modules(model, session.cp.strategy):
+        cp = session.cp
+        if is_transformers(model):
+            choose_chunks(cp, model)
+        for module in chunk_modules(model, cp.strategy, is_chosen="mlp_chunk" in cp.chosen):
             # So that ZeRO-3 gathers the parameters of a module once, rather than for every chunk. Those of a norm are
             # its own; and gradients of leaves are reduced once that of the input is there, perhaps before theirs are.
             set_z3_leaf_module(module, any(True for _ in module.children()))
@@ -192,6 +196,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     is_trained = given.get("model_parameters") is not None or given.get("optimizer") is not None
     is_reference = getattr(asked, "is_beside", False) and not is_trained
     session.gathers = size > 1 and (given["model"] in adapter.gathering or is_reference)
+    note_states(cp, _states(config, is_trained))
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
     waiting, adapter.waiting = adapter.waiting, []
@@ -202,6 +207,16 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         loader.bind(session)
     announce(cp)
     return engine
+
+
+def _states(config: Mapping[str, Any], is_trained: bool) -> States:
+    """Return who holds the states of a model that is trained by a configuration, as ZeRO shares them out."""
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    offload = zero.get("offload_optimizer")
+    on_host = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
+    stage = zero.get("stage", 0)
+    return States(stage if isinstance(stage, int) else 0, on_host, are_there=is_trained)
 
 
 def _gather_heads_whole(model: torch.nn.Module) -> None:

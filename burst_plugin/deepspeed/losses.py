@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_plugin.activations.deferred_logits import LazyLogits
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.config import TOKEN_MEAN
 from burst_plugin.deepspeed.engine_session import Session
@@ -135,7 +136,8 @@ def _floats(output: Any) -> dict[Any, Tensor]:
         items = enumerate(output)
     elif hasattr(output, "__dict__"):
         items = vars(output).items()
-    return {place: x for place, x in items if isinstance(x, Tensor) and x.is_floating_point()}
+    items = [(place, x) for place, x in items if isinstance(x, Tensor) and not isinstance(x, LazyLogits)]
+    return {place: x for place, x in items if x.is_floating_point()}
 
 
 def _place_of_loss(floats: Mapping[Any, Tensor]) -> Any:
@@ -246,6 +248,8 @@ def for_reading_only(x: Any) -> Any:
 
     A user who gave a whole batch would take them for the logits or hidden states of all tokens.
     """
+    if isinstance(x, LazyLogits):
+        return x.then(for_reading_only)
     if isinstance(x, tuple | list):
         return type(x)(map(for_reading_only, x)) if type(x) in (tuple, list) else x
     return _ForReadingOnly.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]

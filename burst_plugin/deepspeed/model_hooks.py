@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_plugin.activations.deferred_logits import LazyLogits
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shifted
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.losses import (
@@ -236,7 +237,7 @@ class ModelHooks:
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
         self._check_labels(labels, kwargs[SHARD_KEY])
-        if logits is None and self._session.cp.strategy.loss_chunk:  # a loss in chunks, which is this package's own
+        if isinstance(logits, LazyLogits):  # of a loss in chunks, which is this package's own
             return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])

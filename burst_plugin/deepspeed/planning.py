@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK
+from burst_plugin.huggingface.auto_memory import layer_code
 from burst_plugin.training.memory import BUCKET
 from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import Code, Setting, strategy_options
+from burst_plugin.training.setting import Setting, strategy_options
 from burst_plugin.training.training_plan import Space
 
 _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
@@ -18,15 +19,8 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 
 def space(fused_norms: bool) -> Space:
     """Return DeepSpeed's `Space` with models of transformers; without Liger their norms are single operations."""
-    code = Code(
-        plain_norms=not fused_norms,
-        mlp_kept=4,
-        logit_bytes=12,
-        sums_weights=True,
-        plain_mixers=True,  # for which Liger has no kernels
-    )
     return Space(
-        code=code,
+        code=layer_code(fused_norms),
         zeros=(1, 3),
         tensor=False,
         pipeline=False,
@@ -84,7 +78,12 @@ def _config(model: ModelShape, setting: Setting) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
-        BLOCK: {"enabled": True, "context_parallel_size": setting.context, **strategy_options(model, setting)},
+        BLOCK: {
+            "enabled": True,
+            "context_parallel_size": setting.context,
+            "memory": "off",  # all is chosen here
+            **strategy_options(model, setting),
+        },
     }
 
 

@@ -12,6 +12,7 @@ gather its weight once. In that call the head computes the chunked loss, with th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from burst_plugin.activations import Head, linear_cross_entropy
-from burst_plugin.activations.deferred_logits import DeferredLogits
+from burst_plugin.activations.deferred_logits import DeferredLogits, LazyLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
 from burst_plugin.frameworks.wrapping import hooks_of_others
+from burst_plugin.huggingface.auto_memory import tokens_of
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
+_LOSS = "ForCausalLM"
 _INSTEAD = "leave loss_chunk out, for whole logits"
 
 
@@ -37,12 +40,26 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     Raises ValueError for a loss that would be the mean over the labels of one rank.
     """
     shard = kwargs.get(SHARD_KEY)
-    chunk = 0 if shard is None else shard.cp.strategy.loss_chunk
     if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
         return
     _check_divisor(model, kwargs)
-    if chunk and kwargs.get("labels") is not None and model.training and torch.is_grad_enabled():
-        take_head(model, ChunkedLoss(model, chunk))
+    if shard is None or kwargs.get("labels") is None or not model.training or not torch.is_grad_enabled():
+        return
+    chunk, is_chosen = shard.cp.strategy.loss_chunk, "loss_chunk" in shard.cp.chosen
+    if not chunk or (is_chosen and (tokens_of(shard, kwargs) <= chunk or _is_fused(kwargs))):
+        return
+    try:
+        loss = ChunkedLoss(model, chunk, needed=not is_chosen)
+    except ValueError:
+        if not is_chosen:
+            raise
+    else:
+        take_head(model, loss)
+
+
+def _is_fused(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a model computes no logits anyway, as in TRL's SFTTrainer."""
+    return bool(kwargs.get("fused_lm_head"))
 
 
 def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -69,18 +86,25 @@ def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:
 
 
 def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
-    """Return the output of a forward without its logits. Raise ValueError if its loss was not computed in chunks."""
+    """Return the output of a forward; its logits are computed when they are read.
+
+    Raises ValueError if its loss was not computed in chunks although the user has asked for that.
+    """
     state: ChunkedLoss | None = getattr(model, _STATE, None)
     if state is None:
         return output
     name, loss = type(model).__name__, output.get("loss") if isinstance(output, ModelOutput) else None
-    if loss is None or loss is not state.loss:
+    if state.needed and (loss is None or loss is not state.loss):
         what = "computes no loss" if loss is None else "adds to its loss, or computes it in another way"
         raise ValueError(
             f"loss_chunk={state.chunk} is not supported with {name}: it {what}, and not as `loss_function` of its "
             f"logits in a ModelOutput; {_INSTEAD}"
         )
-    return type(output)(**{key: x for key, x in output.items() if key != "logits"})
+    if isinstance(output, tuple):
+        return tuple(map(state.readable, output))
+    if isinstance(output, ModelOutput):
+        return type(output)(**{key: state.readable(x) for key, x in output.items()})
+    return output
 
 
 def restore_head(model: PreTrainedModel) -> None:
@@ -91,11 +115,15 @@ def restore_head(model: PreTrainedModel) -> None:
 
 
 class ChunkedLoss:
-    """The loss function of one forward, which has taken the head of the model. loss: the loss that it returned."""
+    """The loss function of one forward, which has taken the head of the model. loss: the loss that it returned.
 
-    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
-        self.chunk = chunk
+    needed: whether it is an error if a model does not compute its loss by it; else it may take whole logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int, needed: bool = True) -> None:
+        self.chunk, self.needed = chunk, needed
         self.loss: Tensor | None = None
+        self._vocabulary = 0  # once the head has computed logits
         self._model = model
         _check_own_loss(model, chunk)
         self._head = model.get_output_embeddings()
@@ -112,10 +140,25 @@ class ChunkedLoss:
                 f"get losses in place of logits ({', '.join(hooks)}); remove them, or {_INSTEAD}"
             )
         self._owners, self._own_loss = owners, model.__dict__.get("_loss_function")
-        stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it")
+        stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it", self)
         for owner, name in owners:
             owner._modules[name] = stand_in
         model._loss_function = self
+
+    @property
+    def head(self) -> Any:
+        """Return the head of the model."""
+        return self._head
+
+    def readable(self, logits: Any) -> Any:
+        """Return logits as a tensor that is computed when it is read; return other values as they are."""
+        if not isinstance(logits, DeferredLogits):
+            return logits
+        whole = partial(logits.after(self._head), logits.hidden)
+        if not self._vocabulary:
+            return whole()
+        shape = torch.Size([*logits.hidden.shape[:-1], self._vocabulary])
+        return LazyLogits.of(shape, self._dtype, logits.device, whole)
 
     def restore(self) -> None:
         """Put the head and the model's own loss function back."""
@@ -128,7 +171,7 @@ class ChunkedLoss:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
-        logits: DeferredLogits,
+        logits: DeferredLogits | Tensor,
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Tensor | float | None = None,
@@ -137,6 +180,11 @@ class ChunkedLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Return the loss that transformers' `ForCausalLMLoss` would return."""
+        if isinstance(logits, Tensor):
+            whole: Tensor = LOSS_MAPPING[_LOSS](
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+            return whole
         targets = shifted(labels) if shift_labels is None else shift_labels
         count = (targets != ignore_index).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         self.loss = self._with_head(logits, targets.to(logits.device), ignore_index, count)
@@ -154,8 +202,13 @@ class ChunkedLoss:
 
         to_logits = logits.after(project)
 
+        def noted(rows: Tensor) -> Tensor:
+            found = to_logits(rows)
+            self._vocabulary, self._dtype = found.shape[-1], found.dtype
+            return found
+
         def forward(hidden: Tensor) -> Tensor:
-            chunked = Head(to_logits, chunk=self.chunk, parameters=head.parameters())
+            chunked = Head(noted, chunk=self.chunk, parameters=head.parameters())
             return self.loss_of(hidden, chunked, labels, ignore_index, count)
 
         head.forward = forward
@@ -174,7 +227,7 @@ class ChunkedLoss:
 
 def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:
     """Raise ValueError for a model with a loss that is not transformers' own."""
-    if model.loss_function is not LOSS_MAPPING["ForCausalLM"]:
+    if model.loss_function is not LOSS_MAPPING[_LOSS]:
         asked = getattr(model.loss_function, "__name__", model.loss_function)
         raise ValueError(
             f"loss_chunk={chunk} is not supported with {type(model).__name__}: its loss has been set to {asked}; "
@@ -193,16 +246,19 @@ def _owners(model: torch.nn.Module, head: torch.nn.Module) -> list[tuple[torch.n
 class _StandIn(torch.nn.Module):
     """Takes a head's place: it hands hidden states on. A model that reads the head's weight itself is refused."""
 
-    def __init__(self, refusal: str) -> None:
+    def __init__(self, refusal: str, loss: ChunkedLoss) -> None:
         super().__init__()
-        self.refusal = refusal
+        self.refusal, self._loss = refusal, loss
 
     def forward(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(hidden, self.refusal)
+        return DeferredLogits(hidden, self.refusal, head=None if self._loss.needed else self._loss.head)
 
-    @property
-    def weight(self) -> Tensor:
-        raise ValueError(
-            f"{self.refusal} reads the weight of its head itself, as the fused losses of Liger and TRL do; leave one "
-            "of the two out"
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the head itself."""
+        loss = self.__dict__["_loss"]
+        if loss.needed and name == "weight":
+            raise ValueError(
+                f"{self.refusal} reads the weight of its head itself, as the fused losses of Liger and TRL do; leave "
+                "one of the two out"
+            )
+        return getattr(loss.head, name)

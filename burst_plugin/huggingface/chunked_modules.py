@@ -25,18 +25,31 @@ _PLAIN_CODE = ("transformers", "transformers_modules")
 _CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which something runs in chunks: of tokens, of heads
 
 
-def chunk_modules(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:
+def chunk_modules(
+    model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool = False, tokens: int | None = None
+) -> list[torch.nn.Module]:
     """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return chunked modules.
 
-    Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads.
+    Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads. If
+    `mlp_chunk` `is_chosen` by `memory="auto"`, MLPs run at once where a rank has no more tokens than that, and in
+    models whose MLPs cannot be cut.
 
     Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP; and
     for one with attention that cannot be cut by heads.
     """
-    of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
+    of_tokens, of_heads = strategy.mlp_chunk, strategy.head_chunk
+    if is_chosen and tokens is not None and tokens <= of_tokens:
+        of_tokens = 0
+    chunks = of_tokens, of_heads
     if getattr(model, _CHUNKS, (0, 0)) == chunks:
         return [module for module in model.modules() if _runs_in_chunks(module)]
-    mlps = _dense_mlps(model) if of_tokens else []  # which raises before anything is changed
+    mlps = []
+    try:
+        mlps = _dense_mlps(model) if of_tokens else []  # which raises before anything is changed
+    except ValueError:
+        if not is_chosen:
+            raise
+        of_tokens = 0
     attention = attention_modules(model, of_heads) if of_heads else []
     restore_modules(model)
     norms = [module for module in text_modules(model) if _is_plain_norm(module)] if of_tokens else []

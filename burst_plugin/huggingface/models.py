@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
+from burst_plugin.huggingface.auto_memory import choose_kept, recomputes, tokens_of
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
@@ -160,7 +161,9 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
             kwargs = with_absent_media(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
-        chunk_modules(model, shard.cp.strategy)
+        choose_kept(model, shard, kwargs)
+        is_chosen = "mlp_chunk" in shard.cp.chosen
+        chunk_modules(model, shard.cp.strategy, is_chosen=is_chosen, tokens=tokens_of(shard, kwargs))
         expect_on_host(model, shard, kwargs)
     kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
@@ -424,7 +427,7 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     """Raise MemoryError if this host has no room for what the checkpoints of `model` park of a sharded batch."""
     strategy = shard.cp.strategy
     tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
-    if not (strategy.offload and model.training and _recomputes(model)) or tokens is None:
+    if not (strategy.offload and model.training and recomputes(model)) or tokens is None:
         return
     memory, config = host_memory(tokens.device), model.config.get_text_config()
     if memory is None or not torch.is_grad_enabled():
@@ -439,9 +442,3 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     of_chunk = [share * out / chunks, share * heads * torch.float32.itemsize / chunks]
     nbytes = [tokens.numel() * each for each in (hidden * model.dtype.itemsize, *(of_chunk * chunks))]
     memory.expect(nbytes, config.num_hidden_layers, shard.cp.topology.ranks_per_node)
-
-
-def _recomputes(model: Any) -> bool:
-    """Return whether the model's layers are computed again; transformers 5.24 has given that another name."""
-    found = getattr(model, "is_activation_checkpointing", None)
-    return bool(model.is_gradient_checkpointing if found is None else found)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import CheckpointFunction
@@ -28,6 +29,7 @@ from burst_plugin.megatron.flags.flag_checks import refuse_flags
 from burst_plugin.megatron.identity import hook_schedules
 from burst_plugin.megatron.inference.static_context import hook_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
+from burst_plugin.megatron.memory.auto_memory import in_words
 from burst_plugin.megatron.memory.output_layer import hook_losses
 from burst_plugin.megatron.recurrent.mixers import hook_mixers
 from burst_plugin.megatron.registry import Registry
@@ -126,6 +128,9 @@ def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: An
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
         announce(adapter.contexts()[-1], layout=adapter.registry.layout)
+        chosen = in_words(adapter.registry.given(), adapter.registry.asked())
+        if chosen and dist.get_rank() == 0:
+            print(chosen, flush=True)
     return result
 
 

@@ -54,7 +54,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
         _RECOMPUTE[setting.recompute].format(mlp="moe" if model.experts else "mlp"),
         "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather --hidden-dropout 0 --no-create-attention-mask-in-dataloader",
-        "--cp-comm-type burst",
+        "--cp-comm-type burst --burst-memory off",  # all is chosen here
         *(flag_of(f"burst_{name}", value) for name, value in strategy_options(model, setting).items()),
     ]
     if setting.offload_optimizer:

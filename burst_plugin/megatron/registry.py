@@ -19,13 +19,16 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.batches.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
 from burst_plugin.megatron.batches.packed import by_document
 from burst_plugin.megatron.flags.arguments import (
+    burst_is_requested,
     cuts_documents_as_one,
+    parsed_arguments,
     parsed_layout,
     parsed_strategy,
     resets_attention_mask,
 )
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.layers.masks import check_same
+from burst_plugin.megatron.memory.auto_memory import with_chosen
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree
@@ -66,9 +69,13 @@ class Registry:
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
 
-    def asked(self) -> Strategy:
+    def given(self) -> Strategy:
         """Return the options that `install()` got, else the options in Megatron's parsed arguments, else defaults."""
         return self.strategy or parsed_strategy() or Strategy()
+
+    def asked(self) -> Strategy:
+        """Return the options of the run: the given ones, and what they leave to be chosen (`memory="auto"`)."""
+        return with_chosen(self.given(), parsed_arguments()) if burst_is_requested() else self.given()
 
     @property
     def layout(self) -> str:

@@ -154,6 +154,15 @@ class Strategy:
     deterministic: bool = field(
         default=False, metadata=_about("whether to use only kernels that give the same bits twice")
     )
+    memory: str = field(
+        default=AUTO,
+        metadata=_about(
+            "how memory beside attention is saved in frameworks: `auto`: options that are left out are "
+            "[chosen](memory.md#memory-auto) at the first step, as far as that costs no time; `off`: only by the "
+            "options below",
+            (AUTO, "off"),
+        ),
+    )
     keep_attention: float | str = field(
         default="none",
         metadata=_about(

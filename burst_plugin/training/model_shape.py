@@ -219,9 +219,17 @@ def model_shape(name: str) -> ModelShape:
         raise ValueError(f"{path} cannot be read as JSON: {error}; give the config.json of a model") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {shown(config)}, expected an object; give the config.json of a model")
+    return shape_of(config, str(path))
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the sizes of the model that the content of a config.json describes. Raise ValueError as `model_shape`.
+
+    name: what errors call it.
+    """
     text = text_of(config)
     known = defaults_of(str(text.get("model_type")))
-    return replace(_from_config({**known, **text}, str(path)), config=config)
+    return replace(_from_config({**known, **text}, name), config=config)
 
 
 # Keys of a config.json that say that a model is not what `ModelShape` describes; some of them only where the

@@ -59,7 +59,7 @@ def hook_losses(registry: Registry) -> str:
 
 def _refuse_others(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a language model; raise ValueError if its loss is not computed in chunks although that is asked for."""
-    chunk = registry.asked().loss_chunk
+    chunk = registry.given().loss_chunk
     if chunk and not isinstance(model, (GPTModel, hybrid_model())):
         raise ValueError(
             f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it is for GPT and hybrid "
@@ -71,7 +71,7 @@ def _refuse_others(registry: Registry, original: Callable[..., None], model: Any
 def _check_model(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a model, and raise ValueError with all that keeps its loss from being computed in chunks."""
     original(model, *args, **kwargs)
-    _check_chunks(model, registry.asked().loss_chunk)
+    _check_chunks(model, registry.given().loss_chunk)
 
 
 def _check_chunks(model: Any, chunk: int) -> None:
@@ -115,19 +115,20 @@ def output_layer_problems(model: Any) -> list[str]:
 
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `GPTModel._postprocess`, or a hybrid model; with labels its loss is in chunks if the options say so."""
-    chunk = registry.asked().loss_chunk
+    chunk, is_chosen = registry.asked().loss_chunk, not registry.given().loss_chunk
     if not chunk or isinstance(model.compute_language_model_loss, LanguageModelLoss):
         return original(model, *args, **kwargs)
     has_labels = bind(original, model, *args, **kwargs).arguments.get("labels") is not None
     if model.post_process and not has_labels:
         return original(model, *args, **kwargs)
-    _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
-    if not model.post_process:
+    if not is_chosen:
+        _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
+    if not model.post_process or (is_chosen and output_layer_problems(model)):
         return original(model, *args, **kwargs)
-    loss = LanguageModelLoss(model.output_layer, chunk)
+    loss = LanguageModelLoss(model.output_layer, chunk, model.compute_language_model_loss if is_chosen else None)
     with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
         result = original(model, *args, **kwargs)
-    if not loss.calls:
+    if not loss.calls and not is_chosen:
         raise ValueError(
             f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}, which does not compute its "
             "loss by compute_language_model_loss of its output layer's logits; drop it"
@@ -167,7 +168,7 @@ def with_loss(model: Any, loss: LanguageModelLoss, refusal: str) -> Iterator[Non
     Errors of a model that does more with its logits begin with `refusal`.
     """
     layer = model.output_layer
-    layer.forward = partial(_hidden_states, layer, refusal)
+    layer.forward = partial(_hidden_states, layer, refusal, loss.of_logits is not None)
     model.compute_language_model_loss = loss
     try:
         yield
@@ -179,26 +180,40 @@ def with_loss(model: Any, loss: LanguageModelLoss, refusal: str) -> Iterator[Non
 def _hidden_states(
     layer: Any,
     refusal: str,
+    may_be_whole: bool,
     hidden: Tensor,
     weight: Tensor | None = None,
-    runtime_gather_output: bool | None = None,
     **more: Any,
-) -> tuple[DeferredLogits, None]:
+) -> tuple[Any, Any]:
     """Return the input of an output layer, and the weight that is used, in place of logits and no bias."""
-    asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
+
+    def whole(hidden: Tensor) -> Tensor:
+        logits: Tensor = type(layer).forward(layer, hidden, weight)[0]
+        return logits
+
+    asked = [name for name, value in more.items() if value]
+    if asked and may_be_whole:
+        found: tuple[Any, Any] = type(layer).forward(layer, hidden, weight, **more)
+        return found
     if asked:
         raise ValueError(f"{refusal} asks its output layer for {', '.join(asked)}; drop it")
-    return DeferredLogits(hidden, refusal, layer.weight if weight is None else weight), None
+    used = layer.weight if weight is None else weight
+    return DeferredLogits(hidden, refusal, used, head=whole if may_be_whole else None), None
 
 
 class LanguageModelLoss:
-    """`compute_language_model_loss` of hidden states. calls: how often it was called."""
+    """`compute_language_model_loss` of hidden states. calls: how often it was called.
 
-    def __init__(self, layer: Any, chunk: int) -> None:
-        self.layer, self.chunk, self.calls = layer, chunk, 0
+    of_logits: the loss of whole logits, where a model may make them; None where it may not.
+    """
 
-    def __call__(self, labels: Tensor, logits: DeferredLogits) -> Tensor:
+    def __init__(self, layer: Any, chunk: int, of_logits: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self.layer, self.chunk, self.calls, self.of_logits = layer, chunk, 0, of_logits
+
+    def __call__(self, labels: Tensor, logits: Any) -> Tensor:
         """Return losses [B, S] of labels [B, S]. Labels below 0 do not count, as where a mask says so in Megatron."""
+        if isinstance(logits, Tensor) and self.of_logits is not None:
+            return self.of_logits(labels, logits)
         hidden, head = self.before_logits(logits)
         labels = labels.transpose(0, 1)
         losses = linear_cross_entropy(hidden, head, labels.masked_fill(labels < 0, IGNORED_LABEL))

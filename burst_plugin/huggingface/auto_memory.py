@@ -1,0 +1,218 @@
+"""`memory="auto"` for models of transformers: what is known of a run before its first step, and what is said then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.activations.pages import available_bytes, ranks_here
+from burst_plugin.batch import SequenceShard
+from burst_plugin.comm.process_groups import group_device
+from burst_plugin.context import ContextParallel
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy import AUTO
+from burst_plugin.training.auto_memory import (
+    Step,
+    kept_options,
+    kept_options_of_unknown,
+    loss_chunk,
+    mlp_chunk,
+    options_at,
+    rank_of,
+)
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.model_shape import shape_of
+from burst_plugin.training.setting import Code, Setting
+from burst_plugin.training.step_time import step_seconds, tokens_per_second
+
+_TO_CHANGE = 'to change it: memory="off", or loss_chunk, mlp_chunk, keep_attention, offload'
+
+
+@dataclass(frozen=True)
+class States:
+    """Who holds weights, gradients and the optimizer's states: the stage of ZeRO, and whether the host has the last.
+
+    are_there: whether the optimizer has its states before the first step.
+    """
+
+    zero: int = 0
+    on_host: bool = False
+    are_there: bool = False
+
+
+_STATES: WeakKeyDictionary[ContextParallel, States] = WeakKeyDictionary()
+_LONGEST: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # tokens that a rank's choice is for
+
+
+def note_states(cp: ContextParallel, states: States) -> None:
+    """Note who holds the states of a model that trains on a ring."""
+    _STATES[cp] = states
+
+
+def layer_code(fused_norms: bool) -> Code:
+    """Return what the layers of transformers keep; without Liger their norms are single operations."""
+    return Code(
+        plain_norms=not fused_norms,
+        mlp_kept=4,
+        logit_bytes=12,
+        sums_weights=True,
+        plain_mixers=True,  # for which Liger has no kernels
+    )
+
+
+def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> None:
+    """Choose the sizes of chunks for a model that is to be trained, perhaps wrapped, if they are left to be chosen.
+
+    is_first: whether ZeRO-3 has not taken the model yet: it has to gather an MLP that runs in chunks at once.
+    """
+    strategy = cp.strategy
+    model = next((each for each in model.modules() if hasattr(each, "gradient_checkpointing_enable")), None)
+    if strategy.memory != AUTO or model is None:
+        return
+    config, device = model.config.get_text_config(), next(model.parameters()).device
+    gpu_bytes = _gpu_bytes(device)
+    vocabulary, hidden = getattr(config, "vocab_size", None), getattr(config, "hidden_size", None)
+    if not strategy.loss_chunk and isinstance(vocabulary, int):
+        cp.choose(loss_chunk=loss_chunk(vocabulary, gpu_bytes))
+    can_cut = is_first or not any(hasattr(each, "ds_id") for each in model.parameters())
+    if not strategy.mlp_chunk and isinstance(hidden, int) and recomputes(model) and can_cut and not _compiled(model):
+        cp.choose(mlp_chunk=mlp_chunk(hidden, gpu_bytes))
+
+
+def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
+    """Choose how much of attention checkpoints keep, before the longest batch so far is trained; collective."""
+    cp = shard.cp
+    if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
+        return
+    tokens = tokens_of(shard, batch)
+    if tokens <= _LONGEST.get(cp, 0):
+        return
+    is_first, _LONGEST[cp] = cp not in _LONGEST, tokens
+    choose_chunks(cp, model, is_first=False)
+    left_open = cp.chosen & {"keep_attention", "offload"} or (not cp.strategy.kept_share and not cp.strategy.offload)
+    step = _step(model, shard, tokens)
+    before = cp.strategy
+    if left_open and recomputes(model):
+        found = _options(model, step, tokens)
+        cp.choose(**{"offload": False, **_dearest(cp, found)})
+    if is_first or cp.strategy != before:
+        _say(cp, model, step, tokens)
+
+
+def tokens_of(shard: SequenceShard, batch: Mapping[str, Any]) -> int:
+    """Return how many tokens of a sharded batch a rank has, all rows together; the same number on all ranks."""
+    each = (batch[name] for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None)
+    ids: Tensor | None = next(each, None)
+    return (1 if ids is None else ids.shape[0]) * -(-shard.tokens.length // shard.cp.ranks)
+
+
+def recomputes(model: Any) -> bool:
+    """Return whether the model's layers are computed again; transformers 5.24 has given that another name."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)
+
+
+def _options(model: Any, step: Step | None, tokens: int) -> dict[str, Any]:
+    if step is not None:
+        return kept_options(step)
+    config = model.config.get_text_config()
+    layers, hidden = (getattr(config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
+    return kept_options_of_unknown(tokens * layers * hidden * model.dtype.itemsize, _free_bytes(model.device))
+
+
+def _dearest(cp: ContextParallel, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the dearest of all ranks' options, since the fullest rank decides; collective."""
+    if cp.group is None:
+        return options
+    cp.meet("the choice of what attention keeps")
+    rank = torch.tensor([rank_of(options)], device=group_device(cp.group))
+    with cp.rank_state.alone():
+        dist.all_reduce(rank, dist.ReduceOp.MAX, group=cp.group)
+    return options_at(int(rank))
+
+
+def _step(model: Any, shard: SequenceShard, tokens: int) -> Step | None:
+    """Return the step that is about to be trained; None for a model that the planner does not know."""
+    rows = max(1, tokens * shard.cp.ranks // shard.tokens.length)
+    cp, states = shard.cp, _STATES.get(shard.cp, States())
+    try:
+        shape = shape_of(model.config.to_dict(), type(model).__name__)
+    except (ValueError, KeyError, TypeError):
+        return None
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    setting = Setting(
+        tokens=shard.tokens.length,
+        code=layer_code(fused_norms=False),
+        context=cp.ranks,
+        inner=cp.topology.ranks_per_node,
+        data=max(1, world // cp.ranks),
+        batch=max(1, world // cp.ranks) * rows,
+        micro_batch=rows,
+        zero=3 if states.zero == 3 else 1,
+        recompute="full" if recomputes(model) else "none",
+        loss_chunk=cp.strategy.loss_chunk,
+        mlp_chunk=cp.strategy.mlp_chunk,
+        offload_optimizer=states.on_host,
+    )
+    there = {"weights"} | ({"optimizer"} if states.are_there else set())
+    total = _gpu_bytes(model.device)
+    cluster = Cluster(gpu_gib=total / GIB) if total else Cluster(margin_gib=0.0)
+    return Step(model=shape, setting=setting, cluster=cluster, free=_free_bytes(model.device), there=frozenset(there))
+
+
+def _gpu_bytes(device: torch.device) -> float | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Return the bytes of a device that this rank may still take."""
+    if device.type != "cuda":
+        return (available_bytes() or 0) / ranks_here()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _compiled(model: Any) -> bool:
+    """Return whether a compiler takes the model, whose graph an MLP in chunks would break once more per layer."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _say(cp: ContextParallel, model: Any, step: Step | None, tokens: int) -> None:
+    """Print on rank 0 what is on, why, and how to change it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("burst_plugin: memory " + "\n  ".join(_lines(cp, model, step, tokens)), flush=True)
+
+
+def _lines(cp: ContextParallel, model: Any, step: Step | None, tokens: int) -> Iterator[str]:
+    strategy, config = cp.strategy, model.config.get_text_config()
+    yield f'"auto", {tokens:,} tokens on a rank:'
+    chunk, vocabulary = strategy.loss_chunk, getattr(config, "vocab_size", 0)
+    if chunk and tokens > chunk:
+        logits = f"{tokens * vocabulary * model.dtype.itemsize / GIB:.2f} GiB in one piece"
+        yield f"loss in chunks of {chunk:,} tokens: its logits would take {logits}, and are computed if they are read"
+    if strategy.mlp_chunk and tokens > strategy.mlp_chunk:
+        yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens, since layers are computed again"
+    if recomputes(model):
+        kept, where = strategy.keep_attention, "in host memory" if strategy.offload else "on the device"
+        if strategy.kept_share:
+            yield f"attention is not computed again: keep_attention={kept!r}, {where}"
+        else:
+            yield "attention is computed again: there is no room to keep it"
+    if step is not None:
+        needs = step.needed(strategy.keep_attention, strategy.offload)
+        needed = f"{needs / GIB:.2f} GiB of {step.free / GIB:.2f} GiB that are free"
+        if not recomputes(model) and step.needed() > step.free:
+            again = replace(step, setting=replace(step.setting, recompute="full"))
+            yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
+        else:
+            yield f"a step needs about {needed}, with weights in bfloat16"
+        if step.free and model.device.type == "cuda":
+            seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
+            yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"
+    yield _TO_CHANGE

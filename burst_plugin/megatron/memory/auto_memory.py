@@ -1,0 +1,120 @@
+"""`--burst-memory auto`: what Megatron's arguments say of a run, and the options that follow for its memory.
+
+Megatron knows all before it builds its model, the length of sequences too. Where layers are computed again as a whole
+(`--recompute-granularity full`), the loss comes in chunks, and attention is kept as far as the planner's model of the
+run leaves room for it. Without recomputation attention is kept anyway, and nothing changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from burst_plugin.megatron.planning import space
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.training.auto_memory import Step, kept_options, loss_chunk
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
+
+_SIZES = (  # arguments that the choice depends on
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("padded_vocab_size", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "seq_length"),
+    *("micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "context_parallel_size"),
+    *("pipeline_model_parallel_size", "world_size", "multi_latent_attention", "swiglu"),
+    *("untie_embeddings_and_output_weights", "optimizer_cpu_offload", "is_hybrid_model", "hybrid_layer_pattern"),
+    *("hybrid_override_pattern", "experimental_attention_variant"),
+)
+
+
+def with_chosen(strategy: Strategy, args: Any) -> Strategy:
+    """Return the strategy with the options that it leaves to be chosen, for a run by Megatron's parsed arguments."""
+    if strategy.memory != AUTO or getattr(args, "recompute_granularity", None) != "full":
+        return strategy
+    values = tuple((name, getattr(args, name, None)) for name in _SIZES)
+    gpu_bytes = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    return _chosen(strategy, values, gpu_bytes)
+
+
+@functools.lru_cache(maxsize=8)
+def _chosen(strategy: Strategy, values: tuple[tuple[str, Any], ...], gpu_bytes: float | None) -> Strategy:
+    sizes, options = dict(values), dict[str, Any]()
+    vocabulary, tokens = sizes["padded_vocab_size"], _local_tokens(sizes)
+    if not strategy.loss_chunk and vocabulary and tokens:
+        chunk = loss_chunk(-(-vocabulary // sizes["tensor_model_parallel_size"]), gpu_bytes)
+        options["loss_chunk"] = chunk if chunk < tokens else 0
+    if not strategy.kept_share and not strategy.offload:
+        step = _step(sizes, replace(strategy, **options), gpu_bytes)
+        if gpu_bytes is None:
+            options["keep_attention"] = "all"
+        elif step is not None:
+            options |= kept_options(step)
+    return replace(strategy, **options)
+
+
+def _local_tokens(sizes: dict[str, Any]) -> int:
+    """Return how many tokens of a microbatch a context-parallel rank has; 0 if that is not known."""
+    if not sizes["seq_length"] or not sizes["micro_batch_size"]:
+        return 0
+    return int(sizes["seq_length"] * sizes["micro_batch_size"] // sizes["context_parallel_size"])
+
+
+def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) -> Step | None:
+    """Return a step of the run; None for a model that the planner does not know, and where no GPU is."""
+    unknown = ("multi_latent_attention", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+    if gpu_bytes is None or any(sizes[name] for name in (*unknown, "experimental_attention_variant")):
+        return None
+    tensor, context = sizes["tensor_model_parallel_size"], sizes["context_parallel_size"]
+    pipeline = sizes["pipeline_model_parallel_size"]
+    data = max(1, sizes["world_size"] // (tensor * context * pipeline))
+    experts = sizes["num_experts"] or 0
+    model = ModelShape(
+        name="Megatron's",
+        layers=sizes["num_layers"],
+        hidden=sizes["hidden_size"],
+        ffn=(sizes["moe_ffn_hidden_size"] if experts else None) or sizes["ffn_hidden_size"],
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_query_groups"] or sizes["num_attention_heads"],
+        head_dim=sizes["kv_channels"],
+        vocab=sizes["padded_vocab_size"],
+        tied=not sizes["untie_embeddings_and_output_weights"],
+        experts=experts,
+        active=(sizes["moe_router_topk"] or 1) if experts else 0,
+        matrices=3 if sizes["swiglu"] else 2,
+    )
+    setting = Setting(
+        tokens=sizes["seq_length"],
+        code=space(fused_norms=True).code,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        data=data,
+        inner=min(context, max(1, torch.cuda.device_count() // tensor)),
+        batch=sizes["global_batch_size"] or sizes["micro_batch_size"] * data,
+        micro_batch=sizes["micro_batch_size"],
+        recompute="full",
+        loss_chunk=strategy.loss_chunk,
+        mlp_chunk=strategy.mlp_chunk,
+        offload_optimizer=bool(sizes["optimizer_cpu_offload"]),
+    )
+    return Step(model=model, setting=setting, cluster=Cluster(gpu_gib=gpu_bytes / GIB), free=gpu_bytes)
+
+
+def in_words(given: Strategy, asked: Strategy) -> str:
+    """Return what was chosen beside what the user gave, why, and how to change it; "" for nothing."""
+    said = []
+    if asked.loss_chunk != given.loss_chunk:
+        said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")
+    if asked.kept_share != given.kept_share:
+        where = " in host memory" if asked.offload else ""
+        said.append(f"attention is not computed again: keep_attention={asked.keep_attention!r}{where}")
+    if not said:
+        return ""
+    return (
+        f'burst_plugin: memory "auto", since layers are computed again: {"; ".join(said)}. To change it: '
+        "--burst-memory off, or --burst-loss-chunk, --burst-keep-attention, --burst-offload"
+    )

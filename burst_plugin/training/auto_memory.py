@@ -1,0 +1,87 @@
+"""What `memory="auto"` chooses: sizes of chunks, and how much of attention is kept while layers are computed again.
+
+    step = Step(model=shape, setting=setting, cluster=cluster, free=free_bytes)
+    kept_options(step)                                 # {"keep_attention": "all"}
+    step.needed(**kept_options(step))                  # bytes
+
+Chunks are large enough for the full speed of a matrix product. Attention is kept as far as the planner's model of the
+run leaves room for it; what waits for the backward pass moves to the host only where nothing else fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy.validation import kept_share
+from burst_plugin.training.memory import memory
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.setting import Setting
+
+_LEAST_ROWS, _MOST_ROWS = 512, 4096  # of a chunk
+_BYTES_PER_LOGIT = 8  # of a chunk, with its gradient
+_SHARE_OF_LOGITS = 1 / 64  # of a GPU's memory, for the logits of a chunk
+_SURE_SHARE = 0.1  # of the free memory, that is there for attention whatever else a step needs
+_IN_ORDER: tuple[dict[str, Any], ...] = (
+    {"keep_attention": "all"},
+    {"keep_attention": 0.5},
+    {"keep_attention": "none"},
+    {"keep_attention": "all", "offload": True},
+)
+
+
+def loss_chunk(vocabulary: int, gpu_bytes: float | None) -> int:
+    """Return the tokens per chunk of the head and the loss; `gpu_bytes` is the memory of a GPU, None on CPUs."""
+    rows = _LEAST_ROWS
+    while gpu_bytes is not None and rows < _MOST_ROWS:
+        if 2 * rows * vocabulary * _BYTES_PER_LOGIT > gpu_bytes * _SHARE_OF_LOGITS:
+            break
+        rows *= 2
+    return rows
+
+
+def mlp_chunk(hidden: int, gpu_bytes: float | None) -> int:
+    """Return the tokens per chunk of MLPs; `gpu_bytes` is the memory of a GPU, None on CPUs."""
+    return max(hidden, _LEAST_ROWS if gpu_bytes is None else _MOST_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step that is about to be trained: the run as the planner knows it, and the bytes that are free for it.
+
+    there: the parts of `TrainingMemory.gpu` that have their memory already.
+    """
+
+    model: ModelShape
+    setting: Setting
+    cluster: Cluster
+    free: float
+    there: frozenset[str] = frozenset()
+
+    def needed(self, keep_attention: str | float = "none", offload: bool = False) -> float:
+        """Return the bytes that a step needs besides what is there, with options of `Strategy`."""
+        setting = replace(self.setting, keep=kept_share(keep_attention), offload=offload)
+        parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
+        return sum(nbytes for part, nbytes in parts.items() if part not in self.there)
+
+
+def kept_options(step: Step) -> dict[str, Any]:
+    """Return the cheapest options, by the time that they cost, with which a step fits; the dearest if none does."""
+    return next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1])
+
+
+def kept_options_of_unknown(kept_bytes: float, free: float) -> dict[str, Any]:
+    """Return the options for a model that the planner does not know, whose attention takes `kept_bytes`."""
+    return {"keep_attention": "all" if kept_bytes <= _SURE_SHARE * free else "none"}
+
+
+def rank_of(options: Mapping[str, Any]) -> int:
+    """Return the place of options in the order of what they cost, for ranks to agree on the dearest."""
+    return _IN_ORDER.index({**options})
+
+
+def options_at(rank: int) -> dict[str, Any]:
+    """Return the options of a place."""
+    return dict(_IN_ORDER[rank])
