@@ -149,8 +149,8 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
     if batch != micro * steps * world:
         return []
     return [
-        f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
-        f"leave it out, or write {batch // size}. Trainer and Accelerate work it out by sp_size={size} of "
+        f"train_batch_size={batch} counts {world} data-parallel ranks, but {size} of them share each sequence: leave "
+        f"it out, or write {batch // size}. Trainer and Accelerate compute it from sp_size={size} of "
         "ParallelismConfig, also for a reference model"
     ]
 

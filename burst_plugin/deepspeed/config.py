@@ -96,7 +96,10 @@ class Block:
             if "profile" in given:
                 strategy: Strategy = Strategy.from_profile(given["profile"], model=sizes, **options)
             elif sizes:
-                raise ValueError(f"seq_length={sizes['seq']!r} is what a profile is planned for: add one, or drop it")
+                raise ValueError(
+                    f"seq_length={sizes['seq']!r} has no effect without a profile: add "
+                    '"profile", or leave seq_length out'
+                )
             else:
                 strategy = Strategy.of(None, **options)
         except ValueError as error:
@@ -117,8 +120,8 @@ class Block:
         sizes = others if self.context_parallel_size == AUTO else {int(self.context_parallel_size), *others}
         if len(sizes) > 1:
             raise ValueError(
-                f'"{BLOCK}": context_parallel_size={self.context_parallel_size} contradicts {sorted(others)} asked '
-                'for by an mpu or by sp_size of ParallelismConfig; give the same, or "auto"'
+                f'"{BLOCK}": context_parallel_size={self.context_parallel_size} contradicts {sorted(others)}, which '
+                'an mpu or sp_size of ParallelismConfig sets; write the same number, or "auto"'
             )
         size = next(iter(sizes), world)
         if world % size:
@@ -158,8 +161,8 @@ def warn_of_near_misses(config: Mapping[str, Any]) -> None:
     """Warn of a block with another name, or inside another block, which would leave burst attention off."""
     for key in near_misses(config):
         warnings.warn(
-            f'the DeepSpeed configuration has "{key}", but no "{BLOCK}" at its top level: burst attention stays off; '
-            f'if that is what was meant, write "{BLOCK}" at the top level',
+            f'the DeepSpeed configuration has "{key}", but no "{BLOCK}" at its top level, so burst attention stays '
+            f'off: to switch it on, write "{BLOCK}" at the top level',
             stacklevel=4,
         )
 

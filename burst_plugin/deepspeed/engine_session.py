@@ -179,7 +179,7 @@ class Session:
         if logits is None:
             raise ValueError(
                 f"got no logits: with loss_chunk={self.cp.strategy.loss_chunk} the model computes its loss without "
-                "them; use its loss, or leave labels and shift_labels out of its batch, for logits"
+                "them; use that loss, or leave labels and shift_labels out of the batch to get logits"
             )
         self.losses_made += 1
         local = torch.nn.functional.cross_entropy(
@@ -221,10 +221,10 @@ class Session:
         most, least = float(bounds[0]), -float(bounds[1])
         if most - least > 1e-3 * max(abs(most), abs(least)):
             raise ValueError(
-                f"the ranks of a context-parallel group give the loss of one batch weights from {least:.4g} to "
-                f"{most:.4g}: the loss that the model returns is that of the whole batch, on every rank. Leave out "
-                "what adds up losses of ranks, such as the all_gather over sequence-parallel ranks in loops for "
-                "DeepSpeed's Ulysses (ALST)"
+                f"the ranks of a context-parallel group give the loss of one batch different weights, from "
+                f"{least:.4g} to {most:.4g}: the loss that the model returns is the loss of the whole batch already, "
+                "on every rank. Remove code that adds up losses, such as the all_gather over sequence-parallel ranks in "
+                "loops for DeepSpeed's Ulysses (ALST)"
             )
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
@@ -250,7 +250,7 @@ class Session:
                     whole: Tensor | None = engine(**batch).loss
                     if whole is None:
                         raise ValueError(
-                            "the model returned no loss; give it labels, or compute a loss of its outputs"
+                            "the model returned no loss; give it labels, or compute a loss from its outputs"
                         )
                     return whole
                 local, before = self.cut(batch), self.losses_made

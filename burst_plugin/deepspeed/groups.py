@@ -130,7 +130,7 @@ def mpu_problem(mpu: Any, size: int) -> str:
     way_out = "pass no mpu, or one whose sequence-parallel groups are the rings"
     name = getattr(mpu, "__name__", type(mpu).__name__)
     if name.endswith("parallel_state_sp"):
-        return f"mpu={name} is that of Ulysses, which does not go together with burst attention: {way_out}"
+        return f"mpu={name} belongs to Ulysses, which does not go together with burst attention: {way_out}"
     for kind in ("model", "tensor_model", "pipeline_model", "pipe", "slice"):
         ask = getattr(mpu, f"get_{kind}_parallel_world_size", None)
         if ask is not None and ask() > 1:

@@ -58,7 +58,7 @@ class ShardedLoader:
 
     def _found(self) -> Session:
         if self._session is None:
-            raise RuntimeError("this data loader waits for its engine: call accelerator.prepare(model, ...) first")
+            raise RuntimeError("this data loader has no engine yet: call accelerator.prepare(model, ...) first")
         return self._session
 
     def _whole(self) -> Iterator[Any]:
@@ -67,8 +67,8 @@ class ShardedLoader:
             turns = exchanged(batch, cp) if self._exchange else [batch]
             if number == 0 and len(turns) > 1 and all(_equal(turn, turns[0]) for turn in turns[1:]):
                 warnings.warn(
-                    f"the {len(turns)} ranks of a context-parallel group drew the same batch, and take turns, so "
-                    "that each is trained on as often: samplers have to count all ranks, as Trainer's do",
+                    f"the {len(turns)} ranks of a context-parallel group drew the same batch, and train on it "
+                    f"{len(turns)} times: samplers have to count all ranks, as Trainer's do",
                     stacklevel=3,
                 )
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
@@ -125,14 +125,16 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
         dist.all_gather_object(gathered, mine, group=cp.group)
     not_dicts = {rank: each for rank, each in enumerate(gathered) if isinstance(each, str)}
     if not_dicts:
-        raise ValueError(f"a batch has to be a dict of whole tensors by name; these ranks have others: {not_dicts}")
+        raise ValueError(
+            f"a batch has to be a dict of whole tensors by name, but some ranks have other batches: {not_dicts}"
+        )
     ended = [rank for rank, each in enumerate(gathered) if each is None]
     if len(ended) == cp.ranks:
         return []
     if ended:
         raise ValueError(
-            f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, and goes on "
-            "on the others; give all of them as many batches, or set drop_last=True"
+            f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, but not on "
+            "the others; give all ranks the same number of batches, or set drop_last=True"
         )
     assert batch is not None, "no rank has ended"
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)

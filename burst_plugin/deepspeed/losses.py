@@ -82,8 +82,8 @@ class OwnLosses:
         if not self._is_mean:
             if self._any(count * ranks != total):
                 raise ValueError(
-                    "the model's own loss is not the mean cross entropy over a rank's shift_labels, of which ranks "
-                    "have unequal numbers here, so that it cannot become that of the whole batch: return "
+                    "the model's own loss is not the mean cross entropy over a rank's shift_labels. Ranks have "
+                    "unequal numbers of labels here, so it cannot be turned into the loss of the whole batch: return "
                     "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels) in its place, to which other terms "
                     "may be added, or compute a loss of another kind outside of the model, from its logits"
                 )
@@ -103,13 +103,13 @@ class OwnLosses:
                     return
         self._is_mean, self._labels = False, _LABELS if logits and _LABELS in labels else ""
         if self._forwards == 1 and not self._labels:
-            what = "without the logits of which it is made"
+            what = "without the logits that it is computed from"
             if logits:
                 what = "that is not the mean cross entropy over any labels among its arguments"
             warnings.warn(
-                f"the model returns a loss {what}, so that nothing can be compared with it: make sure that it is "
+                f"the model returns a loss {what}, so it cannot be checked: make sure that it is "
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), or return the logits as well, and "
-                "take shift_labels by that name",
+                "name that argument shift_labels",
                 stacklevel=2,
             )
 
@@ -206,9 +206,8 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
         form = f"losses of shape {list(loss.shape)}"
     if form:
         raise ValueError(
-            f"{model_name} returns {form}, in which the loss of this rank's tokens cannot be found, to make it "
-            "that of the whole batch: have it return a ModelOutput with a scalar loss (in transformers: leave out "
-            "return_dict=False)"
+            f"{model_name} returns {form}, in which no loss is found that could be scaled to the whole batch: have "
+            "it return a ModelOutput with a scalar loss (in transformers: leave out return_dict=False)"
         )
 
 
@@ -237,9 +236,9 @@ class _ForReadingOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise ValueError(
-            "a loss was computed from what a model returned for a batch that was cut in its forward: that is of this "
-            "rank's tokens, and only the model's own loss becomes that of the whole batch. Cut the batch before, by "
-            "burst_plugin.deepspeed.shard_batch, and compute the loss on a rank's tokens, as token_mean_loss does"
+            "a loss was computed from the output of a model that cuts its batch in its forward: it covers this "
+            "rank's tokens only, and only the model's own loss is scaled to the whole batch. Cut the batch before, "
+            "by burst_plugin.deepspeed.shard_batch, and compute the loss on a rank's tokens, as token_mean_loss does"
         )
 
 
@@ -263,8 +262,8 @@ def refuse_backward(*outputs: Any) -> None:
 
     def refuse(grad: Tensor) -> None:
         raise ValueError(
-            "backward pass of a model in evaluation, whose batches are not cut and whose losses are not those of all "
-            "ranks. Train it in training mode (engine.train()), with dropout set to 0 if that is the point of it"
+            "backward pass of a model in evaluation mode, in which batches are not cut and losses do not count other "
+            "ranks. Call engine.train() first; to train without dropout, set dropout to 0"
         )
 
     for x in outputs:

@@ -77,7 +77,7 @@ class ModelHooks:
         if session.only_caller and not session.is_permitted and trains:
             raise ValueError(
                 f"{session.only_caller} calls the model itself, but labels are shifted already and every rank has "
-                "its shard of them: call super().compute_loss(...), and go on from the loss that it returns"
+                "its shard of them: call super().compute_loss(...), and use the loss that it returns"
             )
         session.note_step()
         self._calls_before = self._ring_of(kwargs).all_calls
@@ -112,8 +112,8 @@ class ModelHooks:
         kwargs = by_name(model.forward, args, kwargs)
         if self._session.cp.ranks > 1 and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise ValueError(
-                f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on this "
-                "rank's part of it would not become that of the whole batch. Give labels; or cut it with "
+                f"{type(model).__name__} got a batch without labels in training: a loss on this rank's part of it "
+                "would not be scaled to the whole batch. Give labels; or cut the batch with "
                 "burst_plugin.deepspeed.shard_batch, and compute a loss on a rank's tokens, as token_mean_loss does"
             )
         self._cuts_batch = self._session.cp.ranks > 1
@@ -275,9 +275,9 @@ class ModelHooks:
         """Warn once of a loss that nothing can be compared with."""
         if not self._has_warned:
             warnings.warn(
-                "the model returns a loss without logits of all tokens, so that nothing can be compared with it: "
-                "make sure that it honours shift_labels and num_items_in_batch, or leave labels out of the batch "
-                "and use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
+                "the model returns a loss without logits of all tokens, so it cannot be checked: make sure that it "
+                "honours shift_labels and num_items_in_batch, or leave labels out of the batch and use "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
                 stacklevel=3,
             )
         self._has_warned = True

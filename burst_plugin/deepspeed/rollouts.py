@@ -33,7 +33,7 @@ def rollout_log_probs(
 
     engine = session.engine()
     if engine is None:
-        raise ValueError("the engine of this session is gone; call deepspeed.initialize again")
+        raise ValueError("the engine no longer exists; call deepspeed.initialize again")
     if session.cp.ranks == 1 and session.hooks is not None:  # as long as the model has a loss of its own
         session.hooks.check_takes_shards(engine.module)
     with session.computing_edges():

@@ -51,7 +51,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
     ulysses = ulysses_sp.UlyssesSPAttentionHF
     if not hasattr(trainer, "deepspeed_sp_compute_loss"):
         wrap(ulysses, "register_with_transformers", _refuse_earlier_trainer)
-        return [f"transformers {version('transformers')}: Trainer is left alone, {_OLDEST} or newer could use rings"]
+        return [f"transformers {version('transformers')}: Trainer is not patched; rings need {_OLDEST} or newer"]
     wrap(ulysses, "register_with_transformers", _requested_size)
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "__init__", partial(_init_trainer, adapter))
@@ -68,7 +68,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
     return [
         f'accelerate: sp_size of ParallelismConfig makes rings, if the configuration has "{BLOCK}"',
         "transformers.Trainer: the loss is the mean over all tokens of a step; evaluation runs on the ring",
-        "TRL: losses of whole sequences are computed of log-probabilities of all ranks",
+        "TRL: losses of whole sequences are computed from log-probabilities of all ranks",
     ]
 
 
@@ -227,12 +227,12 @@ def _check_mean(session: Session, trainer: Any, items: Any) -> None:
     if session.cp.ranks > 1 and rings > 1:
         raise ValueError(
             f"average_tokens_across_devices=False of TrainingArguments is not supported on {rings} rings of {BLOCK}, "
-            "over which the loss is one mean over all tokens of a step; leave it out"
+            "whose loss is one mean over all tokens of a step; leave it out"
         )
     if session.cp.ranks == 1 and session.loss == TOKEN_MEAN and items is not None:
         raise ValueError(
             f'"loss": "{TOKEN_MEAN}" of {BLOCK} needs average_tokens_across_devices=True of TrainingArguments, got '
-            f'False, by which every rank has its own mean; set it, or write "loss": "{MEAN_OF_RANKS}"'
+            f'False, with which every rank has its own mean; set it, or write "loss": "{MEAN_OF_RANKS}"'
         )
 
 
@@ -255,7 +255,9 @@ def _check_loss_is_the_models(trainer: Any) -> None:
     """Raise ValueError for a loss other than the model's own."""
     for name in ("label_smoother", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
-            raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
+            raise ValueError(
+                f"Trainer's {name} is not supported with {BLOCK}, which uses the model's own loss; leave {name} out"
+            )
 
 
 def _compute_loss(

@@ -41,7 +41,7 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
     if owner not in _OF_WHOLE:
         raise ValueError(
             f"{owner} with sp_size={size} is not supported with {BLOCK}: it computes a loss of its own from logits "
-            f"of whole sequences, and every rank of a ring has those of its shard; use {_OF_SHARDS}, "
+            f"of whole sequences, but a rank of a ring has the logits of its shard only; use {_OF_SHARDS}, "
             f"{', '.join(_OF_WHOLE)} or Trainer, or leave sp_size and the block out"
         )
     adapter.gathering.add(trainer.model)

@@ -59,8 +59,8 @@ def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> No
     gather_hidden_states(output, shard)
     if not fields and not whole_fields:
         raise ValueError(
-            f"a model returned {', '.join(output)} of this rank's tokens, and none of {', '.join(_WHOLE)}, of which "
-            "whole sequences are gathered; cut its batches with burst_plugin.deepspeed.shard_batch"
+            f"a model returned {', '.join(output)} of this rank's tokens, and none of {', '.join(_WHOLE)}, which "
+            "could be gathered into whole sequences; cut its batches with burst_plugin.deepspeed.shard_batch"
         )
     if getattr(output, "loss", None) is not None:  # of this rank's tokens alone
         output["loss"] = None

@@ -141,8 +141,8 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_block(ranks_per_node=3), "ranks_per_node=3 does not divide the 2 ranks"),
     (
         _config(train_batch_size=4, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-        "train_batch_size=4 is that of 2 data-parallel ranks, but 2 of them share each sequence: leave it out, or "
-        "write 2. Trainer and Accelerate work it out by sp_size=2 of ParallelismConfig, also for a reference model",
+        "train_batch_size=4 counts 2 data-parallel ranks, but 2 of them share each sequence: leave it out, or "
+        "write 2. Trainer and Accelerate compute it from sp_size=2 of ParallelismConfig, also for a reference model",
     ),
     (_config(gradient_allreduce_op="sum"), "gradient_allreduce_op='sum' does not go together"),
     (_config(sequence_parallel_size=4), "sequence_parallel_size=4 (Ulysses) contradicts context_parallel_size=2"),
@@ -151,7 +151,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (lambda arguments: arguments.update(mpu=_Mpu(model=2)), "mpu=_Mpu has model-parallel size 2"),
     (lambda arguments: arguments.update(mpu=_Mpu(data=2)), "mpu=_Mpu conflicts: its sequence-parallel size is 1"),
     (lambda arguments: arguments.update(mpu=_Mpu(sequence=2)), "mpu=_Mpu conflicts: its sequence-parallel ranks are"),
-    (_ulysses_mpu, "parallel_state_sp is that of Ulysses, which does not go together"),
+    (_ulysses_mpu, "parallel_state_sp belongs to Ulysses, which does not go together"),
     (_with_ulysses_layer, "the model has DistributedAttention layers (Ulysses)"),
     (_config(expert_parallel={"enabled": True}), "expert_parallel.enabled=True does not go together"),
     (_two_models, "_Pair has 2 models, LlamaForCausalLM, LlamaForCausalLM, of which one can run on a ring"),
@@ -400,7 +400,7 @@ class _Pooling(_OwnHead):
 @pytest.mark.parametrize("kind", [_OwnHead, _Pooling])
 def test_a_batch_without_labels_is_not_cut_unasked(kind: Callable[[], torch.nn.Module]) -> None:
     for line in _errors(_wrapped, 2, kind):
-        assert "got a batch without labels in training: it would be cut" in line
+        assert "got a batch without labels in training: a loss on" in line
 
 
 def test_a_module_around_a_model_may_leave_the_loss_to_it() -> None:
@@ -471,7 +471,7 @@ def _from_hidden_states(rank: int) -> list[str]:
 
 def test_of_a_batch_that_is_cut_unseen_only_the_loss_has_a_gradient() -> None:
     for scored, plain in run_ranks(_from_hidden_states, 2):
-        assert "a loss was computed from what a model returned for a batch that was cut in its forward" in scored
+        assert "a loss was computed from the output of a model that cuts its batch in its forward" in scored
         assert plain == ""
 
 
@@ -498,7 +498,7 @@ def _turns_with_a_list(rank: int) -> str:
 
 def test_batches_that_are_no_dicts_are_refused_on_every_rank() -> None:
     for said in run_ranks(_turns_with_a_list, 2):
-        assert "a batch has to be a dict of whole tensors by name; these ranks have others: {1: 'list'}" in said
+        assert "whole tensors by name, but some ranks have other batches: {1: 'list'}" in said
 
 
 def _turns_beside_a_pass(rank: int) -> str:
@@ -542,11 +542,11 @@ def test_losses_are_compared_again_and_again_in_training() -> None:
     ("fn", "message"),
     [
         (_not_sharded, "LlamaAttention got a batch that is not sharded: pass what burst_plugin.shard_batch"),
-        (_backward_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
-        (_backward_of_shards_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
-        (_tuples, "LlamaForCausalLM returns a tuple, in which the loss of this rank's tokens cannot be found"),
-        (_dicts, "LlamaForCausalLM returns a dict, in which the loss of this rank's tokens cannot be found"),
-        (_losses, "LlamaForCausalLM returns losses of shape [1], in which the loss of this rank's tokens cannot"),
+        (_backward_in_evaluation, "backward pass of a model in evaluation mode, in which batches are"),
+        (_backward_of_shards_in_evaluation, "backward pass of a model in evaluation mode, in which batches are"),
+        (_tuples, "LlamaForCausalLM returns a tuple, in which no loss is found"),
+        (_dicts, "LlamaForCausalLM returns a dict, in which no loss is found"),
+        (_losses, "LlamaForCausalLM returns losses of shape [1], in which no loss is found"),
         (_own_loss, "the mean over shift_labels: it does not honour shift_labels and num_items_in_batch, or adds"),
     ],
 )

@@ -87,7 +87,7 @@ def test_context_parallel_size(asked: int | str, world: int, others: list[int], 
     [
         (3, 8, [], "context_parallel_size=3 does not divide the 8 ranks"),
         ("auto", 8, [3], "context_parallel_size=3 does not divide the 8 ranks"),
-        (4, 8, [2], "context_parallel_size=4 contradicts [2] asked for by an mpu or by sp_size"),
+        (4, 8, [2], "context_parallel_size=4 contradicts [2], which an mpu or sp_size"),
     ],
 )
 def test_sizes_that_do_not_fit(asked: int | str, world: int, others: list[int], message: str) -> None:

@@ -287,8 +287,8 @@ def _weighted_as_for_ulysses(rank: int, even: bool) -> str:
 
 def test_losses_that_are_weighed_as_for_ulysses_are_refused() -> None:
     for message in run_ranks(_weighted_as_for_ulysses, 2, False):
-        assert "give the loss of one batch weights from" in message
-        assert "Leave out what adds up losses of ranks" in message
+        assert "give the loss of one batch different weights, from" in message
+        assert "Remove code that adds up losses" in message
     for message in run_ranks(_weighted_as_for_ulysses, 2, True):
         assert not message, "equal weights are right"
 

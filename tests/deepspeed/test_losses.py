@@ -419,7 +419,7 @@ def _told(rank: int, kind: str) -> str:
     [
         ("smoothed", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
         ("beside", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
-        ("scalar", "the model returns a loss without the logits of which it is made"),
+        ("scalar", "the model returns a loss without the logits that it is computed from"),
     ],
 )
 def test_other_losses_of_ones_own_are_not_silent(kind: str, message: str) -> None:

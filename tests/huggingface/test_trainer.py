@@ -116,7 +116,7 @@ def _with_an_earlier_trainer(rank: int, setup: Setup) -> tuple[list[str], str]:
 def test_an_earlier_trainer_is_left_alone_and_refused(tmp_path: Path) -> None:
     setup = save_model(Setup(Run(cp=2, stage=2), str(tmp_path)))
     for report, refusal in run_ranks(_with_an_earlier_trainer, 2, setup):
-        assert any("Trainer is left alone, 5.8 or newer could use rings" in line for line in report)
+        assert any("Trainer is not patched; rings need 5.8 or newer" in line for line in report)
         assert '"burst_attention" with sp_size needs transformers 5.8 or newer' in refusal
 
 

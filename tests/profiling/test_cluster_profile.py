@@ -234,7 +234,7 @@ def test_frameworks_take_a_profile_with_options_in_its_place(tmp_path: Path, mon
     block = Block.of({BLOCK: {"profile": str(path), "seq_length": 4096, "backward": "q"}})
     assert block is not None
     assert block.strategy == Strategy.from_profile(path, model={"seq": 4096}, backward="q")
-    with pytest.raises(ValueError, match="seq_length=4096 is what a profile is planned for"):
+    with pytest.raises(ValueError, match="seq_length=4096 has no effect without a profile"):
         Block.of({BLOCK: {"seq_length": 4096}})
     with pytest.raises(ValueError, match=r'^"burst_attention": the profile .* cannot be read'):
         Block.of({BLOCK: {"profile": str(tmp_path / "none")}})
