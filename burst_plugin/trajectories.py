@@ -326,7 +326,7 @@ def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple
 def _check(hidden: Tensor, edges: Edges) -> None:
     """Raise ValueError for other things than hidden states of one sequence, and edges."""
     if not isinstance(edges, Edges):
-        raise ValueError(f"edges={shown(edges)} is not valid; give those that fold returned")
+        raise ValueError(f"edges={shown(edges)} is not valid; give the edges that fold returned")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != 1:
         raise ValueError(f"hidden is {shown(hidden)}; give the hidden states of a folded sequence, [1, S, H]")
 

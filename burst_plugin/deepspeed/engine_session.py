@@ -221,10 +221,10 @@ class Session:
         most, least = float(bounds[0]), -float(bounds[1])
         if most - least > 1e-3 * max(abs(most), abs(least)):
             raise ValueError(
-                f"the ranks of a context-parallel group give the loss of one batch different weights, from "
+                "the ranks of a context-parallel group give the loss of one batch different weights, from "
                 f"{least:.4g} to {most:.4g}: the loss that the model returns is the loss of the whole batch already, "
-                "on every rank. Remove code that adds up losses, such as the all_gather over sequence-parallel ranks in "
-                "loops for DeepSpeed's Ulysses (ALST)"
+                "on every rank. Remove code that adds up losses, such as the all_gather over sequence-parallel ranks "
+                "in loops for DeepSpeed's Ulysses (ALST)"
             )
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:

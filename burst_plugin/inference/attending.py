@@ -64,7 +64,9 @@ class Asked(NamedTuple):
                 f"got q {list(self.q.shape)}, k {list(self.k.shape)}; take its tokens with Turn.take"
             )
         if self.mask.rows not in (None, batch):
-            raise ValueError(f"the mask is for {self.mask.rows} batch rows, but the cache has {batch}")
+            raise ValueError(
+                f"the mask has {self.mask.rows} batch rows, but the cache has {batch}; give a mask for each row"
+            )
         if self.mask.head_groups is not None:
             raise ValueError(
                 f"the mask is for {self.mask.head_groups} groups of heads, but a KVCache has one mask for all heads "

@@ -274,7 +274,10 @@ class KVCache:
         new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
         new._lengths = tuple(self._lengths[row] for row in chosen)
         if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
-            raise ValueError(f"fork(rows={shown(rows)}, shared=True) is not valid; list one row, of no shared ones")
+            raise ValueError(
+                f"fork(rows={shown(rows)}, shared=True) is not valid; list a single row, and of a cache whose rows "
+                "share nothing yet"
+            )
         new._layers = [
             layer.sharing(chosen, new._lengths[0]) if shared else layer.selected(chosen) for layer in self._layers
         ]
@@ -325,9 +328,11 @@ class KVCache:
         self._check_complete()
         new = whole_numbers("begin(lengths={})", lengths, _LENGTHS)
         if not new or min(new) < 0 or not any(new):
-            raise ValueError(f"begin(lengths={shown(new)}) is not valid; {_LENGTHS}, and any of them above 0")
+            raise ValueError(f"begin(lengths={shown(new)}) is not valid; {_LENGTHS}, at least one of them above 0")
         if len(new) != len(self._lengths or new):
-            raise ValueError(f"begin(lengths={shown(new)}) is not for the {len(self._lengths)} rows that are cached")
+            raise ValueError(
+                f"begin(lengths={shown(new)}) does not fit the {len(self._lengths)} rows that are cached; {_LENGTHS}"
+            )
         return new
 
     def _check_complete(self) -> bool:
@@ -335,8 +340,8 @@ class KVCache:
         missing = sorted(set(range(len(self._layers))) - self._attended) if self._turn is not None else []
         if missing:
             raise ValueError(
-                f"layers {', '.join(map(str, missing))} did not attend in turn {self._turns - 1}; every layer "
-                "attends once per turn, or the turn is ended by truncate"
+                f"layers {', '.join(map(str, missing))} did not attend in turn {self._turns - 1}; call attend once "
+                "per turn in every layer, or truncate to end the turn"
             )
         return True
 

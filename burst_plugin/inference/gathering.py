@@ -28,7 +28,7 @@ def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> T
 
     def prepared() -> Turn:
         if turn is None:
-            raise ValueError("no turn has begun whose tokens could be gathered")
+            raise ValueError("no turn has begun whose tokens could be gathered; call KVCache.begin first")
         if not isinstance(x, Tensor) or x.shape[:2] != (len(turn.starts), turn.size):
             expected = f"[{len(turn.starts)}, {turn.size}, ...]"
             raise ValueError(f"gather got {shown(x)}, but this rank's tokens of the turn are {expected}")

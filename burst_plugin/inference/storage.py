@@ -58,7 +58,9 @@ class RowStore:
                 (str(x.dtype), str(at), list(x.shape[-2:])) for x, at in ((stored, self.device), (new, new.device))
             ]
             if kinds[0] != kinds[1]:
-                raise ValueError(f"{name} has type, device, heads and head dim {kinds[1]}, but the cache {kinds[0]}")
+                raise ValueError(
+                    f"{name} has type, device, heads and head dim {kinds[1]}, but the cache has {kinds[0]}"
+                )
 
     def fetch(self) -> None:
         """Do nothing: the stored keys and values are on the device already."""

@@ -89,7 +89,7 @@ def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mas
     document, too. Raises ValueError for a mask of another number of rows, or another length.
     """
     if mask is not None and mask.rows not in (None, rows):
-        raise ValueError(f"the mask is for {mask.rows} batch rows, but there are {rows}; give it one for each")
+        raise ValueError(f"the mask has {mask.rows} batch rows, but there are {rows}; give a mask for each row")
     begins = [_begins(mask if mask is None else mask.of_row(row), length) for row in range(rows)]
     every: list[Piece] = []
     for rank, runs in enumerate(shards):
@@ -144,13 +144,14 @@ def _begins(mask: Mask | None, length: int) -> dict[int, int]:
         return found
     if mask.head_groups is not None:
         raise ValueError(
-            "a mask per group of heads is not for layers that carry a state: their heads share documents"
+            "the mask differs between groups of heads, but all heads of a layer that carries a state share "
+            "documents; give one mask for all heads"
         )
     for part in _parts(mask):
         if part.shifts:
             raise ValueError(
-                "documents whose keys begin elsewhere than their queries mean nothing in layers that carry a state; "
-                "give documents of tokens"
+                "the mask has other document bounds for keys than for queries, but layers that carry a state have "
+                "no keys; give Documents of tokens, without kv_cu_seqlens"
             )
         if isinstance(part, PrefixTree):
             before = part.before()

@@ -114,10 +114,11 @@ class BlockSelection(RankSelection):
         whole_number("forced={}", asked.forced, "give how many blocks are selected in any case, 0 or more", 0)
         if mask.trees:
             raise ValueError(
-                "blocks of keys are not supported with a prefix tree, whose tokens have several places; leave it out"
+                "blocks of keys are not supported with a prefix tree, which has several tokens at one position; "
+                "leave it out"
             )
         if mask.looks_ahead:
-            raise ValueError("blocks of keys are selected among earlier tokens alone; give Causal() & the mask")
+            raise ValueError("blocks of keys are selected among earlier tokens only; give Causal() & the mask")
 
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         super().__init__(state, selection, given)

@@ -98,7 +98,7 @@ def warn_unless_alike(shape: tuple[int, int, int], dtype: torch.dtype, device: t
     if bool((found == found[0, 0]).all()):
         return
     _LOG.warning(
-        "products of %s x %s by %s x %s in %s on %s depend on where in a tile they are: keys whose scores are next "
-        "to equal may be selected otherwise on another number of ranks, or in another layout",
+        "matrix products of %s x %s by %s x %s in %s on %s round differently by their place in a tile: keys of "
+        "nearly equal scores may be selected differently on another number of ranks, or in another layout",
         rows, length, length, columns, dtype, device,
     )  # fmt: skip

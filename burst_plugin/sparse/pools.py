@@ -187,7 +187,7 @@ class PoolSelection(RankSelection):
         whole_number("size={}", asked.block, _SIZE, 1)
         _check_mask(mask)
         if mask.looks_ahead:
-            raise ValueError("pools of keys are selected among earlier tokens alone; give Causal() & the mask")
+            raise ValueError("pools of keys are selected among earlier tokens only; give Causal() & the mask")
 
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         super().__init__(state, selection, given)
@@ -243,7 +243,8 @@ def _check_mask(mask: Mask) -> None:
     """Raise ValueError for a mask that pools are not supported with."""
     if mask.trees:
         raise ValueError(
-            "pools of keys are not supported with a prefix tree, whose tokens have several places; leave it out"
+            "pools of keys are not supported with a prefix tree, which has several tokens at one position; leave it "
+            "out"
         )
     check_padding(mask, "pools of keys")
 

@@ -224,15 +224,18 @@ def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: Sele
     for state in states:
         state.check_usable(given.q.device)
     count = whole_number("top_k={}", top_k, f"give how many {asked.kind.units} each query selects, 1 or more", 1)
-    expected = "give what products are multiplied by, above 0, or None"
+    expected = "give the factor on products, above 0, or None"
     factor = given.q.shape[3] ** -0.5 if scale is None else number("scale={}", scale, expected)
     if factor <= 0:
         raise ValueError(f"scale={shown(scale)} is not valid; {expected}")
     if mask.head_groups is not None:
-        raise ValueError("a selection is one for all heads, but the mask is one per group of heads; select for each")
+        raise ValueError(
+            "all heads share a selection, but the mask differs between groups of heads; select for each group by "
+            "itself"
+        )
     batch, ranks = given.q.shape[0], states[0].topology.ranks
     if mask.rows not in (None, batch):
-        raise ValueError(f"the mask is made for {mask.rows} batch rows, but index_q has {batch}; give one for each")
+        raise ValueError(f"the mask has {mask.rows} batch rows, but index_q has {batch}; give a mask for each row")
     held = given.q.shape[1]
     of_ranks = ranks if len(states) < ranks else 1
     sequence = Tokens(max(1, held * of_ranks)) if tokens is None else as_tokens(tokens)  # type: ignore[arg-type]

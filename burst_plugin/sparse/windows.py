@@ -73,7 +73,8 @@ class Windows:
     ) -> None:
         if mask is not None and (mask.trees or mask.head_groups is not None):
             raise ValueError(
-                "windows of tokens are not known with a prefix tree, or a mask for each group of heads; leave it out"
+                "windows of tokens are not supported with a prefix tree, or with a mask for each group of heads; "
+                "leave it out"
             )
         if mask is not None:
             check_padding(mask, "windows of tokens")

@@ -222,7 +222,7 @@ def test_a_prefix_is_read_once_for_all_rows() -> None:
     with pytest.raises(ValueError, match="hides some of the 40 tokens that rows share"):
         cache.attend(0, x, x[:, :, :2], x[:, :, :2], mask=SlidingWindow(5))
     cache.attend(0, x, x[:, :, :2], x[:, :, :2])
-    with pytest.raises(ValueError, match="list one row, of no shared ones"):
+    with pytest.raises(ValueError, match="list a single row, and of a cache whose rows share nothing"):
         cache.fork([0, 1], shared=True)
     assert cache.fork([3, 5]).lengths == (41, 41)
 
@@ -287,7 +287,7 @@ def test_a_cache_is_used_as_turns_say() -> None:
     with pytest.raises(ValueError, match="one number per row, up to its length"):
         cache.truncate([2, 1])
     cache.truncate([1, 0])
-    with pytest.raises(ValueError, match="is not for the 2 rows that are cached"):
+    with pytest.raises(ValueError, match="does not fit the 2 rows that are cached"):
         cache.begin([1])
     cache.begin([1, 1])
     with pytest.raises(ValueError, match="float64"):

@@ -69,5 +69,5 @@ def test_a_rank_may_hold_nothing() -> None:
 
 
 def test_a_mask_of_other_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="the mask is for 2 batch rows, but there are 3"):
+    with pytest.raises(ValueError, match="the mask has 2 batch rows, but there are 3"):
         _pieces(LAYOUTS["zigzag"], 1, 4, PerRow((Documents((0, 4)), Documents((0, 2, 4)))), rows=3)

@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("block=2.5 is not valid", {"block": 2.5}),
         ("top_k=0 is not valid; give how many blocks", {"top_k": 0}),
         ("forced=-1 is not valid", {"forced": -1}),
-        ("among earlier tokens alone; give Causal", {"mask": Full()}),
+        ("among earlier tokens only; give Causal", {"mask": Full()}),
         ("not supported with a prefix tree", {"mask": PrefixTree((-1, 0, 0), (8, 8, 8))}),
     ]
     for text, options in cases:

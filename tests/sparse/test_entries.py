@@ -144,7 +144,7 @@ def test_attention_to_tokens_and_entries_is_that_of_the_definition(ranks: int) -
 @pytest.mark.parametrize(
     ("mask", "layout", "expected"),
     [
-        (PrefixTree((-1, 0, 0), (8, 8, 8)), "zigzag", "not known with a prefix tree"),
+        (PrefixTree((-1, 0, 0), (8, 8, 8)), "zigzag", "not supported with a prefix tree"),
         (PerHeadGroup((Causal(), Causal())), "zigzag", "a mask for each group of heads; leave it out"),
         (
             Keys(((0, 4), (6, 24))),

@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("size=0 is not valid; give how many tokens a pool has", {"size": 0}),
         ("size=2.5 is not valid", {"size": 2.5}),
         ("top_k=0 is not valid; give how many pools", {"top_k": 0}),
-        ("among earlier tokens alone; give Causal", {"mask": Full()}),
+        ("among earlier tokens only; give Causal", {"mask": Full()}),
         ("not supported with a prefix tree", {"mask": tree}),
         ("padding ends at token 15 of batch row 1, in the middle of a document", {"mask": Causal() & hole}),
     ):

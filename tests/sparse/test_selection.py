@@ -179,8 +179,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ("give both one type", (q, k.double(), weights), {}),
         ("top_k=0 is not valid", (q, k, weights), {"top_k": 0}),
         ("scale=-1.0 is not valid", (q, k, weights), {"scale": -1.0}),
-        ("made for 3 batch rows", (q, k, weights), {"mask": PerRow((Full(),) * 3)}),
-        ("per group of heads", (q, k, weights), {"mask": PerHeadGroup((Full(), Causal()))}),
+        ("mask has 3 batch rows", (q, k, weights), {"mask": PerRow((Full(),) * 3)}),
+        ("groups of heads", (q, k, weights), {"mask": PerHeadGroup((Full(), Causal()))}),
         ("holds 20 of 20 tokens", (q, k, weights), {"tokens": Tokens(20)}),
     ]
     for text, tensors, options in cases:
