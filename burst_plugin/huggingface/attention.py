@@ -116,7 +116,7 @@ def forward(
         return _whole(module, (query, key, value), attention_mask, options), None
     if not hasattr(module, EXAMINED):
         raise ValueError(
-            f"{type(module).__name__} got a sharded batch, but it has not been checked that tokens of its model meet "
+            f"{type(module).__name__} got a sharded batch, but it has not been checked that its model mixes tokens "
             "in attention only: call burst_plugin.huggingface.prepare(model) first"
         )
     entries = held_entries(module)
@@ -164,8 +164,8 @@ def _problem_of_lengths(module: torch.nn.Module, shard: SequenceShard, lengths: 
     (queries, keys), share = lengths, shard.tokens.length // shard.cp.ranks
     if keys != queries:
         return (
-            f"{type(module).__name__} got {queries} queries on {keys} keys: past_key_values, of what came before, "
-            "are not spread over ranks; give whole sequences, without past_key_values"
+            f"{type(module).__name__} got {queries} queries on {keys} keys: past_key_values are not spread over "
+            "ranks; give whole sequences, without past_key_values"
         )
     if queries != share:
         return (
@@ -213,8 +213,9 @@ def _missing_shard() -> str:
     """Return why a layer in training has no shard."""
     if shard_of_forward() is not None:
         return (
-            "never heard of the shard that its model got, since the layers around it hand it neither their keyword "
-            "arguments nor the mask (which is enough unless torch.compile is used): have them hand on the former"
+            "does not know the shard that its model got: the layers around it pass on neither their keyword "
+            "arguments nor the mask (which is enough unless torch.compile is used); have them pass on the keyword "
+            "arguments"
         )
     return (
         "got a batch that is not sharded: pass what burst_plugin.shard_batch(batch, cp) or "
@@ -238,8 +239,8 @@ def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mappi
         strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
         if strange or (option in _REFUSED and value is not None):
             return (
-                f"{name} passes {option}, which {implementation} does not support; use another one, or take it out "
-                "of the batch if that is where it comes from"
+                f"{name} passes {option}, which {implementation} does not support; use another attn_implementation, "
+                "or leave it out if the batch has it"
             )
     if options.get("output_attentions"):
         return f"{name}: output_attentions=True is not supported by {implementation}; leave it out"
@@ -267,8 +268,8 @@ def mask_of_call(module: torch.nn.Module, shard: SequenceShard, recipe: Any, opt
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
     if own.looks_ahead and shard.mask is not None and shard.mask.trees:
         raise ValueError(
-            f"{type(module).__name__} attends to later tokens too, and a token in a tree has none of its own: at a "
-            "branch it has several; use a causal model, or leave the tree out"
+            f"{type(module).__name__} attends to later tokens too, which are not defined in a tree: a token at a "
+            "branch has several next ones; use a causal model, or leave the tree out"
         )
     if isinstance(recipe, MaskRecipe) and recipe.chunk is not None:
         masks.append(chunk_mask(shard, recipe.chunk))
@@ -307,9 +308,9 @@ def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
     """Return dropout's seed: the same on all ranks and in recomputation, different for each forward and layer."""
     if shard.seed is None:
         raise ValueError(
-            f"{type(module).__name__} drops attention probabilities in a checkpoint around the whole model, of a "
-            "shard that was used in several forwards, and which of them is recomputed is not known; call shard_batch "
-            "again for each forward, or use the model's gradient_checkpointing_enable()"
+            f"{type(module).__name__} drops attention probabilities in a checkpoint around the whole model, and its "
+            "shard was used in several forwards, so it is not known which one is recomputed; call shard_batch again "
+            "for each forward, or use the model's gradient_checkpointing_enable()"
         )
     return int((shard.seed * 1_000_003 + getattr(module, EXAMINED)) % (2**31 - 1))
 
@@ -352,8 +353,8 @@ def _check_blocks(module: torch.nn.Module, choice: Any, recipe: MaskRecipe) -> N
         raise ValueError(f"{name} passes block_indices: call burst_plugin.huggingface.prepare(model) first")
     if recipe.keeps_documents_apart:
         raise ValueError(
-            f"{name} got packed documents as a whole batch, where its indexer takes positions for places in the row; "
-            "give what burst_plugin.shard_batch(batch, cp) returns, or a row for each document"
+            f"{name} got packed documents as a whole batch, in which its indexer takes position_ids for places in "
+            "the row; give what burst_plugin.shard_batch(batch, cp) returns, or a row for each document"
         )
 
 

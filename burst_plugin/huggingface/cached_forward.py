@@ -114,22 +114,24 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     """Return why a forward cannot run with a `RingCache`; empty if it can."""
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "it has attention in chunks, which the cache does not cut; generate on one rank"
+        return "its attention in chunks is not supported by the cache; generate on one rank"
     if getattr(config, "attn_temperature_tuning", None) and not all(getattr(config, "no_rope_layers", None) or (1,)):
-        return "attn_temperature_tuning counts places in this rank's part of a text; generate on one rank"
+        return "attn_temperature_tuning would count positions in this rank's part of a text; generate on one rank"
     if getattr(config, "ple_layer_ids", None):
         return "its n-grams look back at tokens that the cache does not have; generate on one rank, without the ring"
     if model.training or torch.is_grad_enabled():
-        return "it has no gradients and no dropout; call model.eval(), and the model under torch.no_grad()"
+        return (
+            "a RingCache has no gradients and no dropout; call model.eval(), and run the model under torch.no_grad()"
+        )
     if given.get("labels") is not None:
         return "labels would be compared with this rank's tokens; use burst_plugin.huggingface.log_likelihood"
     if SHARD_KEY in given:
-        return "it takes whole batches, the same on every rank, and cuts them itself; leave shard_batch out"
+        return "a RingCache takes whole batches, the same on every rank, and cuts them itself; leave shard_batch out"
     if given.get("use_cache") is False:
         return "use_cache=False would compute all tokens again; leave it out"
     for name in ("output_attentions", "output_hidden_states"):
         if given.get(name, getattr(config, name, False)):
-            return f"{name}=True would be that of this rank's tokens; leave it out"
+            return f"{name}=True would return this rank's tokens only; leave it out"
     if given.get("return_dict") is False:
         return "return_dict=False is not supported; leave it out"
     if not any(name in given for name in ("input_ids", "inputs_embeds")):
@@ -137,8 +139,8 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     media = sorted(name for name in given if name.startswith(MEDIA) and given[name] is not None)
     if media:
         return (
-            f"got {', '.join(media)}, but ranks have a part of the tokens each: give images to generate, which "
-            f"encodes them before, or a forward the features of all of them ({FEATURES})"
+            f"got {', '.join(media)}, but each rank computes a part of the tokens only: give images to generate, "
+            f"which encodes them first, or give a forward the features of all images ({FEATURES})"
         )
     if given.get(FEATURES) and hasattr(model.base_model, "compute_3d_position_ids"):
         positions = given.get("position_ids")
@@ -177,7 +179,10 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
         )
     whole = mask.cpu() != 0
     if before and (len(seen) != batch or not torch.equal(whole[:, :before], seen)):
-        raise ValueError("attention_mask hides other tokens than when they were cached; give the same one, and go on")
+        raise ValueError(
+            "attention_mask hides other tokens than when they were cached; give the earlier mask, continued "
+            "by the new tokens"
+        )
     if not bool(whole[:, -1].all()):
         raise ValueError(
             "attention_mask has padding at the end of a row, after which nothing can follow; pad on the left, as "
@@ -191,8 +196,9 @@ def _check_padding(real: Tensor, seen: Tensor) -> None:
     begun = seen.any(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.bool, device="cpu")
     if bool((~real & (begun | (real.cumsum(1) > 0))).any()):
         raise ValueError(
-            "attention_mask has padding after the first token of a row, at which transformers lets the states of "
-            "recurrent layers go on; pad rows on the left alone, and give all rows as many tokens in later turns"
+            "attention_mask has padding after the first token of a row, through which transformers carries the "
+            "states of recurrent layers; pad rows on the left only, and give all rows equally many tokens in later "
+            "turns"
         )
 
 
@@ -280,6 +286,6 @@ def _end(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], 
         end_turn(model, cache)
     if cache is not None and not cache.end_turn() and output is not None:
         raise ValueError(
-            f"{type(model).__name__} has computed logits without its layers, or without {model.base_model_prefix}: "
-            "they are those of this rank's tokens; a RingCache is for models that do as LlamaForCausalLM"
+            f"{type(model).__name__} computed logits without its layers, or without {model.base_model_prefix}, so "
+            "they cover this rank's tokens only; a RingCache is for models that are built like LlamaForCausalLM"
         )

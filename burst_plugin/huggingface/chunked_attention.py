@@ -80,7 +80,7 @@ def _refused(module: Any, head_chunk: int) -> str | None:
     if not dim or any(width % dim for width in (*widths, outputs)) or widths[1] != widths[2]:
         return f"does not project to heads of one size, head_dim={dim}, but to {', '.join(map(str, widths))}"
     if widths[0] != outputs * (2 if _GATED.fullmatch(type(module).__name__) else 1):
-        return f"projects to {widths[0]} numbers of queries, but has {outputs} outputs"
+        return f"projects queries to {widths[0]} numbers, but its output projection takes {outputs}"
     heads = _heads(module)
     others = [name for name, child in children.items() if not _is_allowed(name, child, dim)]
     others += [name for name, _ in module.named_parameters(recurse=False) if name != _SINKS]

@@ -213,8 +213,8 @@ def _check_whole_batch(name: str, recipe: MaskRecipe) -> None:
     """Raise ValueError for a whole batch that a compressor of transformers does not compute as it is meant."""
     if cache_of_forward() is not None:
         raise ValueError(
-            f"{name} makes entries of the tokens of all ranks, which a RingCache has not; generate with a cache of "
-            "transformers, on one rank"
+            f"{name} makes entries of the tokens of all ranks, which a RingCache does not hold; generate with a "
+            "cache of transformers, on one rank"
         )
     if recipe.keeps_documents_apart:
         raise ValueError(

@@ -128,8 +128,8 @@ def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: Generation
         return f"{asked} is not supported; use one of {names}"
     if mode is GenerationMode.ASSISTED_GENERATION and any(mixers(model)):
         return (
-            f"{mode.value} cuts off drafts that are not taken, and states of recurrent layers are those after the "
-            "last token; leave assistant_model and prompt_lookup_num_tokens out"
+            f"{mode.value} drops drafted tokens that are not accepted, and the states of recurrent layers cannot go "
+            "back; leave assistant_model and prompt_lookup_num_tokens out"
         )
     if config.use_cache is False:
         return "use_cache=False would compute all tokens again; leave it out"

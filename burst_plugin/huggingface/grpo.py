@@ -109,16 +109,19 @@ def _problem(trainer: Any, cp: ContextParallel) -> str:
         return "use_liger_kernel changes models after they are examined; set it to False"
     accelerator = trainer.accelerator
     if getattr(trainer, "is_fsdp_enabled", False):
-        return "fold_rollouts is not for FSDP, which gathers parameters on its own; use DDP or DeepSpeed"
+        return "fold_rollouts does not support FSDP, which gathers parameters on its own; use DDP or DeepSpeed"
     engine = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "deepspeed_config", None) or {}
     if engine.get("burst_attention", {}).get("enabled"):
         return "the burst_attention block of DeepSpeed's config cuts batches itself; leave it out, cp is the ring"
     sizes = getattr(accelerator, "parallelism_config", None)
     split = [f"{name}={getattr(sizes, name)}" for name in ("cp_size", "sp_size", "tp_size") if _is_split(sizes, name)]
     if split:
-        return f"ranks of a ring draw prompts of their own here; leave {', '.join(split)} of ParallelismConfig out"
+        return f"each rank of a ring draws its own prompts here; leave {', '.join(split)} of ParallelismConfig out"
     if accelerator.num_processes % cp.ranks:
-        return f"{accelerator.num_processes} ranks of Accelerate are not rings of {cp.ranks}; give every rank a ring"
+        return (
+            f"{accelerator.num_processes} ranks of Accelerate cannot be divided into rings of {cp.ranks}; "
+            f"start a multiple of {cp.ranks} ranks"
+        )
     return ""
 
 

@@ -138,8 +138,8 @@ def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *ar
     recipe, shard = given["attention_mask"], shard_of_indexer(module)
     if shard is not None and not isinstance(recipe, MaskRecipe):
         raise ValueError(
-            f"{type(module).__name__} got a sharded batch and a mask of its own, a {type(recipe).__name__}, by which "
-            "it would select among this rank's tokens only; hand on the mask that the model has made"
+            f"{type(module).__name__} got a sharded batch and a mask of its own, a {type(recipe).__name__}, with "
+            "which it would select among this rank's tokens only; pass on the mask that the model has made"
         )
     if not isinstance(recipe, MaskRecipe):
         if cache_of_forward() is not None:

@@ -83,7 +83,7 @@ def held_latents(layer: torch.nn.Module, key: Tensor) -> Latents | None:
     empty, latents = vars(layer).pop(_HELD, (None, None))
     if empty is not None and empty is not key:
         raise ValueError(
-            f"{type(layer).__name__} does something to keys between making them of latents and attention; use "
+            f"{type(layer).__name__} changes keys after it made them from latents and before attention; use "
             "latents='expand'"
         )
     held: Latents | None = latents

@@ -22,7 +22,8 @@ def chunk_mask(shard: SequenceShard, size: int) -> Mask:
     """Return the mask of attention in chunks of `size` tokens. Raises ValueError for a shard of a prefix tree."""
     if shard.mask is not None and shard.mask.trees:
         raise ValueError(
-            "attention in chunks is not supported with a tree, whose tokens have several places; leave the tree out"
+            "attention in chunks is not supported with a tree, which has several tokens at one position; leave the "
+            "tree out"
         )
     return _chunks(shard.mask, shard.tokens.length, size)
 

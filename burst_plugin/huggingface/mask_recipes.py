@@ -160,8 +160,9 @@ class MaskRecipe:
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError, saying what is wrong with a model that takes its mask for a tensor."""
         raise AttributeError(
-            f"a model asks for {name} of its attention mask, as if that were a tensor; with "
-            'attn_implementation="burst" it is a recipe: use a model that leaves its mask to its attention function'
+            f"a model reads {name} of its attention mask, as if that were a tensor; with "
+            'attn_implementation="burst" the mask is a description without values: use a model that only hands its '
+            "mask to its attention function"
         )
 
     @property
@@ -314,8 +315,8 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
     if bool((in_text.diff(dim=-1) != 1).any()):
         _REPORTED.add(model)
         _LOG.warning(
-            "%s hands no position_ids to its mask: eager and sdpa attention of transformers let the documents of a "
-            "packed batch attend to each other, which here they do not, so that losses differ from theirs",
+            "%s passes no position_ids to its mask: eager and sdpa attention of transformers let the documents of a "
+            "packed batch attend to each other. Here they do not, so losses differ from theirs",
             model,
         )
 

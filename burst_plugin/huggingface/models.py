@@ -195,8 +195,8 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     if attended == before[0] and not is_recurrent_alone(model):
         raise ValueError(
             f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
-            "attended to their own tokens only: its layers hand their attention neither the keyword arguments that "
-            "they are given nor the mask (which is enough unless torch.compile is used); have them hand on the former"
+            "attended to their own tokens only: its layers pass on to attention neither their keyword arguments nor "
+            "the mask (which is enough unless torch.compile is used); have them pass on the keyword arguments"
         )
     if carried == before[1] and any(mixers(model)):
         raise ValueError(
@@ -243,7 +243,10 @@ def problems(
         return [f"{type(model).__name__} has no model of transformers; call burst_plugin.burst_attention in it"]
     if len(outermost) > 1 and not is_whole:
         names = ", ".join(type(each).__name__ for each in outermost)
-        return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
+        return [
+            f"{type(model).__name__} has {len(outermost)} models of transformers, {names}, but only one can "
+            "run on a ring; pass that one"
+        ]
     makes_masks = any(each.config.model_type in MAKES_MASKS for each in outermost)
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in text_modules(module_taking_batches(model) if is_whole else model):

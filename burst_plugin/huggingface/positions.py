@@ -101,8 +101,8 @@ def with_positions(
         )
     if _BY_IDS.pattern in counts and shard.mask is not None and shard.mask.trees:
         raise ValueError(
-            f"{type(model).__name__} counts positions by ids that are no padding, and those of a tree count from 0 "
-            "along each path; leave the tree out"
+            f"{type(model).__name__} counts positions by ids that are no padding, but positions of a tree count "
+            "from 0 along each path; leave the tree out"
         )
     if shard.counted is None:  # the batch has positions of its own
         return kwargs

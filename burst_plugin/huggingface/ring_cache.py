@@ -196,7 +196,7 @@ class RingCache(Cache):
             )
         if self._layer is not None:
             raise ValueError(
-                f"layer {self._layer} has put keys and values into a RingCache, but has not attended to them by "
+                f"layer {self._layer} stored keys and values in a RingCache, but did not attend to them with "
                 'attn_implementation="burst"; a RingCache is for models all of whose layers do'
             )
         self._layer = layer_idx
@@ -211,8 +211,8 @@ class RingCache(Cache):
         """
         if self._layer is None or self._kv is None:
             raise ValueError(
-                f"{name} attends to keys and values that it has not put into the RingCache, perhaps those of another "
-                "layer; a RingCache is for models whose layers have keys and values of their own"
+                f"{name} attends to keys and values that it did not store in the RingCache, perhaps those of "
+                "another layer; a RingCache is for models whose layers have keys and values of their own"
             )
         layer, self._layer = self._layer, None
         if layer not in self._windows:
@@ -317,8 +317,8 @@ class RingCache(Cache):
         """
         if self.states is not None and tokens_to_remove:
             raise ValueError(
-                f"crop({tokens_to_remove}) is not possible: the states of recurrent layers are those after the last "
-                "token; keep a copy.deepcopy(cache) to go back to"
+                f"crop({tokens_to_remove}) is not possible: the states of recurrent layers cannot go back; keep a "
+                "copy.deepcopy(cache) of the earlier state"
             )
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) is not valid; use -n to forget the last n tokens")

@@ -58,7 +58,10 @@ def check_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) ->
     is_taken = hasattr(pretrained, _TAKEN)
     problem = problem_of_router_loss(pretrained, is_taken or getattr(pretrained, _AVERAGED, False))
     if not problem and not is_taken and shard.mask is not None and shard.mask.trees:
-        problem = "output_router_logits is set for a tree, whose tokens stand for several rows each; leave it out"
+        problem = (
+            "output_router_logits is not supported with a tree, whose tokens count for several rows each; "
+            "leave it out"
+        )
     if problem:
         raise ValueError(f"{type(pretrained).__name__} cannot run on a ring: {problem}")
 

@@ -117,7 +117,7 @@ def _refuse_tower(tower: torch.nn.Module, args: tuple[Any, ...]) -> None:
     shard = shard_of_forward()
     if shard is not None and not shard.as_given:
         raise ValueError(
-            f"{type(tower).__name__} runs on a batch that is cut, though that has text alone: whether it can has not "
+            f"{type(tower).__name__} ran on a batch of text that was cut, and whether it can run on a ring has not "
             "been examined; train the language model by itself"
         )
 

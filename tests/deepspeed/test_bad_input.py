@@ -154,7 +154,10 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_ulysses_mpu, "parallel_state_sp belongs to Ulysses, which does not go together"),
     (_with_ulysses_layer, "the model has DistributedAttention layers (Ulysses)"),
     (_config(expert_parallel={"enabled": True}), "expert_parallel.enabled=True does not go together"),
-    (_two_models, "_Pair has 2 models, LlamaForCausalLM, LlamaForCausalLM, of which one can run on a ring"),
+    (
+        _two_models,
+        "_Pair has 2 models of transformers, LlamaForCausalLM, LlamaForCausalLM, but only one can run on a ring",
+    ),
     (_pipeline, "a PipelineModule does not go together with burst_attention"),
     (_only_rank_1(_config(gradient_allreduce_op="sum")), "rank 1: gradient_allreduce_op='sum' does not go together"),
     (
@@ -454,7 +457,7 @@ def test_parts_of_a_shard_that_do_not_fit_together_are_refused() -> None:
         "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
         "",
         "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
-        "past_key_values, of what came before, are not spread over ranks",
+        "past_key_values are not spread over ranks",
     ]
     for found in run_ranks(_parts_of_shards, 2):
         for said, message in zip(found, expected, strict=True):

@@ -229,5 +229,5 @@ def test_a_compressor_that_is_not_replaced_is_an_error() -> None:
 
 def test_a_cache_of_a_ring_is_refused() -> None:
     model = prepare(build()).eval()
-    with pytest.raises(ValueError, match="which a RingCache has not; generate with a cache of transformers"):
+    with pytest.raises(ValueError, match="which a RingCache does not hold; generate with a cache of transformers"):
         model.generate(BATCHES["plain"]["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2)

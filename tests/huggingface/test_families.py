@@ -412,7 +412,7 @@ def test_models_whose_documents_meet_in_eager_attention_are_named_once() -> None
     first, second = run_ranks(_told, 2, [plain, packed, packed], "zigzag")
     assert second == []
     (text,) = first
-    assert "GptOssForCausalLM hands no position_ids to its mask" in text
+    assert "GptOssForCausalLM passes no position_ids to its mask" in text
     assert run_ranks(_told, 2, [plain], "zigzag") == [[], []]
     late = _packed((29, 3))  # of which the first rank has no bound, and the first half of a sequence
     assert run_ranks(_told, 2, [late], "contiguous") == [[], []]
@@ -579,7 +579,7 @@ def _whole_model(rank: int, use_reentrant: bool) -> tuple[float, str]:
 def test_a_checkpoint_around_a_whole_model_draws_again_what_its_only_forward_drew(use_reentrant: bool) -> None:
     for error, message in run_ranks(_whole_model, 2, use_reentrant):
         assert error <= 1e-6
-        assert "checkpoint around the whole model, of a shard that was used in several forwards" in message
+        assert "checkpoint around the whole model, and its shard was used in several forwards" in message
 
 
 # ----------------------------------------------------------------------------------------------------- refused
@@ -671,7 +671,7 @@ def test_a_model_whose_layers_hand_nothing_on_is_told(training: bool) -> None:
     model.model.layers[0] = _DropsAll(model.model.layers[0])
     prepare(model).train(training)
     local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
-    told = "LlamaAttention never heard of the shard" if training else "its layers hand their attention neither"
+    told = "LlamaAttention does not know the shard" if training else "its layers pass on to attention neither"
     with torch.set_grad_enabled(training), pytest.raises(ValueError, match=told):
         model(**local, use_cache=False)
 
@@ -688,9 +688,7 @@ def test_a_mask_of_the_values_of_all_keys_is_refused() -> None:
 
 def test_a_model_that_takes_its_mask_for_a_tensor_is_told() -> None:
     recipe = MaskRecipe(mask_function=causal_mask_function, batch_size=2, q_length=3, kv_length=4)
-    with pytest.raises(
-        AttributeError, match="a model asks for dtype of its attention mask, as if that were a tensor"
-    ):
+    with pytest.raises(AttributeError, match="a model reads dtype of its attention mask, as if that were a tensor"):
         recipe.dtype  # noqa: B018
     assert recipe.shape == (2, 1, 3, 4), "by which transformers makes a mask of a mask"
 

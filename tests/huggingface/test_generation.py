@@ -301,7 +301,7 @@ def test_what_is_not_right_on_a_ring_is_refused_by_name() -> None:
             model(PROMPT[:, :1], attention_mask=mask, position_ids=torch.zeros(2, 1), **{NAME: cache})
         assert cache.lengths == (33, 50)
     x = torch.ones(2, 2, 1, 8)
-    with pytest.raises(ValueError, match="keys and values that it has not put into the RingCache"):
+    with pytest.raises(ValueError, match="keys and values that it did not store in the RingCache"):
         cache.attend("a layer", (x, x, x), Causal(), Scores(), None)
     with pytest.raises(ValueError, match=r"crop\(3\) is not valid; use -n to forget the last n tokens"):
         cache.crop(3)

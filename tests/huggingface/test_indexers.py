@@ -70,5 +70,5 @@ def test_a_mask_of_its_own_is_refused_on_a_shard() -> None:
     indexer = model.model.layers[0].self_attn.indexer
     setattr(indexer, _SHARD, shard_batch(BATCH, ContextParallel())["burst"])
     x = torch.zeros(2, 32, 8)
-    with pytest.raises(ValueError, match="got a sharded batch and a mask of its own, a Tensor, by which it would"):
+    with pytest.raises(ValueError, match="got a sharded batch and a mask of its own, a Tensor, with which it would"):
         indexer(x, x, (x, x), torch.zeros(2, 32, 32), None)

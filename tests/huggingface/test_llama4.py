@@ -79,7 +79,7 @@ def _generate(rank: int, chunks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "reason"), [(True, "it has attention in chunks"), (False, "attn_temperature_tuning")]
+    ("chunks", "reason"), [(True, "its attention in chunks is not supported"), (False, "attn_temperature_tuning")]
 )
 def test_a_cache_of_a_ring_is_refused_by_name(chunks: bool, reason: str) -> None:
     assert problems(build(Run(model=LLAMA4))) == []

@@ -99,7 +99,7 @@ def _refused(rank: int, family: str, joined: bool, message: str) -> str:
     ("family", "joined", "message"),
     [
         ("fun_asr_nano", False, "its adaptor has attention of its own that transformers cannot set"),
-        ("audioflamingo3", True, "put a token of text between the tokens of two of them"),
+        ("audioflamingo3", True, "put a token of text between two of them"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_on_every_rank(family: str, joined: bool, message: str) -> None:

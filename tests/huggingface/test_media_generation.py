@@ -104,7 +104,7 @@ def _refusals(rank: int) -> list[str]:
 
 def test_what_cannot_be_had_is_refused_on_every_rank() -> None:
     expected = (
-        "got pixel_values, but ranks have a part of the tokens each: give images to generate",
+        "got pixel_values, but each rank computes a part of the tokens only: give images to generate",
         "pixel_values",
         "the prompt has 16 tokens of images, but LlavaModel makes 12 features of the images",
         "tokens of an image, which attend to each other both ways, came in two turns: give all tokens",

@@ -194,7 +194,8 @@ def _folded(rank: int) -> None:
 def test_trees_whose_positions_begin_at_zero_are_refused_for_models_that_count_from_padding_on() -> None:
     for line in last_lines(_folded, 2):
         assert (
-            "RobertaForCausalLM counts positions by ids that are no padding, and those of a tree count from 0" in line
+            "RobertaForCausalLM counts positions by ids that are no padding, but positions of a tree count from 0"
+            in line
         )
 
 

@@ -260,7 +260,7 @@ def test_blocks_on_a_ring_of_one_rank_are_those_of_each_text_alone() -> None:
                 found[row : row + 1, begin : begin + expected.shape[1]], expected, rtol=2e-5, atol=2e-5
             )
     batch = {name: x for name, x in BATCHES["packed"].items() if name != "labels"}
-    with pytest.raises(ValueError, match="takes positions for places in the row; give what"):
+    with pytest.raises(ValueError, match="takes position_ids for places in the row; give what"):
         ring(**batch, use_cache=False)
     layer = next(block_indexers(ring))
     layer.forward = partial(type(layer).forward.__wrapped__, layer)  # as of a model that has not been prepared

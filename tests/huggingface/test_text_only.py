@@ -178,7 +178,7 @@ def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
     local = shard_batch(_plain(), ContextParallel())
     tower = model.model.vision_tower
     hook = model.model.language_model.register_forward_pre_hook(lambda *args: tower(torch.zeros(1, 3, 336, 336)))
-    with pytest.raises(ValueError, match="CLIPVisionModel runs on a batch that is cut, though that has text alone"):
+    with pytest.raises(ValueError, match="CLIPVisionModel ran on a batch of text that was cut"):
         model(**local)
     hook.remove()
     model(**local)

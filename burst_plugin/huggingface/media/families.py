@@ -89,7 +89,7 @@ def why_not(module: Any, modality: str) -> str:
         reason = _REASONS.get(family, f"how ranks could share {PLURALS[modality]} has not been examined")
         return f"{reason}; {_INSTEAD}"
     if any(isinstance(each, _BatchNorm) and each.training for each in module.modules()):
-        return "a BatchNorm of its tower takes means over all of them, of which a rank has a part; set it to eval()"
+        return "a BatchNorm of its tower averages over all of them, and a rank has only a part; set it to eval()"
     return ""
 
 

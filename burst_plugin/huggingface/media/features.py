@@ -146,8 +146,8 @@ def _numbers(
         of_units |= zip(share, found, strict=True)
     if min(of_units.values(), default=0) < 0:
         raise ValueError(
-            "the model's features do not tell which belong to which of several images, videos or clips, and neither "
-            "do their tokens: put a token of text between the tokens of two of them"
+            "it cannot be told which features belong to which of several images, videos or clips, neither by the "
+            "features nor by their tokens: put a token of text between two of them"
         )
     starts, at = {}, 0
     for number in sorted(of_units):

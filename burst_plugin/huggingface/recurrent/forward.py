@@ -80,8 +80,8 @@ def refuse_state(what: str, *states: object) -> None:
     """Raise ValueError for states that a call on a shard is to go on from."""
     if any(state is not None for state in states):
         raise ValueError(
-            f"{what} got a state to go on from with a batch that is cut, whose first tokens one rank alone has: give "
-            "whole texts, without a cache of tokens before them"
+            f"{what} got a state to go on from with a batch that is cut, whose first tokens are on one rank only: "
+            "give whole texts, without a cache of tokens before them"
         )
 
 
@@ -118,8 +118,8 @@ def check_pieces(model: PreTrainedModel, shard: SequenceShard) -> None:
     chunk = getattr(model.config, "max_inference_chunksize", None)
     if chunk is not None and shard.tokens.length > chunk * shard.cp.ranks:
         raise ValueError(
-            f"{type(model).__name__} is to evaluate more tokens at once than max_inference_chunksize={chunk}, and "
-            f"would do so in pieces of each rank's shard; set it to {shard.tokens.length} in its configuration"
+            f"{type(model).__name__} would evaluate each rank's shard in pieces of max_inference_chunksize={chunk} "
+            f"tokens; set it to {shard.tokens.length} in its configuration"
         )
 
 
@@ -166,9 +166,9 @@ def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         setattr(mixer, _ON_SHARD, shard is not None)
     elif shard is None and getattr(mixer, _ON_SHARD, False):
         raise ValueError(
-            f"{type(mixer).__name__} is computed again in the backward pass without the shard that it had: a "
-            "checkpoint around it does not hand on what it was given; use PyTorch's checkpoint_wrapper, or the "
-            "model's gradient_checkpointing_enable()"
+            f"{type(mixer).__name__} is computed again in the backward pass without its shard: a checkpoint around "
+            "it does not pass on its arguments; use PyTorch's checkpoint_wrapper, or the model's "
+            "gradient_checkpointing_enable()"
         )
     if shard is not None and shard_of_forward() is None and states_of_turn() is None:
         enter_forward(mixer, shard, None)
