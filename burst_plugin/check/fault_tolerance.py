@@ -99,7 +99,7 @@ def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], 
 def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
     """Yield the finding of each way to fail, in `ranks` processes of this machine each."""
     if ranks < 2:
-        reason = "there is one rank, and no other that could miss it; start 2 or more, which may share a GPU"
+        reason = "there is one rank, so no other could notice that it fails; start 2 or more, which may share a GPU"
         yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails", reason)
         return
     ranks = min(ranks, 2) if settings.quick else min(ranks, 4)
@@ -127,7 +127,7 @@ def _outcome(way: str, processes: RankProcesses, ranks: int, limit_s: float) -> 
             processes.limit_s = failed_at + limit_s
     if failed_at is None:
         errors = (f"rank {rank}: {end.error}" for rank, end in processes.ended.items() if end.error)
-        text = f"the ring did not get so far; {next(errors, 'no rank has ended')}"
+        text = f"the ring did not get that far; {next(errors, 'no rank has ended')}"
         return Finding(FAULT_TOLERANCE, FAILED, what, text)
     running = [rank for rank in others if rank not in processes.ended]
     if running:

@@ -195,7 +195,7 @@ def _ring_finding(world: World, settings: Settings, links: dict[Link, MeasuredLi
         f"{shown_time(transfer_s)}: {overlap:.0%} of the shorter is hidden, {shown_time(max(0.0, exposed_s))} exposed"
     )
     if world.device.type == "cpu":
-        text += "; on CPUs messages take the time of processors, so that this says little"
+        text += "; on CPUs messages take processor time, so that this says little"
     figures = {"ring_s": times.ring_s, "without_transfers_s": times.silent_s, "transfers_s": transfer_s}
     figures |= {"overlap": overlap, "kernel_s": kernel_s}
     return Finding(PERFORMANCE, OK, "ring", text, figures, time.perf_counter() - start)

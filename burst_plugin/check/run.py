@@ -84,13 +84,16 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
         yield from _in_launcher(settings, place, gpus)
         if gpus and CORRECTNESS in settings.sections:
             yield Finding(
-                CORRECTNESS, NOT_SHOWN, BOUND, "a launcher's ranks join once, without a device; spawn ranks"
+                CORRECTNESS,
+                NOT_SHOWN,
+                BOUND,
+                "a launcher's ranks join without a device; run burst check without a launcher",
             )
         return
     yield from _of_machine(settings.sections, asked, gpus)
     if 0 < gpus < asked:
         timed = [section for section in settings.sections if section not in _UNTIMED]
-        text = f"{asked} ranks share {gpus} of them, so that times would say little; leave out --ranks"
+        text = f"{asked} ranks share {gpus} of them, so times would say little; leave out --ranks"
         yield from (Finding(section, NOT_SHOWN, "GPUs of their own", text) for section in timed)
         untimed = tuple(section for section in settings.sections if section in _UNTIMED)
         settings = replace(settings, sections=untimed)
@@ -105,7 +108,7 @@ def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Fi
             yield from (Finding(CORRECTNESS, NOT_SHOWN, what, "there are no GPUs") for what in ONLY_GPUS)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if local > cores and PERFORMANCE in sections:
-            text = f"{local} ranks share {cores} processors, so that times are no measure of either"
+            text = f"{local} ranks share {cores} processors, so times measure neither"
             yield Finding(PERFORMANCE, NOT_SHOWN, "ranks of their own speed", text)
 
 
@@ -195,6 +198,6 @@ def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> 
             entries = world.exchange(FAULT_TOLERANCE, [finding.as_dict() for finding in findings], _FAULT_TOLERANCE_S)
             yield from (Finding(**fields) for fields in entries[0])
             if local < world.size:
-                text = "processes of the first node took part, and those of other nodes did not"
+                text = "only processes of the first node took part"
                 yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails on another node", text)
         _wait_for_all(world)

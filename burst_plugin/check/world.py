@@ -114,7 +114,7 @@ class World:
             try:
                 self.store.wait([key], limit)
             except RuntimeError as error:
-                raise LateError(f"rank {rank} did not come in time from: {what}") from error
+                raise LateError(f"rank {rank} did not finish in time: {what}") from error
             values.append(json.loads(self.store.get(key)))
         return values
 

@@ -227,8 +227,8 @@ def _report(
     yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (
-            f"{name:<16} is left out without an exchange: it would take minutes to simulate the "
-            f"{topology.ranks_per_node} ranks of a node one by one, and at most {MOST_SIMULATED} are"
+            f"{name:<16} is not priced without an exchange of heads: the {topology.ranks_per_node} ranks of a node "
+            f"would have to be simulated one by one, which is done for {MOST_SIMULATED} at most"
         )
     yield ""
     yield _advice(best_first[0], buffer_bytes(best_first[0], topology, shapes))

@@ -191,10 +191,10 @@ def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
     """Yield the memory and time of a run whose flags are given (`--flags`)."""
     planning = framework(options.framework).planning()
     if not hasattr(planning, "setting_of"):
-        raise ValueError(f"--flags: what {options.framework} is given cannot be read; use --seq")
+        raise ValueError(f"--flags: command lines of {options.framework} cannot be read; use --seq")
     for name in ("batch", "emit"):
         if getattr(options, name) is not None:
-            raise ValueError(f"--{name} does not go with --flags, which says all of the run; leave it out")
+            raise ValueError(f"--{name} does not go with --flags, which describes the whole run; leave it out")
     try:
         text = sys.stdin.read() if str(options.flags) == "-" else options.flags.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -240,20 +240,20 @@ def _with_media(options: argparse.Namespace, model: ModelShape) -> ModelShape:
     if not options.images and not options.frames:
         for name in ("image_tokens", "frozen_tower"):
             if getattr(options, name):
-                raise ValueError(f"--{name.replace('_', '-')} says nothing without --images or --frames; add one")
+                raise ValueError(f"--{name.replace('_', '-')} has no effect without --images or --frames; add one")
         return model
     what = "--images" if options.images else "--frames"
     if options.framework not in _sharing_towers():
         raise ValueError(
-            f"{what}: the plan for {options.framework} knows no towers of images; plan with --framework "
-            f"{' or '.join(_sharing_towers())}, or text alone"
+            f"{what}: plans for {options.framework} cannot count towers of images; use --framework "
+            f"{' or '.join(_sharing_towers())}, or plan text alone"
         )
     try:
         tower = tower_of(model.config, model.hidden)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
     if options.frames and not tower.frames:
-        raise ValueError(f"--frames: {model.config['model_type']} takes no video here; give frames as --images")
+        raise ValueError(f"--frames: {model.config['model_type']} takes no video; give frames as --images")
     rows = tower.tokens or options.image_tokens
     if rows is None:
         raise ValueError(f"{what}: images of {model.config['model_type']} have any size; add --image-tokens")

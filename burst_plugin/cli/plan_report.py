@@ -60,8 +60,8 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         yield from _runner_up(goal, best_first)
         yield ""
         yield (
-            "PyTorch may hold half as much again as tensors take, and gives that back where memory is short. Against "
-            "fragmentation try PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "PyTorch may reserve half as much memory again as tensors take, and releases it when memory is short. "
+            "Against fragmentation try PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
 
 
@@ -108,7 +108,7 @@ def _images(model: ModelShape, setting: Setting) -> Iterator[str]:
     media = model.media
     if media is None:
         if isinstance(model.config.get("vision_config"), Mapping):
-            yield "Text alone, without the model's tower; --images says how many a sequence has"
+            yield "Text alone, without the model's tower; add --images for images in each sequence"
         return
     linear, attention = flops(media)
     tower, units = media.tower, media.units * setting.micro_batch

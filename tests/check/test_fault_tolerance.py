@@ -39,7 +39,7 @@ class Processes:
         ),
         ({0: RankEnd(None, "", 4.5)}, True, FAILED, "rank 0 does not name rank 1; it said: nothing"),
         ({0: RankEnd(None, "killed by SIGABRT", 4.5)}, True, FAILED, "rank 0 does not name rank 1; it said: killed"),
-        ({0: RankEnd(None, "no port", 1.0)}, False, FAILED, "the ring did not get so far; rank 0: no port"),
+        ({0: RankEnd(None, "no port", 1.0)}, False, FAILED, "the ring did not get that far; rank 0: no port"),
     ],
 )
 def test_all_ranks_have_to_end_and_name_the_one_at_fault(

@@ -185,7 +185,7 @@ def test_plan_prices_a_mesh_if_it_is_asked_for(capsys: pytest.CaptureFixture[str
 
 def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--ranks-per-node", "80", "--heads", "3/1", "--inter-gb-s", "40"]) == 0
-    assert "flat_ring        is left out without an exchange: it would take minutes" in capsys.readouterr().out
+    assert "flat_ring        is not priced without an exchange of heads" in capsys.readouterr().out
 
 
 def test_plan_draws_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

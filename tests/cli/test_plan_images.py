@@ -65,27 +65,27 @@ def test_text_alone(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", path, "--seq", "64k", "--framework", framework]) == 0
     out = capsys.readouterr().out
     assert out.startswith("qwen3_vl_text (8.19 G parameters)")
-    assert "\nText alone, without the model's tower; --images says how many a sequence has\n" in out
+    assert "\nText alone, without the model's tower; add --images for images in each sequence\n" in out
     assert "tower, kept" not in out
 
 
 @pytest.mark.parametrize(
     ("config", "words", "message"),
     [
-        ("qwen3_vl_8b", ("--image-tokens", "64"), "--image-tokens says nothing without --images or --frames"),
-        ("qwen3_vl_8b", ("--frozen-tower",), "--frozen-tower says nothing without --images or --frames"),
+        ("qwen3_vl_8b", ("--image-tokens", "64"), "--image-tokens has no effect without --images or --frames"),
+        ("qwen3_vl_8b", ("--frozen-tower",), "--frozen-tower has no effect without --images or --frames"),
         ("qwen3_vl_8b", ("--images", "8", *DEEPSPEED), "have any size; add --image-tokens"),
         (
             "qwen3_vl_8b",
             ("--images", "8", "--image-tokens", "64", "--framework", "megatron"),
-            "the plan for megatron knows no towers of images; plan with --framework deepspeed, or text alone",
+            "plans for megatron cannot count towers of images; use --framework deepspeed, or plan text alone",
         ),
         (
             "qwen3_vl_8b",
             ("--images", "800", "--image-tokens", "1024", *DEEPSPEED),
             "800 images of 1,024 tokens each take 819,200 tokens, and a sequence has 65,536",
         ),
-        ("gemma_3_4b", ("--frames", "8", *DEEPSPEED), "gemma3 takes no video here; give frames as --images"),
+        ("gemma_3_4b", ("--frames", "8", *DEEPSPEED), "gemma3 takes no video; give frames as --images"),
         ("qwen3_next_80b_a3b", ("--images", "8", *DEEPSPEED), "has no vision_config, so there are no images"),
     ],
 )
