@@ -97,8 +97,8 @@ def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
     if state.needed and (loss is None or loss is not state.loss):
         what = "computes no loss" if loss is None else "adds to its loss, or computes it in another way"
         raise ValueError(
-            f"loss_chunk={state.chunk} is not supported with {name}: it {what}, and not as `loss_function` of its "
-            f"logits in a ModelOutput; {_INSTEAD}"
+            f"loss_chunk={state.chunk} is not supported with {name}: it {what}. The loss has to be what "
+            f"`loss_function` returns for the logits, in a ModelOutput; {_INSTEAD}"
         )
     if isinstance(output, tuple):
         return tuple(map(state.readable, output))

@@ -301,8 +301,8 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
     elif not is_whole and not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
         reasons.append(
-            f"its loss has been set to {asked!r}, which has no shift_labels, and labels are shifted already by one "
-            f"token; set one that takes them, as that of {_LOSS} does"
+            f"its loss has been set to {asked!r}, which takes no shift_labels, but labels are shifted already by "
+            f"one token; set one that takes shift_labels, as the loss of {_LOSS} does"
         )
     return reasons
 
