@@ -280,8 +280,8 @@ def test_what_is_not_right_on_a_ring_is_refused_by_name() -> None:
     assert "use_cache=False would compute all tokens again" in refused(model, use_cache=False)
     assert "max_time would stop each rank by its own clock" in refused(model, max_time=1.0)
     assert "contrastive_search is not supported" in refused(model, penalty_alpha=0.6, top_k=4)
-    assert "output_hidden_states=True would be" in refused(model, output_hidden_states=True)
-    assert "output_attentions=True would be" in refused(model, output_attentions=True)
+    assert "output_hidden_states=True would return" in refused(model, output_hidden_states=True)
+    assert "output_attentions=True would return" in refused(model, output_attentions=True)
     assert "prepare(model) first" in refused(model_of("llama"))
     with torch.no_grad(), pytest.raises(ValueError, match=r"prepare\(model\) first"):
         model_of("llama")(PROMPT, **{NAME: RingCache(ContextParallel())})
