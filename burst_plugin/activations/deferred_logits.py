@@ -176,6 +176,8 @@ class LazyLogits(Tensor):
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.detach and not torch.is_grad_enabled():  # as in autograd functions, such as hooks of ZeRO-3
+            return args[0].then(_unchanged)
         if func in _LATER and len(args) == 1 and not kwargs:
             return args[0].then(func, _LATER[func])
         return func(*_read(args), **_read(kwargs))
@@ -200,6 +202,10 @@ def _optimizer_steps() -> _OptimizerSteps:
     steps = _OptimizerSteps()
     register_optimizer_step_post_hook(steps)
     return steps
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _read(value: Any) -> Any:

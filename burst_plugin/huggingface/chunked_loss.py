@@ -11,7 +11,7 @@ gather its weight once. In that call the head computes the chunked loss, with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from burst_plugin.frameworks.wrapping import hooks_of_others
 from burst_plugin.huggingface.auto_memory import tokens_of
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
+_READ = "_burst_plugin_logits_read"  # of a model whose logits were read with a gradient
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
 _LOSS = "ForCausalLM"
 _INSTEAD = "leave loss_chunk out, for whole logits"
@@ -46,7 +47,7 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     if shard is None or kwargs.get("labels") is None or not model.training or not torch.is_grad_enabled():
         return
     chunk, is_chosen = shard.cp.strategy.loss_chunk, "loss_chunk" in shard.cp.chosen
-    if not chunk or (is_chosen and (tokens_of(shard, kwargs) <= chunk or _is_fused(kwargs))):
+    if not chunk or (is_chosen and (tokens_of(shard, kwargs) <= chunk or _needs_no_chunks(model, kwargs))):
         return
     try:
         loss = ChunkedLoss(model, chunk, needed=not is_chosen)
@@ -57,9 +58,9 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
         take_head(model, loss)
 
 
-def _is_fused(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a model computes no logits anyway, as in TRL's SFTTrainer."""
-    return bool(kwargs.get("fused_lm_head"))
+def _needs_no_chunks(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a loss of whole logits is trained instead, or a model computes none, as in TRL's SFTTrainer."""
+    return bool(kwargs.get("fused_lm_head")) or hasattr(model, _READ)
 
 
 def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -154,11 +155,17 @@ class ChunkedLoss:
         """Return logits as a tensor that is computed when it is read; return other values as they are."""
         if not isinstance(logits, DeferredLogits):
             return logits
-        whole = partial(logits.after(self._head), logits.hidden)
+        whole = partial(self._whole, logits.after(self._head), logits.hidden)
         if not self._vocabulary:
             return whole()
         shape = torch.Size([*logits.hidden.shape[:-1], self._vocabulary])
         return LazyLogits.of(shape, self._dtype, logits.device, whole)
+
+    def _whole(self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return whole logits, and note that they were read if that was for another loss than the model's own."""
+        if torch.is_grad_enabled() and hidden.requires_grad and not self.needed:
+            setattr(self._model, _READ, True)  # from the next forward on they are whole at once
+        return to_logits(hidden)
 
     def restore(self) -> None:
         """Put the head and the model's own loss function back."""
