@@ -14,7 +14,9 @@ block are selected as if they were blocks, and only the best part of each stays 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from array import array
+from bisect import bisect_left, bisect_right
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from burst_plugin.ring.rank_state import RankState
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.sequence.masks import Causal, Mask, document_starts
 from burst_plugin.sparse.best_keys import BestKeys
-from burst_plugin.sparse.selection import Indexed, RankSelection, SelectionCall, SelectionOptions, selected
+from burst_plugin.sparse.selection import Indexed, KeyBlock, RankSelection, SelectionCall, SelectionOptions, selected
 from burst_plugin.sparse.tiled_masks import ChunkMask
 from burst_plugin.virtual import VirtualRing
 
@@ -100,6 +102,40 @@ class BlockStarts:
         """Return where the blocks of tokens at `places` start, int64, of the same shape."""
         return places - (places - self.documents(places)) % self._size
 
+    def are_last(self, places: Tensor) -> Tensor:
+        """Return which of the tokens at `places` are the last ones of whole blocks, bool, of the same shape."""
+        return places - self.blocks(places) == self._size - 1
+
+
+class BlockParts(NamedTuple):
+    """The parts of blocks that an owner's rows are, in their order; parts of one block are not side by side.
+
+    edges: the rows at which parts begin, on the host. numbers: the parts of rows, int64 [rows].
+    starts: where the blocks of parts start in the whole sequence, int64 [parts].
+    """
+
+    edges: array[int]
+    numbers: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, starts: Tensor, device: torch.device) -> BlockParts:
+        """Return the parts of rows whose blocks start at `starts`, int64 [rows], on the CPU."""
+        found, numbers, counts = torch.unique_consecutive(starts, return_inverse=True, return_counts=True)
+        edges = array("q", (counts.cumsum(0) - counts).tolist())
+        return cls(edges, numbers.to(device), found.to(device))
+
+    def maxima(self, scores: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Return blocks by their starts, [blocks], and the maximum on each of scores of the rows from `first` on.
+
+        Scores are [queries, H, rows].
+        """
+        stop = first + scores.shape[2]
+        low, high = bisect_right(self.edges, first) - 1, bisect_left(self.edges, stop)
+        numbers = self.numbers[first:stop] - low
+        none = scores.new_full((*scores.shape[:2], high - low), -torch.inf)
+        return self.starts[low:high], none.scatter_reduce_(2, numbers.expand_as(scores), scores, "amax")
+
 
 class BlockSelection(RankSelection):
     """One rank's part of a selection: its queries select among blocks, whose keys arrive rank by rank."""
@@ -124,9 +160,8 @@ class BlockSelection(RankSelection):
         super().__init__(state, selection, given)
         asked, device = selection.asked, given.q.device
         self._size, self._forced = asked.block, asked.forced
-        mask, self._starts = selection.mask, list[BlockStarts]()
-        for row in range(given.q.shape[0] if mask.rows else 1):
-            self._starts.append(BlockStarts(mask.of_row(row), self._size, device))
+        self._masks = [selection.mask.of_row(row) for row in range(selection.mask.rows or 1)]
+        self._starts = [BlockStarts(mask, self._size, device) for mask in self._masks]
         self._places = positions(selection.blocks.shards[state.rank], device)
 
     @property
@@ -138,31 +173,32 @@ class BlockSelection(RankSelection):
         """Return places for the best blocks of each query and head; blocks come in parts."""
         return super().places(repeats)
 
-    def score_chunk(
-        self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
-    ) -> None:
+    def parts(self, owner: int) -> list[BlockParts]:
+        """Return for each row of the mask the parts of blocks that this rank gets of an owner."""
+        known, device = self._blocks.known, self._keys.device
+        key = (BlockParts, self._rank, owner, self._size, device)
+        if key not in known:
+            places = positions(self._blocks.runs(self._rank, owner))
+            starts = (BlockStarts(mask, self._size, places.device).blocks(places) for mask in self._masks)
+            known[key] = [BlockParts.of(each, device) for each in starts]
+        found: list[BlockParts] = known[key]
+        return found
+
+    def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
         """Select for some queries of a batch row among the parts of blocks that an owner has; see `RankSelection`."""
         scores_of = self.tiles.of_heads(self.given.q[row, rows].detach())
-        keys, places = (mask.packed(x) for x in block)
         (_, held, heads), starts = self.queries, self._starts[row % len(self._starts)]
+        parts = self.parts(block.owner)[row % len(self._starts)]
         into = slice((row * held + rows.start) * heads, (row * held + rows.stop) * heads)
-        for start in range(0, mask.columns, self.tiles.keys):
-            stop = min(mask.columns, start + self.tiles.keys)
-            scores = scores_of(keys[start:stop])
-            allowed = mask.allowed(start, stop, scores.device)
+        for first, stop, column in mask.windows(self.tiles.keys):
+            scores = scores_of(block.keys[first:stop])
+            allowed = mask.allowed(column, column + stop - first, scores.device)
             if allowed is not None:
                 scores.masked_fill_(~allowed.unsqueeze(1), -torch.inf)
-            found, maxima = self.maxima(scores, starts.blocks(places[start:stop]))
+            found, maxima = parts.maxima(scores, first)
             may = maxima > -torch.inf
             maxima.masked_fill_(may & self._is_forced(starts, rows, found).unsqueeze(1), torch.inf)
             best.add(into, maxima.flatten(0, 1), found, may.flatten(0, 1))
-
-    @staticmethod
-    def maxima(scores: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return blocks by their starts, [blocks], and the maximum of scores [queries, H, keys] on each."""
-        found, number = torch.unique(starts, return_inverse=True)
-        none = scores.new_full((*scores.shape[:2], len(found)), -torch.inf)
-        return found, none.scatter_reduce_(2, number.expand_as(scores), scores, "amax")
 
     def _is_forced(self, starts: BlockStarts, rows: slice, found: Tensor) -> Tensor:
         """Return which blocks are a query's own one, or one of those before it, bool [queries, blocks]."""

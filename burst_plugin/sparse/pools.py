@@ -17,8 +17,10 @@ itself in any case, as long as they are not all of the pool (`keys_of_pools`).
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +34,8 @@ from burst_plugin.sequence.layout import Run, Tokens, cut_runs, positions
 from burst_plugin.sequence.masks import Causal, Mask, check_padding
 from burst_plugin.sparse.best_keys import BestKeys
 from burst_plugin.sparse.blocks import BlockStarts
-from burst_plugin.sparse.selection import Indexed, RankSelection, SelectionCall, SelectionOptions, selected
+from burst_plugin.sparse.selection import Indexed, KeyBlock, RankSelection, SelectionCall, SelectionOptions, selected
 from burst_plugin.sparse.tiled_masks import ChunkMask
-from burst_plugin.types import row_count
 from burst_plugin.virtual import VirtualRing
 
 _SIZE = "give how many tokens a pool has, 1 or more"
@@ -81,8 +82,8 @@ def pool(
     call = place.call("pool", {f"x{n or ''}": each for n, each in enumerate(xs)}, check)
     held, device = call.held, xs[0].device
     extended, keep = call.with_tokens_before([held.flat(each) for each in xs], size - 1)
-    at = _own_positions(cp, held.tokens)
-    is_last = torch.stack([PoolEnds(mask.of_row(row), size).at(at) for row in range(held.rows)])
+    at = _own_positions(cp, held.tokens, torch.device("cpu"))
+    is_last = torch.stack([BlockStarts(mask.of_row(row), size, at.device).are_last(at) for row in range(held.rows)])
     last = held.flat(is_last).nonzero().flatten().to(device)
     of_pools = keep[last].unsqueeze(1) + torch.arange(1 - size, 1, device=device)
     pools = [each[of_pools] for each in extended]
@@ -150,29 +151,29 @@ def keys_of_pools(
         int32 [B, S_local, (n + 1) * size - 1], -1 for none: the `size` tokens of each selected pool; then tokens of
         the query's own pool up to the query, unless the query is the last one of them.
     """
-    whole = 1 if isinstance(cp, VirtualRing) else cp.ranks
-    at = _own_positions(cp, tokens or Tokens(max(1, starts.shape[1] * whole)))
-    inside = torch.arange(size, dtype=torch.int32, device=starts.device)
+    whole, device = 1 if isinstance(cp, VirtualRing) else cp.ranks, starts.device
+    at = _own_positions(cp, tokens or Tokens(max(1, starts.shape[1] * whole)), device)
+    inside = torch.arange(size, dtype=torch.int32, device=device)
     keys = (starts.unsqueeze(-1) + inside).masked_fill_(starts.unsqueeze(-1) < 0, -1).flatten(-2)
     rows = []
     for row in range(mask.rows or 1):
-        begun = at - BlockStarts(mask.of_row(row), size, at.device).blocks(at)  # tokens of the pool before a query
-        own = (at - begun).unsqueeze(1) + torch.arange(size - 1, device=at.device)
-        is_whole = begun == size - 1
-        rows.append(own.masked_fill_((own > at.unsqueeze(1)) | is_whole.unsqueeze(1), -1))
-    begun_pools = torch.stack(rows).to(starts.device, torch.int32).expand(starts.shape[0], -1, -1)
+        begin = BlockStarts(mask.of_row(row), size, device).blocks(at)
+        none = at - begin == size - 1  # the query is the last token of its pool
+        own = begin.to(torch.int32).unsqueeze(1) + inside[:-1]
+        rows.append(own.masked_fill_((own > at.unsqueeze(1)) | none.unsqueeze(1), -1))
+    begun_pools = torch.stack(rows).expand(starts.shape[0], -1, -1)
     return torch.cat([keys, begun_pools], -1)
 
 
-class PoolEnds:
-    """Where pools of `size` tokens end in a batch row with the padding and the documents of a mask; on the CPU."""
+class PoolEnds(NamedTuple):
+    """Which rows of an owner's block are the last tokens of pools, in ascending order, and where these pools start.
 
-    def __init__(self, mask: Mask, size: int) -> None:
-        self._starts, self._size = BlockStarts(mask, size, torch.device("cpu")), size
+    rows: on the host. columns: the rows again, where keys are, int64 [pools]. starts: in the whole sequence, int64.
+    """
 
-    def at(self, places: Tensor) -> Tensor:
-        """Return which of the tokens at `places`, on the CPU, are the last ones of whole pools, bool."""
-        return places - self._starts.blocks(places) == self._size - 1
+    rows: array[int]
+    columns: Tensor
+    starts: Tensor
 
 
 class PoolSelection(RankSelection):
@@ -191,52 +192,50 @@ class PoolSelection(RankSelection):
 
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         super().__init__(state, selection, given)
-        mask, self._size = selection.mask, selection.asked.block
-        self._ends = [PoolEnds(mask.of_row(row), self._size) for row in range(mask.rows or 1)]
+        self._mask, self._size = selection.mask, selection.asked.block
 
     def taken(self, to: int) -> Tensor:
         """Return the keys [B, pools, D] of the pools that end among the rows of this rank that a rank gets."""
-        rows = positions(cut_runs((Run(0, self._keys.shape[1]),), self._blocks.rows(to, self._rank)))
-        ends = self._ends_among(to, self._rank)
-        most = max(map(len, ends))
-        chosen = [torch.nn.functional.pad(rows[each], (0, most - len(each))) for each in ends]
-        at = torch.stack(chosen).to(self._keys.device).expand(self._keys.shape[0], -1)
-        return self._keys.gather(1, at.unsqueeze(2).expand(-1, -1, self._keys.shape[2]))
+        keys, ends = self._keys, self._ends(to, self._rank)
+        rows = positions(cut_runs((Run(0, keys.shape[1]),), self._blocks.rows(to, self._rank)), keys.device)
+        most = max(len(each.rows) for each in ends)
+        chosen = [torch.nn.functional.pad(rows[each.columns], (0, most - len(each.rows))) for each in ends]
+        at = torch.stack(chosen).expand(keys.shape[0], -1)
+        return keys.gather(1, at.unsqueeze(2).expand(-1, -1, keys.shape[2]))
 
     def arriving(self, owner: int) -> int:
         """Return for how many pools in a batch row, at most, this rank gets keys of an owner."""
-        return max(map(len, self._ends_among(self._rank, owner)))
+        return max(len(each.rows) for each in self._ends(self._rank, owner))
 
-    def _ends_among(self, to: int, owner: int) -> list[Tensor]:
+    def _ends(self, to: int, owner: int) -> list[PoolEnds]:
         """Return for each row of the mask which of the rows that a rank gets of an owner are the last of pools."""
-        places = positions(cut_runs(self._blocks.shards[owner], self._blocks.rows(to, owner)))
-        return [ends.at(places).nonzero().flatten() for ends in self._ends]
+        known, size, device = self._blocks.known, self._size, self._keys.device
+        key = (PoolEnds, to, owner, size, device)
+        if key not in known:
+            places, ends = positions(self._blocks.runs(to, owner)), []
+            for row in range(self._mask.rows or 1):
+                last = BlockStarts(self._mask.of_row(row), size, places.device).are_last(places)
+                rows = last.nonzero().flatten()
+                starts = places[rows] - (size - 1)
+                ends.append(PoolEnds(array("q", rows.tolist()), rows.to(device), starts.to(device)))
+            known[key] = ends
+        found: list[PoolEnds] = known[key]
+        return found
 
-    def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
-        """Select among the pools of an owner, whose keys are put in a row with its tokens; see `RankSelection`."""
-        rows = row_count(self._blocks.rows(self._rank, owner))
-        everywhere = keys.new_zeros((keys.shape[0], rows, keys.shape[2]))
-        for row, ends in enumerate(self._ends_among(self._rank, owner)):
-            among = slice(None) if len(self._ends) == 1 else slice(row, row + 1)
-            everywhere[among, ends.to(keys.device)] = keys[among, : len(ends)]
-        super().score(owner, everywhere, best)
-
-    def score_chunk(
-        self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
-    ) -> None:
+    def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
         """Select for some queries of a batch row among the pools that end in a block; see `RankSelection`."""
-        scores_of = self.scores_of(row, rows)
-        keys, places = (mask.packed(x) for x in block)
-        ends = self._ends[row % len(self._ends)].at(places.cpu()).nonzero().flatten()
-        columns, ends = ends.tolist(), ends.to(keys.device)
+        scores_of, of_rows = self.scores_of(row, rows), self._ends(self._rank, block.owner)
+        ends, keys = of_rows[row % len(of_rows)], block.keys
         held, each = self.given.q.shape[1], self.tiles.keys
         into = slice(row * held + rows.start, row * held + rows.stop)
-        for start in range(0, len(columns), each):
-            inside = ends[start : start + each]
-            first, last = columns[start], columns[min(len(columns), start + each) - 1]
-            allowed = mask.allowed(first, last + 1, keys.device)
-            allowed = None if allowed is None else allowed[:, inside - first]
-            best.add(into, scores_of(keys[inside]), places[inside] - (self._size - 1), allowed)
+        for first, stop, column in mask.windows(mask.columns):
+            last = bisect_left(ends.rows, stop)
+            for start in range(bisect_left(ends.rows, first), last, each):
+                some = slice(start, min(last, start + each))
+                low, high = ends.rows[some.start], ends.rows[some.stop - 1] + 1
+                allowed = mask.allowed(column + low - first, column + high - first, keys.device)
+                allowed = None if allowed is None else allowed[:, ends.columns[some] - low]
+                best.add(into, scores_of(keys[some]), ends.starts[some], allowed)
 
 
 def _check_mask(mask: Mask) -> None:
@@ -249,8 +248,8 @@ def _check_mask(mask: Mask) -> None:
     check_padding(mask, "pools of keys")
 
 
-def _own_positions(cp: ContextParallel | VirtualRing, tokens: Tokens) -> Tensor:
-    """Return the positions of the tokens that a process holds of a sequence, int64, on the CPU."""
+def _own_positions(cp: ContextParallel | VirtualRing, tokens: Tokens, device: torch.device) -> Tensor:
+    """Return the positions of the tokens that a process holds of a sequence, int64."""
     if isinstance(cp, VirtualRing):
-        return torch.arange(tokens.length, device="cpu")
-    return positions(cp.rank_state.route_table.shards(tokens)[cp.rank])
+        return torch.arange(tokens.length, device=device)
+    return positions(cp.rank_state.route_table.shards(tokens)[cp.rank], device)

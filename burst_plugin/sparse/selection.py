@@ -157,17 +157,26 @@ class _Work(NamedTuple):
     places: Tensor
 
 
+class KeyBlock(NamedTuple):
+    """The keys [n, D] that an owner has sent for a batch row, and the positions of their rows, int64."""
+
+    owner: int
+    keys: Tensor
+    places: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class _Blocks:
     """The keys that ranks hold, and what the mask leaves of them.
 
     required: by rank and owner the rows that are needed, see `Pairs.required`; None where blocks go to all.
+    known: what has been worked out of them, which calls share, so that none waits for a device to know it again.
     """
 
     shards: Sequence[tuple[Run, ...]]
     pairs: Pairs
     required: RequiredRows | None
-    _known_work: dict[tuple[object, ...], _Work] = field(default_factory=dict)
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def rows(self, rank: int, owner: int) -> Rows:
         """Return the rows of an owner's block that a rank gets."""
@@ -176,14 +185,19 @@ class _Blocks:
             return ((0, count),) if count else ()
         return self.required[rank].get(owner, ())
 
+    def runs(self, rank: int, owner: int) -> tuple[Run, ...]:
+        """Return the runs of the rows of an owner's block that a rank gets."""
+        return cut_runs(self.shards[owner], self.rows(rank, owner))
+
     def work(self, rank: int, owner: int, size: int, device: torch.device) -> _Work:
         """Return the tiles and positions of the rows that a rank gets of a block, for chunks of `size` queries."""
-        key = (rank, owner, size, device)
-        if key not in self._known_work:
-            runs = cut_runs(self.shards[owner], self.rows(rank, owner))
+        key = (_Work, rank, owner, size, device)
+        if key not in self.known:
+            runs = self.runs(rank, owner)
             tiles = self.pairs.tiles(self.shards[rank], runs)
-            self._known_work[key] = _Work(by_chunk(tiles, size), positions(runs, device))
-        return self._known_work[key]
+            self.known[key] = _Work(by_chunk(tiles, size), positions(runs, device))
+        work: _Work = self.known[key]
+        return work
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,14 +373,13 @@ class RankSelection:
             for row in range(batch):
                 mine = [part for part in parts if part.batch is None or part.batch[0] <= row < part.batch[1]]
                 if mine:
-                    self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), (keys[row], work.places), best)
+                    block = KeyBlock(owner, keys[row], work.places)
+                    self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), block, best)
 
-    def score_chunk(
-        self, row: int, rows: slice, mask: ChunkMask, block: tuple[Tensor, Tensor], best: BestKeys
-    ) -> None:
-        """Select for some queries of a batch row among the keys of a block and their positions."""
+    def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
+        """Select for some queries of a batch row among the keys of a block."""
         scores_of = self.scores_of(row, rows)
-        keys, places = (mask.packed(x) for x in block)
+        keys, places = mask.packed(block.keys), mask.packed(block.places)
         held, each = self.given.q.shape[1], self.tiles.keys
         window = max(1, -(-self.count // each)) * each  # of so many keys it is worth it to look for the best
         into = slice(row * held + rows.start, row * held + rows.stop)

@@ -62,6 +62,12 @@ class ChunkMask:
         parts = [x[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def windows(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield rows `start, stop` of the block, at most `size` side by side, and the packed column of the first."""
+        for (first, last), column in zip(self.ranges, self._offsets[:-1], strict=True):
+            for start in range(first, last, size):
+                yield start, min(last, start + size), column + start - first
+
     def allowed(self, start: int, stop: int, device: torch.device) -> Tensor | None:
         """Return who attends to packed columns `start:stop`, bool [queries, columns]; None if all do."""
         tiles = list(self._within(start, stop))

@@ -50,7 +50,7 @@ def test_drawn_selections_are_those_of_the_definition() -> None:
 
 def test_pools_that_begin_elsewhere_are_found() -> None:
     """Planted: pools that go on over the begin of a document, as transformers has them."""
-    with mock.patch.object(pools.PoolEnds, "at", lambda self, places: places % self._size == self._size - 1):
+    with mock.patch.object(pools.BlockStarts, "are_last", lambda self, places: places % self._size == self._size - 1):
         assert len(_wrong(range(40))) > 5
 
 
