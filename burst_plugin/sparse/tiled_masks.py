@@ -72,27 +72,30 @@ class ChunkMask:
         """Return who attends to packed columns `start:stop`, bool [queries, columns]; None if all do."""
         tiles = list(self._within(start, stop))
         everything = (0, self._queries, 0, stop - start, FULL)
-        if any(tile[:5] == everything for tile, _ in tiles):
+        if any(tile[:5] == everything for tile in tiles):
             return None
         allowed = torch.zeros(self._queries, stop - start, dtype=torch.bool, device=device)
-        for tile, skipped in tiles:
+        for tile in tiles:
             if tile.band == FULL:
                 allowed[tile.q, tile.k] = True
                 continue
             rows, columns = tile.shape
-            ahead = torch.arange(skipped, skipped + columns, device=device)
-            ahead = ahead - torch.arange(rows, device=device).unsqueeze(1)
+            ahead = torch.arange(columns, device=device) - torch.arange(rows, device=device).unsqueeze(1)
             lower, upper = tile.band
-            low, high = -rows if lower is None else lower, skipped + columns if upper is None else upper
+            low, high = -rows if lower is None else lower, columns if upper is None else upper
             allowed[tile.q, tile.k] |= (ahead >= low) & (ahead <= high)
         return allowed
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Tile, int]]:
-        """Yield tiles cut to packed columns `start:stop`, counted from `start`, and how many columns are cut off."""
+    def _within(self, start: int, stop: int) -> Iterator[Tile]:
+        """Yield tiles cut to packed columns `start:stop`, counted from `start`."""
         for tile in self._tiles:
             number = bisect_right(self._starts, tile.k_start) - 1
             shift = self._offsets[number] - self._starts[number]
             first, last = max(start, tile.k_start + shift), min(stop, tile.k_stop + shift)
             if first < last:
                 skipped = first - (tile.k_start + shift)
-                yield tile._replace(k_start=first - start, k_stop=last - start), skipped
+                rows, columns = tile.q_stop - tile.q_start, last - first
+                lower, upper = (None if edge is None else edge - skipped for edge in tile.band)
+                lower = None if lower is None or lower <= 1 - rows else lower
+                upper = None if upper is None or upper >= columns - 1 else upper
+                yield tile._replace(k_start=first - start, k_stop=last - start, band=Band(lower, upper))
