@@ -107,7 +107,7 @@ def forward(
         ValueError: an option is not supported, or a batch in training was not sharded.
     """
     if isinstance(attention_mask, PoolChoice):
-        attention_mask, options = None, {**options, "indices": attention_mask.keys}
+        attention_mask, options = None, {**options, "indices": attention_mask.keys()}
     shard = _shard(attention_mask, options)
     if shard is None:
         if cache_of_forward() is not None:

@@ -127,7 +127,7 @@ def _select(module: Any, given_mask: ShardMask, given: Mapping[str, Any]) -> Poo
     starts = select_pools(
         q.to(kind), keys.to(kind), weights, size, module.block_topk, shard.cp, tag=(name, shard), **terms
     )
-    return PoolChoice(keys_of_pools(starts, size, shard.cp, **terms))
+    return PoolChoice(starts, partial(keys_of_pools, size=size, cp=shard.cp, **terms))
 
 
 def _queries_and_raw_keys(module: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ with every document, so that each text has the pools that it has alone.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -39,10 +40,26 @@ _MARK = "_burst_plugin_pool_indexer"  # of what has been replaced
 
 
 class PoolChoice:
-    """What the queries of a shard select: positions of keys, int32 [B, S_local, n], -1 for none."""
+    """The pools that the queries of a shard select, which layers may share.
 
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
+    starts: where pools start in the whole sequence, int32 [B, S_local, n], -1 for none.
+    keys_of: returns of `starts` the positions of keys, many times as many numbers, see `sparse.keys_of_pools`.
+    """
+
+    def __init__(self, starts: Tensor, keys_of: Callable[[Tensor], Tensor]) -> None:
+        self._starts, self._keys_of = starts, keys_of
+        self._last: Callable[[], Tensor | None] = lambda: None
+
+    def keys(self) -> Tensor:
+        """Return the positions of keys, int32 [B, S_local, m], -1 for none.
+
+        Only users of the tensor keep it, such as autograd. As long as any does, all get one tensor.
+        """
+        found = self._last()
+        if found is None:
+            found = self._keys_of(self._starts)
+            self._last = weakref.ref(found)
+        return found
 
 
 def pool_indexers(model: torch.nn.Module) -> Iterator[Any]:
@@ -151,4 +168,4 @@ def _select(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Pool
         tag=(name, shard),
         **terms,
     )
-    return PoolChoice(keys_of_pools(starts, size, shard.cp, **terms))
+    return PoolChoice(starts, partial(keys_of_pools, size=size, cp=shard.cp, **terms))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
@@ -28,6 +29,7 @@ from burst_plugin.huggingface.mask_indexers import mask_indexers
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.pool_indexers import PoolChoice, pool_indexers
+from burst_plugin.sparse import keys_of_pools
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
 from tests.support.sparse_families import build, sparse_families
@@ -117,7 +119,7 @@ def _keys(module: Any, output: Any) -> Tensor:
         assert output.starts is not None
         starts = output.starts
     elif isinstance(output, PoolChoice):
-        return output.keys
+        return output.keys()
     elif output.dim() == 3:
         return output
     else:
@@ -223,6 +225,29 @@ def test_no_mask_is_made_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(MaskRecipe, "tensor", refuse)
             assert model(**local, use_cache=False).logits.isfinite().all(), name
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_lists_of_keys_are_made_once_where_they_are_kept(monkeypatch: pytest.MonkeyPatch, checkpoints: bool) -> None:
+    """Of a layer that selects and one that shares its selection: autograd has one list, checkpoints have none."""
+    lists: list[StorageWeakRef] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        keys = keys_of_pools(*args, **kwargs)
+        lists.append(StorageWeakRef(keys.untyped_storage()))
+        return keys
+
+    monkeypatch.setattr(pools, "keys_of_pools", noted)
+    model, local = prepare(build(FAMILIES["glm5_next"])), shard_batch(BATCHES["packed"], ContextParallel())
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    local.pop("shift_labels")
+    loss = model(**local, use_cache=False).logits.logsumexp(-1).sum()
+    kept = [not each.expired() for each in lists]
+    assert kept == ([False, False] if checkpoints else [True])
+    loss.backward()
+    assert len(lists) == (4 if checkpoints else 1)
+    assert all(each.expired() for each in lists)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
