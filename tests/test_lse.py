@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import Causal, ContextParallel, Full, Strategy, Tokens, Topology, VirtualRing, burst_attention
+from burst_plugin.compute import online_softmax
 from burst_plugin.sequence.layout import LAYOUTS, positions
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative
 
@@ -126,6 +128,25 @@ def test_tiny_gradients_of_lse_stay_finite_and_leave_values_alone(dtype: torch.d
         assert all(bool(x.isfinite().all()) for x in grads)
         other = other + grads[0].float().norm()
     assert float(other) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_it_takes_hardly_more_memory_than_what_kernels_are_given(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Rows without a gradient of out, or of lse, are among others; what is worked on at once changes no number."""
+    out, dout = torch.randn(2, 2, 512, 4, 16, dtype=torch.float64).to(dtype)
+    lse, dlse = torch.randn(2, 2, 4, 512, dtype=torch.promote_types(dtype, torch.float32))
+    dout[:, ::5] = 0
+    dlse[..., ::3] = 0
+    expected = online_softmax.with_lse_grad(out, dout, lse, dlse)
+    monkeypatch.setattr(online_softmax, "_AT_ONCE", out.numel() // 64)
+    with LiveBytes() as live:
+        found = online_softmax.with_lse_grad(out, dout, lse, dlse)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0.0)
+    returned = sum(x.nbytes for x in found)
+    assert returned <= live.peak < 1.2 * returned
 
 
 def test_rows_without_keys_pass_on_no_gradient() -> None:

@@ -21,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 _LEAST_DOUT = {torch.float32: 2.0**-40, torch.float64: 2.0**-70}  # of a row beside the gradient of its lse
 _LEAST_ROOT = 2.0**-62  # of a row beside the root of that gradient, by whose square a sum of its size is divided
 _LEAST_DLSE = 2.0**-100  # smaller gradients of lse count as none
+_AT_ONCE = 2**22  # numbers of a gradient whose rows are worked on together
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
@@ -112,7 +113,22 @@ def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple
     is made anew, as the multiple of `dout` that has a row sum less by `dlse`. A row of `dout` too small to have one
     becomes a number next to which it is a rounding error: one that changes no digit of the gradient. Rows without
     `dlse` stay as they are. Not for float16, which has no room for such an `out`. Source: design of this package.
+
+    Some tokens are worked on at a time, so that hardly any memory is taken but for what is returned.
     """
+    size = max(1, _AT_ONCE // max(1, dout[:, :1].numel()))
+    made: list[Tensor] = []
+    for start in range(0, max(1, dout.shape[1]), size):
+        rows = slice(start, start + size)
+        part = _rows_with_lse_grad(out[:, rows], dout[:, rows], lse[..., rows], dlse[..., rows])
+        made = made or [x.new_empty(dout.shape) for x in part]
+        for whole, x in zip(made, part, strict=True):
+            whole[:, rows] = x
+    return made[0], made[1]
+
+
+def _rows_with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, dout) of some tokens; see `with_lse_grad`."""
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
     dlse = dlse.to(wide.dtype).masked_fill((lse == -torch.inf) | (dlse.abs() < _LEAST_DLSE), 0.0)  # no key, no score
     size, share = dlse.abs(), _LEAST_DOUT[wide.dtype]
