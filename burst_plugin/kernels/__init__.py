@@ -3,6 +3,7 @@
 A kernel sees tiles only, never a layout, a document or a ring. A new kernel is one file and a line below.
 
 Ideas that are not kernels yet:
+
 - FlexAttention has softcap, ALiBi and more on GPUs, and it returns the lse. Its backward pass takes the lse that its
   own forward pass saved, never a given one (`torch.nn.attention.flex_attention`; the operator below it takes one,
   with traced graphs and in base 2, and is private), so a ring cannot use it as it is. What would work: run the
