@@ -20,6 +20,7 @@ from burst_plugin.schedule.schedule import Schedule, ScheduleError
 from burst_plugin.schedule.steps import Transfer
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.mask import Region
 from burst_plugin.sequence.masks import (
     BidirectionalSpans,
     Causal,
@@ -63,6 +64,7 @@ __all__ = [
     "PerRow",
     "PrefixLM",
     "PrefixTree",
+    "Region",
     "RingError",
     "Schedule",
     "ScheduleError",
