@@ -7,16 +7,16 @@ from typing import Any
 
 import griffe
 
-_FIELD = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
+_FIELD = re.compile(r"^([a-z_]\w*(?:, \w+)*): (?=\S)")
 
 
 class Tidy(griffe.Extension):
-    """Shows examples as code, and the fields that a docstring explains line by line as a list."""
+    """Shows examples as code, the fields that a docstring explains as a list, and all fields of a NamedTuple."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Tidy the docstring of a module, a class, a function or an attribute."""
         if obj.docstring:
-            obj.docstring.value = tidy(obj.docstring.value)
+            obj.docstring.value = tidy(obj.docstring.value) + fields(obj)
 
 
 def tidy(text: str) -> str:
@@ -26,6 +26,18 @@ def tidy(text: str) -> str:
 
 
 def _fields(paragraph: str) -> str:
-    if not _FIELD.match(paragraph) or paragraph.startswith(("Args:", "Returns:", "Raises:", "Yields:", "Example")):
+    if not _FIELD.match(paragraph):
         return paragraph
     return "\n".join(_FIELD.sub(r"- `\1`: ", line) for line in paragraph.split("\n"))
+
+
+def fields(obj: griffe.Object) -> str:
+    """Return the fields of a NamedTuple as code, with types and defaults; nothing of any other object."""
+    if not isinstance(obj, griffe.Class) or "NamedTuple" not in map(str, obj.bases):
+        return ""
+    lines = [
+        f"    {name}: {each.annotation}" + (f" = {each.value}" if each.value is not None else "")
+        for name, each in obj.attributes.items()
+        if "property" not in each.labels
+    ]
+    return "\n".join(["", "", "```python", f"class {obj.name}(NamedTuple):", *lines, "```"])

@@ -102,6 +102,12 @@ def test_every_public_name_is_documented(site: Path) -> None:
         assert [name for name in public_names(package) if f"{package}.{name}" not in page.places] == []
 
 
+def test_fields_of_named_tuples_are_shown(site: Path) -> None:
+    text = re.sub(r"<[^>]*>", "", (site / "reference" / "kernels" / "index.html").read_text())
+    assert "class Lengths(NamedTuple):" in text
+    assert "q_ends: Tensor" in text
+
+
 def test_words_are_found_on_the_pages_that_explain_them(site: Path) -> None:
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     words = {"offload": "memory/", "zigzag": "options/", "NCCL": "internals/", "sp_size": "deepspeed/"}
@@ -114,7 +120,8 @@ def test_docstrings_become_markdown() -> None:
     given = "Attend.\n\nspans: positions\n    of tokens.\nleft, right: bounds.\n\nExample:\n    x = 1"
     shown = "Attend.\n\n- `spans`: positions\n    of tokens.\n- `left, right`: bounds.\n\nExample:\n\n    x = 1"
     assert tidy(given) == shown
-    assert tidy("Args:\n    x: one.") == "Args:\n    x: one."
+    for kept in ("Args:\n    x: one.", "Source: a paper."):
+        assert tidy(kept) == kept
 
 
 def test_broken_links_and_markdown_are_found(tmp_path: Path) -> None:
