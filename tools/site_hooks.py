@@ -36,7 +36,7 @@ REFERENCE = (  # packages whose names users import
     "burst_plugin.deepspeed",
     "burst_plugin.megatron",
 )
-LONG = ("changes.md", "families.md", "peers.md", "performance.md", "testing.md")  # found last
+FOUND_LAST = ("changes.md", "families.md", "peers.md", "performance.md", "testing.md")  # long, and about every word
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _ITEM = re.compile(r"( *)(?:[-*]|\d+\.) ")
 
@@ -53,7 +53,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Return the page with links as the site needs them, and with lists as Python-Markdown reads them."""
     name = page.file.src_uri
-    page.meta["search"] = {"boost": 0.5 if name in LONG else 1}
+    later = name in FOUND_LAST or name.startswith("reference/")
+    page.meta["search"] = {"boost": 0.5 if later else 1}
     source = OUTSIDE.get(name, f"docs/{name}")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)  # every other one is a block of code
     return "".join(part if number % 2 else _lists(_links(part, name, source)) for number, part in enumerate(parts))
