@@ -39,7 +39,7 @@ from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.deepspeed.whole_outputs import classifier_in, score_layer
 from burst_plugin.frameworks.wrapping import announce, wrap
-from burst_plugin.huggingface.auto_memory import States, choose_chunks, note_states
+from burst_plugin.huggingface.auto_memory import HeldStates, choose_chunks, note_states
 from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
 _MARK = "_burst_plugin_adapter"
@@ -209,14 +209,14 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     return engine
 
 
-def _states(config: Mapping[str, Any], is_trained: bool) -> States:
+def _states(config: Mapping[str, Any], is_trained: bool) -> HeldStates:
     """Return who holds the states of a model that is trained by a configuration, as ZeRO shares them out."""
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     offload = zero.get("offload_optimizer")
     on_host = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
     stage = zero.get("stage", 0)
-    return States(stage if isinstance(stage, int) else 0, on_host, are_there=is_trained)
+    return HeldStates(stage if isinstance(stage, int) else 0, on_host, are_there=is_trained)
 
 
 def _gather_heads_whole(model: torch.nn.Module) -> None:

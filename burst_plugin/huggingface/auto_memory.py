@@ -17,8 +17,9 @@ from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO
-from burst_plugin.training.auto_memory import (
-    Step,
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.memory_choice import (
+    NextStep,
     kept_options,
     kept_options_of_unknown,
     loss_chunk,
@@ -26,7 +27,6 @@ from burst_plugin.training.auto_memory import (
     options_at,
     rank_of,
 )
-from burst_plugin.training.memory import GIB
 from burst_plugin.training.model_shape import shape_of
 from burst_plugin.training.setting import Code, Setting
 from burst_plugin.training.step_time import step_seconds, tokens_per_second
@@ -35,7 +35,7 @@ _TO_CHANGE = 'to change it: memory="off", or loss_chunk, mlp_chunk, keep_attenti
 
 
 @dataclass(frozen=True)
-class States:
+class HeldStates:
     """Who holds weights, gradients and the optimizer's states: the stage of ZeRO, and whether the host has the last.
 
     are_there: whether the optimizer has its states before the first step.
@@ -46,11 +46,11 @@ class States:
     are_there: bool = False
 
 
-_STATES: WeakKeyDictionary[ContextParallel, States] = WeakKeyDictionary()
+_STATES: WeakKeyDictionary[ContextParallel, HeldStates] = WeakKeyDictionary()
 _LONGEST: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # tokens that a rank's choice is for
 
 
-def note_states(cp: ContextParallel, states: States) -> None:
+def note_states(cp: ContextParallel, states: HeldStates) -> None:
     """Note who holds the states of a model that trains on a ring."""
     _STATES[cp] = states
 
@@ -118,7 +118,7 @@ def recomputes(model: Any) -> bool:
     return bool(model.is_gradient_checkpointing if found is None else found)
 
 
-def _options(model: Any, step: Step | None, tokens: int) -> dict[str, Any]:
+def _options(model: Any, step: NextStep | None, tokens: int) -> dict[str, Any]:
     if step is not None:
         return kept_options(step)
     config = model.config.get_text_config()
@@ -137,10 +137,10 @@ def _dearest(cp: ContextParallel, options: dict[str, Any]) -> dict[str, Any]:
     return options_at(int(rank))
 
 
-def _step(model: Any, shard: SequenceShard, tokens: int) -> Step | None:
+def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
     """Return the step that is about to be trained; None for a model that the planner does not know."""
     rows = max(1, tokens * shard.cp.ranks // shard.tokens.length)
-    cp, states = shard.cp, _STATES.get(shard.cp, States())
+    cp, states = shard.cp, _STATES.get(shard.cp, HeldStates())
     try:
         shape = shape_of(model.config.to_dict(), type(model).__name__)
     except (ValueError, KeyError, TypeError):
@@ -161,9 +161,9 @@ def _step(model: Any, shard: SequenceShard, tokens: int) -> Step | None:
         offload_optimizer=states.on_host,
     )
     there = {"weights"} | ({"optimizer"} if states.are_there else set())
-    total = _gpu_bytes(model.device)
+    total, free = _gpu_bytes(model.device), _free_bytes(model.device)
     cluster = Cluster(gpu_gib=total / GIB) if total else Cluster(margin_gib=0.0)
-    return Step(model=shape, setting=setting, cluster=cluster, free=_free_bytes(model.device), there=frozenset(there))
+    return NextStep(model=shape, setting=setting, cluster=cluster, free=free, there=frozenset(there))
 
 
 def _gpu_bytes(device: torch.device) -> float | None:
@@ -183,13 +183,13 @@ def _compiled(model: Any) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
-def _say(cp: ContextParallel, model: Any, step: Step | None, tokens: int) -> None:
+def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) -> None:
     """Print on rank 0 what is on, why, and how to change it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("burst_plugin: memory " + "\n  ".join(_lines(cp, model, step, tokens)), flush=True)
 
 
-def _lines(cp: ContextParallel, model: Any, step: Step | None, tokens: int) -> Iterator[str]:
+def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) -> Iterator[str]:
     strategy, config = cp.strategy, model.config.get_text_config()
     yield f'"auto", {tokens:,} tokens on a rank:'
     chunk, vocabulary = strategy.loss_chunk, getattr(config, "vocab_size", 0)

@@ -29,7 +29,7 @@ from burst_plugin.megatron.flags.flag_checks import refuse_flags
 from burst_plugin.megatron.identity import hook_schedules
 from burst_plugin.megatron.inference.static_context import hook_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
-from burst_plugin.megatron.memory.auto_memory import in_words
+from burst_plugin.megatron.memory.chosen_options import in_words
 from burst_plugin.megatron.memory.output_layer import hook_losses
 from burst_plugin.megatron.recurrent.mixers import hook_mixers
 from burst_plugin.megatron.registry import Registry

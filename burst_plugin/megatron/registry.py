@@ -28,7 +28,7 @@ from burst_plugin.megatron.flags.arguments import (
 )
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.layers.masks import check_same
-from burst_plugin.megatron.memory.auto_memory import with_chosen
+from burst_plugin.megatron.memory.chosen_options import with_chosen
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.sequence.prefix_tree import PrefixTree

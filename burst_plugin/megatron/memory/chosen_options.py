@@ -16,8 +16,8 @@ import torch
 from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO, Strategy
-from burst_plugin.training.auto_memory import Step, kept_options, loss_chunk
 from burst_plugin.training.memory import GIB
+from burst_plugin.training.memory_choice import NextStep, kept_options, loss_chunk
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
 
@@ -63,7 +63,7 @@ def _local_tokens(sizes: dict[str, Any]) -> int:
     return int(sizes["seq_length"] * sizes["micro_batch_size"] // sizes["context_parallel_size"])
 
 
-def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) -> Step | None:
+def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) -> NextStep | None:
     """Return a step of the run; None for a model that the planner does not know, and where no GPU is."""
     unknown = ("multi_latent_attention", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
     if gpu_bytes is None or any(sizes[name] for name in (*unknown, "experimental_attention_variant")):
@@ -101,7 +101,7 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
         mlp_chunk=strategy.mlp_chunk,
         offload_optimizer=bool(sizes["optimizer_cpu_offload"]),
     )
-    return Step(model=model, setting=setting, cluster=Cluster(gpu_gib=gpu_bytes / GIB), free=gpu_bytes)
+    return NextStep(model=model, setting=setting, cluster=Cluster(gpu_gib=gpu_bytes / GIB), free=gpu_bytes)
 
 
 def in_words(given: Strategy, asked: Strategy) -> str:

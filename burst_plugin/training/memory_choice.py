@@ -1,6 +1,6 @@
 """What `memory="auto"` chooses: sizes of chunks, and how much of attention is kept while layers are computed again.
 
-    step = Step(model=shape, setting=setting, cluster=cluster, free=free_bytes)
+    step = NextStep(model=shape, setting=setting, cluster=cluster, free=free_bytes)
     kept_options(step)                                 # {"keep_attention": "all"}
     step.needed(**kept_options(step))                  # bytes
 
@@ -48,7 +48,7 @@ def mlp_chunk(hidden: int, gpu_bytes: float | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class NextStep:
     """A step that is about to be trained: the run as the planner knows it, and the bytes that are free for it.
 
     there: the parts of `TrainingMemory.gpu` that have their memory already.
@@ -67,7 +67,7 @@ class Step:
         return sum(nbytes for part, nbytes in parts.items() if part not in self.there)
 
 
-def kept_options(step: Step) -> dict[str, Any]:
+def kept_options(step: NextStep) -> dict[str, Any]:
     """Return the cheapest options, by the time that they cost, with which a step fits; the dearest if none does."""
     return next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1])
 
