@@ -223,16 +223,21 @@ def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
 
-def train_deepspeed(job: Job, step_ended: Callable[[], None], offload: bool | None = None) -> Seen:
+def train_deepspeed(
+    job: Job, step_ended: Callable[[], None], offload: bool | None = None, default: bool = False
+) -> Seen:
     """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`.
 
     offload: whether checkpoints wait in host memory; None for neither checkpoints nor anything that saves memory.
+    default: whether the block says no more than that it is enabled.
     """
     import deepspeed
 
     import burst_plugin.deepspeed
 
     model, samples, config = _llama(job, offload)
+    if default:
+        config["burst_attention"] = {}
     example = importlib.import_module("train")
     burst_plugin.deepspeed.install()
     config["burst_attention"]["enabled"] = job.context_parallel_size > 1
@@ -273,7 +278,7 @@ def _llama(job: Job, offload: bool | None) -> tuple[Any, Tensor, dict[str, Any]]
     file = "ds_config.json" if offload is None else "ds_config_long.json"
     config = json.loads((EXAMPLES / "deepspeed" / file).read_text())
     config["gradient_accumulation_steps"] = job.microbatches
-    config["burst_attention"] |= {} if offload is None else {"offload": offload}
+    config["burst_attention"] |= {"memory": "off"} if offload is None else {"offload": offload}
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
     shape = argparse.Namespace(model="llama", vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
@@ -300,5 +305,6 @@ BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (
     for name, train, refuse in (("burst", train_deepspeed, DEEPSPEED.refuse), ("ALST", train_alst, _refused_by_alst))
     for offload in (False, True)
 )
-SAVING_MEMORY = (BURST, ALST, BURST_OFFLOAD, ALST_OFFLOAD)  # for one long sequence on all ranks alone
+BURST_DEFAULT = replace(BURST, name="burst-default", train=partial(train_deepspeed, offload=False, default=True))
+SAVING_MEMORY = (BURST_DEFAULT, BURST, ALST, BURST_OFFLOAD, ALST_OFFLOAD)  # for one long sequence on all ranks alone
 EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *SAVING_MEMORY)
