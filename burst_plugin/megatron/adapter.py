@@ -17,6 +17,7 @@ from burst_plugin.activations.kept_attention import follow_checkpoint_class
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.options import exit_if_refused
 from burst_plugin.frameworks.wrapping import announce, bind, wrap
+from burst_plugin.megatron.batches.conversations import hook_conversations
 from burst_plugin.megatron.batches.distillation import stamp_logits
 from burst_plugin.megatron.batches.documents import hook_documents
 from burst_plugin.megatron.batches.even_microbatches import add_even_microbatches_flag, hook_even_microbatches
@@ -26,6 +27,7 @@ from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible
 from burst_plugin.megatron.flags.flag_checks import refuse_flags
+from burst_plugin.megatron.flags.one_ring import hook_validation
 from burst_plugin.megatron.identity import hook_schedules
 from burst_plugin.megatron.inference.static_context import hook_inference, patch_server
 from burst_plugin.megatron.layers.building import hook_building
@@ -105,7 +107,11 @@ def _extend_argument_parser() -> str:
     except ImportError as error:  # only scripts need these packages, and will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
     wrap(arguments, "add_megatron_arguments", _add_flags)
-    return "Megatron's argument parser knows --burst-backward, --burst-kernel and others"
+    hook_validation(arguments)
+    return (
+        "Megatron's argument parser knows --burst-backward, --burst-kernel and others; --hybrid-context-parallel of "
+        "packed documents becomes one ring"
+    )
 
 
 def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +122,7 @@ def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: An
     with exit_if_refused():
         refuse_flags()
         hook_even_microbatches()
+    hook_conversations(adapter.registry.layout)
     stamp_logits(adapter.registry)
     patch_server()
     result = original(*args, **kwargs)

@@ -162,7 +162,9 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
     refuse_flags()
     assert not any("sft" in line for line in framework._refused()), "`burst doctor` lists what is refused here"
     _parse(sft=True, hybrid_context_parallel=True)
-    with pytest.raises(ValueError, match="--sft with --hybrid-context-parallel is not supported"):
+    with pytest.raises(
+        ValueError, match="--sft with --hybrid-context-parallel runs on one ring, which needs --cp-com"
+    ):
         refuse_flags()
 
 

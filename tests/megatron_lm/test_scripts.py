@@ -5,17 +5,14 @@ These want a checkout (see tests/support/megatron_lm.py), which is never committ
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import tokenizers
-import transformers
 
 from burst_plugin.megatron.releases import tree_version
+from tests.support.conversations import write_conversations
 from tests.support.megatron_lm import ROOT, TAGS, checkout, losses, train
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -117,34 +114,6 @@ def test_refused_flags_are_told_once(tree: Path) -> None:
     assert "Traceback" not in ours
 
 
-def _conversations(directory: Path) -> list[str]:
-    """Flags for four conversations per sample, of multiples of 8 tokens, told apart by their system messages."""
-    words = [f"w{number}" for number in range(40)]
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *words])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
-    )
-    fast.save_pretrained(directory / "tokenizer")
-    source = random.Random(0)
-
-    def said(count: int) -> str:
-        return "".join(f"{source.choice(words)} " for _ in range(count))
-
-    lines = []
-    for _ in range(20):
-        conversations = [{"system": 4, "user": 4, "assistant": total - 8} for total in (24, 16, 40, 32)]
-        turns = [{"role": role, "content": said(count)} for each in conversations for role, count in each.items()]
-        lines.append(json.dumps({"messages": turns}))
-    (directory / "data.jsonl").write_text("\n".join(lines))
-    return [
-        *("--sft", "--tokenizer-type", "SFTTokenizer", "--sft-tokenizer-prompt-format", "identity"),
-        *("--tokenizer-model", str(directory / "tokenizer"), "--split", "100,0,0"),
-        *("--data-path", str(directory / "data.jsonl"), "--micro-batch-size", "1"),
-    ]
-
-
 @pytest.mark.parametrize("per_token", [[], ["--calculate-per-token-loss"]], ids=["mean_of_microbatches", "per_token"])
 def test_conversations_are_packed_alike_over_any_ranks(tree: Path, tmp_path: Path, per_token: list[str]) -> None:
     """Megatron's own attention knows no documents on CPUs, so that there is no run on one rank to compare with."""
@@ -152,7 +121,8 @@ def test_conversations_are_packed_alike_over_any_ranks(tree: Path, tmp_path: Pat
     if tree_version(tree) < (0, 18, 0):
         assert "--sft is not supported: before 0.18" in train(script, 2, *CP2, "--sft").stderr
         return
-    flags = [*_conversations(tmp_path), *per_token]
+    conversations = write_conversations(tmp_path, lambda source: (24, 16, 40, 32), samples=20)
+    flags = [*conversations, "--split", "100,0,0", *per_token]
     two, four = (losses(train(script, ranks, *cp, *flags)) for ranks, cp in ((2, CP2), (4, CP4)))
     assert len(two) == 5
     assert two[-1] < two[0] - 0.1

@@ -156,7 +156,13 @@ def parsed_arguments() -> Any:
 
 def parsed_layout() -> str:
     """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
-    return str(with_preset(_options_of(parsed_arguments())).get("layout", Strategy.layout))
+    return written_layout(parsed_arguments()) or Strategy.layout
+
+
+def written_layout(args: Any) -> str | None:
+    """Return the layout that a flag or a preset among parsed arguments asks for, None if no one does."""
+    layout: str | None = with_preset(_options_of(args)).get("layout")
+    return layout
 
 
 def parsed_strategy() -> Strategy | None:

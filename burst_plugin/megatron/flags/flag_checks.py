@@ -86,8 +86,8 @@ def refuse_flags() -> None:
             reasons += problems_of_changing_groups(args)
         if getattr(args, "sft", False) and is_hybrid(args):
             reasons.append(
-                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
-                "rotates them in another way; drop one of them"
+                "--sft with --hybrid-context-parallel runs on one ring, which needs --cp-comm-type burst in all "
+                "layers, and flags on the command line rather than in --yaml-cfg; or drop one of them"
             )
         kinds = _kinds(args)
         if parsed_layout() != Strategy.layout and kinds != ["burst"]:

@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
+from burst_plugin.megatron.flags.arguments import parsed_arguments
 from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, weighs_losses
 from burst_plugin.megatron.registry import Registry, group_of
 
@@ -63,6 +64,9 @@ def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> 
         values = loss_func(output, **options)
         if options:  # what a script collects besides losses
             return values
+        if len(values) == 3 and not torch.is_grad_enabled() and getattr(parsed_arguments(), "sft", False):
+            *values, reported = values
+            return *values, _reported_by_all(registry, reported, _group_of(model))
         if len(values) == 2:
             _check_mean(registry, values[0], config, model)
             return values
@@ -75,6 +79,17 @@ def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> 
 
     call.arguments["loss_func"] = scaled
     return original(*call.args, **call.kwargs)
+
+
+def _reported_by_all(registry: Registry, reported: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Return what an evaluation with --sft reports, with losses and numbers of tokens added up over the ranks.
+
+    Megatron divides a rank's loss by the rank's number of tokens, and takes the mean of ranks and microbatches.
+    """
+    return {
+        name: _over_ranks(registry, name, x, group) if isinstance(x, Tensor) and x.numel() == 2 else x
+        for name, x in reported.items()
+    }
 
 
 _THREE_VALUES = "return three, (the sum of this rank's losses, its number of tokens, reported)"

@@ -1,0 +1,34 @@
+"""Conversations of Megatron's SFT data (`--sft`), packed without padding where the ring's layout needs none.
+
+Megatron pads each to a multiple of 2 * context_parallel_size, as zigzag needs it. Samples would depend on the number
+of ranks, also in what of their last conversation is cut off.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
+from burst_plugin.megatron.flags.arguments import burst_is_requested, parsed_arguments
+
+_MARK = "_burst_plugin_packs"  # on the constructor of the data
+
+
+def hook_conversations(layout: str) -> None:
+    """Let SFT data pad no conversation, if Megatron's parsed arguments ask for it and `layout` cuts any length."""
+    if layout == MEGATRONS_OWN or not burst_is_requested() or not getattr(parsed_arguments(), "sft", False):
+        return
+    data = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset
+    if not hasattr(data.__init__, _MARK):
+        setattr(wrap(data, "__init__", _without_padding), _MARK, None)
+
+
+def _without_padding(original: Callable[..., None], data: Any, *args: Any, **kwargs: Any) -> None:
+    """Make SFT data whose samples are those of one context-parallel rank."""
+    original(data, *args, **kwargs)
+    data.config = copy.copy(data.config)
+    data.config.context_parallel_size = 1
