@@ -14,6 +14,7 @@ from benchmarks import RefusedError
 COMMANDS = {
     "cluster": ("cluster", "an emulated cluster of network namespaces: rings and other libraries against a bound"),
     "latents": ("latents", "multi-head latent attention, on emulated clusters: latents, expanded keys and values"),
+    "groups": ("groups", "documents on one ring, and on a group for each length, on emulated clusters"),
     "recurrent": ("recurrent", "layers that carry a state, on emulated clusters: states, heads, contiguous tokens"),
     "auto": ("auto", "clusters drawn at random: what a profile has the planner choose, against all configurations"),
     "attention": ("attention", "forward and backward of the distributed attention: rate, share of a kernel, memory"),

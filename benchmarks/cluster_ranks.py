@@ -112,7 +112,7 @@ def take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> No
     passes: dict[str, Callable[[], Any]] = {"forward": partial(entry.session.attend, *qkv)}
     for direction in DIRECTIONS:
         _, before = interface_bytes()
-        seconds, found = _timed(passes[direction])
+        seconds, found = timed(passes[direction])
         if count:
             _, after = interface_bytes()
             entry.nic_bytes[direction] = int(_most(after - before))
@@ -120,7 +120,7 @@ def take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> No
         passes["backward"] = partial(torch.autograd.grad, found, qkv, dout)
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Return seconds from an agreed start until the last rank is done; all processes have the same clock."""
     start_s = _agreed_start()
     time.sleep(max(0.0, start_s - time.perf_counter()))

@@ -18,9 +18,9 @@ from burst_plugin.sequence.layout import positions
 from burst_plugin.types import Direction
 
 
-def drawn_documents(case: Case, mean: int) -> tuple[int, ...]:
+def drawn_documents(case: Case, mean: int, random: Random | None = None) -> tuple[int, ...]:
     """Draw log-normal lengths, of the case's sigma, of documents that fill its tokens, in multiples of 2 * ranks."""
-    unit, random, sigma = 2 * case.ranks, Random(0), case.sigma or 0.0
+    unit, random, sigma = 2 * case.ranks, random or Random(0), case.sigma or 0.0
     if case.seq % 2:
         raise RefusedError(f"--documents needs an even number of tokens per rank, not --seq {case.seq}")
     if mean < unit:
