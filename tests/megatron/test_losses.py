@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.repairs.losses import _main_loss
 from tests.megatron.test_interplay import assert_same
 from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -102,6 +107,35 @@ def test_every_token_that_a_script_counts_weighs_the_same(make: Callable[[], Ste
     for cp in (2, 4):
         for result in run_ranks(_losses, cp, replace(ONE_RANK, cp=cp, cp_comm_type="burst"), make):
             assert_same(result, expected)
+
+
+def _reported(rank: int, is_evaluation: bool) -> Any:
+    """Return what Megatron hears of a loss function with --sft."""
+    sys.modules["megatron.training.global_vars"] = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(sft=True))  # type: ignore[assignment]
+    model = SimpleNamespace(pg_collection=SimpleNamespace(cp=dist.group.WORLD))
+    config = SimpleNamespace(context_parallel_size=2, cp_comm_type="burst", calculate_per_token_loss=True)
+    loss, count = torch.tensor([6.0, 1.0][rank]), torch.tensor([2, 4][rank])
+
+    def loss_func(output: torch.Tensor) -> Any:
+        return output, count, {"lm loss": torch.stack([loss, count]), "other": loss}
+
+    def calculate(model: Any, output_tensor: torch.Tensor, loss_func: Any, config: Any) -> Any:
+        return loss_func(output_tensor)
+
+    with torch.set_grad_enabled(not is_evaluation):
+        *values, reported = _main_loss(Registry(None), calculate, model, loss, loss_func, config)
+    assert values == [loss, count]
+    return {name: x.tolist() for name, x in reported.items()}
+
+
+def test_evaluations_of_conversations_report_all_ranks_tokens() -> None:
+    """Megatron takes the mean of what 6 / 2 and 1 / 4 give on two ranks; a token weighs the same by 7 / 6 on both."""
+    assert run_ranks(_reported, 2, False) == [
+        {"lm loss": [6.0, 2.0], "other": 6.0},
+        {"lm loss": [1.0, 4.0], "other": 1.0},
+    ]
+    for rank, reported in enumerate(run_ranks(_reported, 2, True)):
+        assert reported == {"lm loss": [7.0, 6.0], "other": [6.0, 1.0][rank]}
 
 
 @pytest.mark.parametrize("per_token", [False, True])
