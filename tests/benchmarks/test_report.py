@@ -130,7 +130,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 def test_the_results_of_this_repository_are_readable() -> None:
     found = [files.load(path) for path in files.RESULTS.glob("*.json")]
     kinds = {result.benchmark for result in found}
-    assert kinds - {"auto"} == {"cluster", "attention", "train", "recurrent", "latents"}
+    assert kinds - {"auto"} == {"cluster", "attention", "train", "recurrent", "latents", "groups"}
     assert all(result.rows for result in found)
 
 
