@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from burst_plugin.megatron.releases import tree_version
 from tests.support.conversations import log_normal_lengths, write_conversations
 from tests.support.megatron_lm import TAGS, checkout, losses, train
+from tests.support.packed_text import write_packed_text
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -51,9 +52,9 @@ def given(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*conversations, *steps.split(), "--calculate-per-token-loss", "--ckpt-format", "torch_dist"]
 
 
-def run(script: Path, ranks: int, *flags: str) -> tuple[list[float], list[float], str]:
+def run(script: Path, ranks: int, *flags: str, without: tuple[str, ...] = ()) -> tuple[list[float], list[float], str]:
     """Return losses, those of evaluation last; norms of the whole gradient; and all that was printed."""
-    done = train(script, ranks, *flags)
+    done = train(script, ranks, *flags, without=without)
     found = losses(done)
     norms = [float(text) for text in re.findall(r"grad norm: (\S+)", done.stdout)]
     evaluated = [float(text) for text in re.findall(r"lm loss value: (\S+)", done.stdout)]
@@ -103,3 +104,22 @@ def test_the_flag_trains_as_one_rank_and_goes_on_without(tree: Path, given: list
     assert losses_without[0] == pytest.approx(expected[2], abs=2e-6)
     again, _, _ = run(script, 4, *HYBRID, *given, "--load", str(tmp_path / "without"))
     assert again[0] == pytest.approx(expected[3], abs=2e-6)
+
+
+def test_documents_of_the_data_files_train_as_on_one_rank(tree: Path, tmp_path: Path) -> None:
+    """End-of-document tokens end them, too, so that Megatron's masks keep them apart on one rank."""
+    if tree_version(tree) < (0, 19, 0):
+        return
+    prefix = write_packed_text(tmp_path, 40, eod=254)  # of NullTokenizer with --vocab-size 255
+    steps = (
+        "--split 90,10,0 --train-iters 3 --eval-iters 1 --eval-interval 2 --micro-batch-size 1 --global-batch-size 8"
+    )
+    given = ["--data-path", str(prefix), *steps.split(), "--eod-mask-loss", "--calculate-per-token-loss"]
+    masks = ["--reset-position-ids", "--reset-attention-mask"]
+    packed = ["--dataloader-inter-document-masking", "--context-parallel-size", "2"]
+    without = ("--no-create-attention-mask-in-dataloader",)
+    expected = run(tree / "pretrain_gpt.py", 1, *given, *masks, without=without)
+    found = run(tree / "pretrain_gpt.py", 4, *HYBRID, *given, *packed, without=without)
+    assert found[0] == pytest.approx(expected[0], abs=2e-6)
+    assert found[1] == pytest.approx(expected[1], abs=1e-3)
+    assert "is taken as --context-parallel-size 4 --burst-layout auto --micro-batch-size 2 --global-batch" in found[2]

@@ -40,9 +40,9 @@ def take_as_one_ring(args: Any) -> str | None:
     which Megatron refuses then. A step trains on as many samples as before, in microbatches of another size.
     """
     packs = next((name for name in ("sft", PACKS) if getattr(args, name, False)), None)
-    is_burst = set(kinds_of(args.cp_comm_type)) == {"burst"}
-    fits_megatron = args.calculate_per_token_loss and args.pipeline_model_parallel_size == 1
-    if not (is_hybrid(args) and packs and is_burst and fits_megatron):
+    if not (is_hybrid(args) and packs and set(kinds_of(args.cp_comm_type)) == {"burst"}):
+        return None
+    if args.pipeline_model_parallel_size > 1 or not args.calculate_per_token_loss:
         return None
     ranks = args.world_size // args.tensor_model_parallel_size
     if args.global_batch_size is None and not getattr(args, "step_batch_size_schedule", None):
