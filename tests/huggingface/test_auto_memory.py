@@ -1,0 +1,145 @@
+"""`memory="auto"`: nothing but memory changes, and logits are there for whoever reads them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from burst_plugin import ContextParallel, shard_batch
+from burst_plugin.activations.deferred_logits import LazyLogits
+from burst_plugin.huggingface import auto_memory, prepare
+from burst_plugin.training import memory_choice
+from tests.support.deepspeed_run import Run, build, draw, llama, worst
+from tests.support.families import families
+from tests.support.largest import LargestLogits
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+BATCH = draw(1, rows=2, length=32)[0]
+ROWS = 8  # of a chunk, of 32 tokens on each of two ranks
+NAMES = ("llama", "gemma2", "mixtral", "deepseek_v3")
+
+
+def _model(name: str) -> Any:
+    return build(Run(model=deepcopy(llama() if name == "llama" else families()[name])))
+
+
+def _small_chunks() -> Any:
+    return mock.patch.multiple(memory_choice, _LEAST_ROWS=ROWS, _MOST_ROWS=ROWS, mlp_chunk=lambda *_: ROWS)
+
+
+def _given(cp: ContextParallel) -> dict[str, Any]:
+    local = shard_batch(BATCH, cp)
+    return {**local, "labels": local["shift_labels"], "num_items_in_batch": local["burst"].valid_tokens}
+
+
+def _summed_grads(model: Any) -> dict[str, torch.Tensor]:
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    model.zero_grad()
+    return grads
+
+
+def _trained(rank: int, name: str, checkpoints: bool) -> dict[str, Any]:
+    """Train a step with what is chosen, then one whose loss is made of the logits, and one after that."""
+    with _small_chunks(), mock.patch.object(auto_memory, "mlp_chunk", lambda *_: ROWS):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size())
+        model = prepare(_model(name))
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        given, found = _given(cp), {}
+        for step in ("own loss", "read", "after"):
+            with LargestLogits(model.config.vocab_size, model.config.hidden_size) as largest:
+                output = model(**given, use_cache=False)
+                loss = output.loss
+                if step == "own loss":
+                    with torch.no_grad():
+                        found["accuracy"] = float((output.logits.argmax(-1) == given["labels"]).sum())
+                else:
+                    logits, labels = output.logits.float().flatten(0, 1), given["labels"].flatten()
+                    loss = F.cross_entropy(logits, labels, reduction="sum") / given["num_items_in_batch"]
+                loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            found[step] = float(total), _summed_grads(model), largest.rows, type(output.logits)
+        found["options"] = {each: getattr(cp.strategy, each) for each in ("loss_chunk", "mlp_chunk", "keep_attention")}
+    return found
+
+
+def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = _model(name)
+    logits = model(input_ids=BATCH["input_ids"], use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), F.pad(BATCH["labels"][:, 1:], (0, 1), value=-100).flatten())
+    loss.backward()
+    return float(loss.detach()), {
+        each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_equal_one_rank_whatever_reads_logits(name: str, checkpoints: bool) -> None:
+    loss, grads = _reference(name)
+    found = run_ranks(_trained, 2, name, checkpoints, timeout_s=120.0)[0]
+    for step in ("own loss", "read", "after"):
+        assert found[step][0] == pytest.approx(loss, rel=1e-5), step
+        error, parameter = worst(found[step][1], grads)
+        assert error <= 1e-5, (step, parameter, error)
+    kinds = [found[step][3] for step in ("own loss", "read", "after")]
+    assert kinds == [LazyLogits, LazyLogits, torch.Tensor], "a loss of logits is not made in chunks twice"
+    expected: dict[str, Any] = {"loss_chunk": ROWS, "mlp_chunk": 0, "keep_attention": "none"}
+    if checkpoints:
+        expected |= {"mlp_chunk": ROWS, "keep_attention": "all"}
+    assert found["options"] == expected
+
+
+def _off(rank: int) -> tuple[bool, dict[str, Any]]:
+    with _small_chunks():
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, memory="off")
+        model = prepare(_model("llama"))
+        model.gradient_checkpointing_enable()
+        is_lazy = isinstance(model(**_given(cp), use_cache=False).logits, LazyLogits)
+    return is_lazy, {name: getattr(cp.strategy, name) for name in ("loss_chunk", "mlp_chunk", "keep_attention")}
+
+
+def test_off_leaves_all_options_as_they_were() -> None:
+    nothing = {"loss_chunk": 0, "mlp_chunk": 0, "keep_attention": "none"}
+    assert run_ranks(_off, 2) == [(False, nothing)] * 2
+
+
+def _read_late(rank: int) -> str:
+    with _small_chunks():
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        model = prepare(_model("llama"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        output = model(**_given(cp), use_cache=False)
+        output.loss.backward()
+        before = output.logits[0, 0, 0]
+        again = model(**_given(cp), use_cache=False)
+        optimizer.step()
+        assert torch.equal(before, output.logits[0, 0, 0]), "they were computed"
+        with pytest.raises(RuntimeError) as raised:
+            again.logits.sum()
+    return str(raised.value)
+
+
+def test_logits_are_not_computed_with_weights_of_another_step() -> None:
+    for said in run_ranks(_read_late, 2):
+        assert said.startswith("logits are read after an optimizer's step")
+
+
+def test_short_batches_are_computed_at_once() -> None:
+    def few(rank: int) -> bool:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        model = prepare(_model("llama"))
+        return isinstance(model(**_given(cp), use_cache=False).logits, LazyLogits)
+
+    assert run_ranks(few, 2) == [False] * 2
