@@ -69,6 +69,17 @@ _BLOCKS = {
     "eos_token_id": 2,
     "experts_implementation": "eager",
 }
+# Other heads and ranks of latents than in layers with an indexer; by default a thousand times the rest of the model.
+_SLIDING = {
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 20,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 12,
+    "swa_qk_rope_head_dim": 4,
+    "swa_v_head_dim": 10,
+}
 # Blocks of 4 of the tokens that a query sees, and n-grams of 2 and 3 tokens.
 _SEEN = {
     "vocab_size": VOCAB,
@@ -108,7 +119,12 @@ _SEEN = {
 _FIELDS: dict[str, dict[str, Any]] = {
     "DeepseekV32Config": {},
     "AXK2Config": {},
-    "Dots3NoteTextConfig": {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 9},
+    "Dots3NoteTextConfig": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "shared_experts_intermediate_size": 16,
+        **_SLIDING,
+    },
     "GlmMoeDsaConfig": {**_SHARED, "mlp_layer_types": ["dense", "sparse", "dense"]},
     "HYV4Config": _MILD,
     "HYV4VLConfig": {**_MILD, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
