@@ -1,8 +1,12 @@
-"""`generate` with a `RingCache` on four ranks against the same on one rank with transformers' own cache."""
+"""`generate` with a `RingCache` on four ranks against the same on one rank with transformers' own cache.
+
+`BURST_SOAK=1 bash tests/run.sh tests/huggingface/test_generation.py` generates more tokens.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +27,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.huggingface
 
 RANKS, PER_NODE = 4, 2
+MANY = 200 if os.environ.get("BURST_SOAK") else 80  # so many that ranks make room again
 NAME = name_of_cache()
 FAMILIES = families()
 LIKE = ("llama", "qwen3", "gemma3", "deepseek_v3")  # what the ring is for
@@ -106,13 +111,13 @@ def check_greedy(steps: dict[str, int]) -> None:
 
 
 def test_greedy_tokens_and_logits_equal_those_of_one_rank() -> None:
-    check_greedy({"llama": 200, **dict.fromkeys(("mistral", "gemma2", "gpt_oss", "phi", "phi3"), 12)})
+    check_greedy({"llama": MANY, **dict.fromkeys(("mistral", "gemma2", "gpt_oss", "phi", "phi3"), 12)})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LIKE if name != "llama"])
-def test_greedy_tokens_over_200_steps(name: str) -> None:
-    check_greedy({name: 200})
+def test_greedy_tokens_over_many_steps(name: str) -> None:
+    check_greedy({name: MANY})
 
 
 def assistant() -> Any:
