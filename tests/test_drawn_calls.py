@@ -1,7 +1,7 @@
 """Attention with all options drawn at once: exact, and the schedule's bytes, whatever comes.
 
 `BURST_SOAK=20000 bash tests/run.sh tests/test_drawn_calls.py` draws that many cases, other ones every time, instead
-of the same 300. A case that fails is printed as one line of shell, as small as it could be made.
+of the same 200. A case that fails is printed as one line of shell, as small as it could be made.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.support.drawn import Drawn
 from tests.support.draws import calls
 
 SOAK = int(os.environ.get("BURST_SOAK", "0"))
+FEW = 200  # in which all values of all options come, most of them ten times and more
 DRAWN = settings(
-    max_examples=SOAK or 300,
     deadline=None,
     derandomize=not SOAK,
     database=None,
@@ -36,7 +36,7 @@ def test_attention_is_exact_whatever_is_asked_for(selects: bool, monkeypatch: py
     monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
     outcomes: Counter[str] = Counter()
 
-    @settings(DRAWN, max_examples=SOAK or (60 if selects else 300))
+    @settings(DRAWN, max_examples=SOAK or (60 if selects else FEW))
     @given(calls(selects))
     def check(case: Drawn) -> None:
         note(case.line)
