@@ -161,12 +161,13 @@ class LazyLogits(Tensor):
     def computed(self) -> Tensor:
         """Return the values."""
         made: tuple[bool, Tensor] | None = vars(self).get("_made")
-        if made is None and self._steps != _optimizer_steps().made:
+        is_late = self._steps != _optimizer_steps().made
+        if made is None and is_late:
             raise RuntimeError(
                 "logits are read after an optimizer's step, and were not computed before: the loss is computed in "
                 'chunks, without whole logits. Read them before the step, or set memory="off" and no loss_chunk'
             )
-        if made is None or (torch.is_grad_enabled() and not made[0]):
+        if made is None or (torch.is_grad_enabled() and not made[0] and not is_late):
             made = self._made = torch.is_grad_enabled(), self._compute()
         return made[1]
 

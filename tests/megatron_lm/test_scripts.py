@@ -129,6 +129,24 @@ def test_conversations_are_packed_alike_over_any_ranks(tree: Path, tmp_path: Pat
     assert four == pytest.approx(two, abs=1e-5)
 
 
+_RECOMPUTED = """
+--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 2 --train-iters 3
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+"""
+
+
+def test_what_memory_auto_chooses_changes_no_loss(tree: Path) -> None:
+    flags, script = _RECOMPUTED.split(), tree / "pretrain_gpt.py"
+    one = losses(train(script, 1, *flags))
+    assert len(one) == 3
+    chosen, off = (train(script, 2, *CP2, *flags, "--burst-memory", memory) for memory in ("auto", "off"))
+    for done in (chosen, off):
+        assert losses(done) == pytest.approx(one, abs=1e-5)
+    said = 'memory "auto", since layers are computed again: loss in chunks of 512 tokens; attention is not computed'
+    assert said in chosen.stdout
+    assert 'memory "auto"' not in off.stdout
+
+
 def test_flags_are_in_the_help_and_refused_by_name(tree: Path) -> None:
     if tree_version(tree)[:2] != (0, 18):  # a help text of that release has a bare percent sign
         shown = train(tree / "pretrain_gpt.py", 1, "--help").stdout

@@ -1,0 +1,107 @@
+"""What `memory="auto"` chooses: chunks by the size of a GPU, kept attention by the room that a step leaves."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from burst_plugin.planning.cluster import Cluster
+from burst_plugin.strategy import Strategy
+from burst_plugin.training.memory import GIB
+from burst_plugin.training.memory_choice import NextStep, kept_options, loss_chunk, mlp_chunk, options_at, rank_of
+from burst_plugin.training.model_shape import MODELS
+from burst_plugin.training.setting import Code, Setting
+
+CODE = Code(plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True)
+
+
+def step(tokens: int, free_gib: float, gpu_gib: float = 80.0) -> NextStep:
+    """Llama 3 8B on 8 GPUs, ZeRO-3, with chunks."""
+    setting = Setting(
+        tokens=tokens, code=CODE, context=8, inner=8, zero=3, recompute="full", loss_chunk=1024, mlp_chunk=4096
+    )
+    there = frozenset({"weights", "optimizer"})
+    cluster = Cluster(gpu_gib=gpu_gib)
+    return NextStep(model=MODELS["llama3_8b"], setting=setting, cluster=cluster, free=free_gib * GIB, there=there)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "gpu_gib", "rows"),
+    [(128_256, 80, 1024), (32_000, 80, 4096), (128_256, 16, 512), (32_000, None, 512)],
+)
+def test_a_chunk_of_logits_is_a_small_share_of_a_gpu(vocabulary: int, gpu_gib: float | None, rows: int) -> None:
+    assert loss_chunk(vocabulary, None if gpu_gib is None else gpu_gib * GIB) == rows
+
+
+def test_a_chunk_of_an_mlp_is_wide_enough_for_a_product() -> None:
+    assert mlp_chunk(4096, 80 * GIB) == mlp_chunk(512, 80 * GIB) == 4096
+    assert mlp_chunk(8192, 80 * GIB) == 8192
+    assert mlp_chunk(128, None) == 512
+
+
+def test_attention_is_kept_as_far_as_there_is_room() -> None:
+    needs = [step(2**20, 80).needed(share) for share in ("none", 0.5, "all")]
+    kept = needs[2] - needs[0]
+    assert kept == pytest.approx(32 * 2**17 * 32 * (128 * 2 + 4), rel=0.01), "out and lse of 32 layers"
+    chosen = [kept_options(step(2**20, need / GIB + 0.1)) for need in needs]
+    assert chosen == [{"keep_attention": share} for share in ("none", 0.5, "all")]
+
+
+def test_the_host_comes_last() -> None:
+    assert kept_options(step(2**20, 1)) == {"keep_attention": "all", "offload": True}
+
+
+def test_ranks_agree_on_the_dearest() -> None:
+    orders = [options_at(rank) for rank in range(4)]
+    assert [rank_of(options) for options in orders] == [0, 1, 2, 3]
+    assert orders[0] == {"keep_attention": "all"}
+    assert orders[-1] == {"keep_attention": "all", "offload": True}
+
+
+NOTHING_SET = Strategy()
+ARGUMENTS: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "padded_vocab_size": 128_256,
+    "seq_length": 2**20,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "tensor_model_parallel_size": 4,
+    "swiglu": True,
+    "context_parallel_size": 16,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 64,
+    "untie_embeddings_and_output_weights": True,
+    "recompute_granularity": "full",
+}
+
+
+@pytest.mark.megatron
+def test_megatron_knows_all_before_its_model_is_built() -> None:
+    from burst_plugin.megatron.memory.chosen_options import _SIZES, _chosen, in_words, with_chosen
+
+    def chosen(gpu_gib: float | None, strategy: Strategy = NOTHING_SET, **changes: Any) -> Strategy:
+        sizes = {**dict.fromkeys(_SIZES), **ARGUMENTS, **changes}
+        values = tuple((name, sizes[name]) for name in _SIZES)
+        return _chosen(strategy, values, None if gpu_gib is None else gpu_gib * GIB)
+
+    roomy = chosen(80)
+    assert (roomy.loss_chunk, roomy.keep_attention, roomy.offload) == (4096, "all", False)
+    assert "keep_attention='all'" in in_words(Strategy(), roomy)
+    assert chosen(14).offload, "no GPU is as small"
+    assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
+    assert chosen(None).keep_attention == "all", "on CPUs"
+    assert chosen(80, multi_latent_attention=True).keep_attention == "none", "which the planner does not know here"
+    set_by_hand = Strategy(loss_chunk=99, keep_attention=0.5)
+    assert chosen(80, set_by_hand) == set_by_hand
+    args = argparse.Namespace(**ARGUMENTS)
+    assert with_chosen(Strategy(memory="off"), args) == Strategy(memory="off")
+    args.recompute_granularity = "selective"
+    assert with_chosen(Strategy(), args) == Strategy(), "attention is kept anyway"
+    assert in_words(Strategy(), Strategy()) == ""
