@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
@@ -34,6 +35,7 @@ from burst_plugin.activations.snapshot import Snapshot
 from burst_plugin.checks import number, shown, whole_number
 
 _REDUCTIONS = ("none", "sum", "mean")
+_FLOAT16_SCALE = 256.0  # of gradients in float16, so that small ones are not 0
 _UNLISTED = "pass parameters=[...] with all that it trains"
 
 
@@ -209,9 +211,13 @@ def _summed(hidden: Tensor, targets: Tensor, counted: Tensor, divisor: Tensor, z
         # A gradient over the number of tokens would be too small for float16: it is divided by a number from 0.5 to 1
         # first, and by a power of two in the backward pass.
         divisor = divisor.to(wide_dtype(hidden.dtype))
-        near_one = torch.frexp(divisor)[0]
-        found: Tensor = _SumByChunk.apply(rows, targets, counted / near_one, z_weight, head, *trained)  # type: ignore[no-untyped-call]
-        return found * (near_one / divisor)
+        near_one = torch.frexp(divisor)[0].masked_fill(divisor == 0, 1.0)
+        scale = _FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
+        weights = counted * (scale / near_one)
+        found: Tensor = _SumByChunk.apply(rows, targets, weights, z_weight, head, *trained)  # type: ignore[no-untyped-call]
+        # The mean over no labels is NaN, as everywhere; its gradient is 0.
+        factor = (near_one / scale / divisor).masked_fill(divisor == 0, 0.0)
+        return found * factor + (divisor - divisor) / divisor
     log_probs, log_sums, _ = _run(hidden, targets, head)
     losses = z_weight * log_sums.square() - log_probs
     total: Tensor = torch.div(losses.where(counted, losses.new_zeros(())).sum(), divisor)
@@ -228,7 +234,8 @@ class _SumByChunk(torch.autograd.Function):
         wants_hidden, device = ctx.needs_input_grad[0], hidden.device.type
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         total, sums = weights.new_zeros(()), GradientSums(trained)
-        with torch.enable_grad(), sums.collecting():
+        # Hooks of a checkpoint around this would compute all of it again, once for each chunk.
+        with torch.enable_grad(), sums.collecting(), saved_tensors_hooks(_as_it_is, _as_it_is):
             for rows in head.chunks(len(hidden)):
                 x, weight = hidden[rows].detach().requires_grad_(wants_hidden), weights[rows]
                 with sums.of_linears():
@@ -259,7 +266,14 @@ class _SumByChunk(torch.autograd.Function):
             grad_hidden = torch.empty_like(ctx.grad_hidden)
             for rows in ctx.chunks:
                 grad_hidden[rows] = ctx.grad_hidden[rows] * grad[None]  # in float32
-        return (grad_hidden, None, None, None, None, *ctx.sums.times(grad))
+        grads = ctx.sums.times(grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            del ctx.grad_hidden, ctx.sums  # a loss may outlive its step
+        return (grad_hidden, None, None, None, None, *grads)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class _LossByChunk(torch.autograd.Function):

@@ -170,8 +170,12 @@ def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> lis
 class ChunkedForward(ReplacedForward):
     """Runs the `forward` of one module on at most `chunk` tokens at a time.
 
-    mlp.forward = ChunkedForward(mlp, chunk=4096)
+        mlp.forward = ChunkedForward(mlp, chunk=4096)
+
+    few_at_once: whether a call with no more tokens than a chunk runs as it would without chunks.
     """
+
+    few_at_once = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +185,8 @@ class ChunkedForward(ReplacedForward):
                 f"{type(self.module).__name__} in chunks got more than one tensor, of which one can be cut; "
                 "use mlp_chunk=0"
             )
+        if self.few_at_once and hidden_states.shape[:-1].numel() <= self.chunk:
+            return self.earlier(hidden_states, *args, **kwargs)
 
         def run(piece: Tensor) -> Tensor:
             out: Tensor = self.earlier(piece, *args, **kwargs)

@@ -16,7 +16,7 @@ _INSTEAD = "leave loss_chunk out, for whole logits"
 _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods
 _OTHERS = (
     *("add", "radd", "sub", "rsub", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge"),
-    *("setitem", "rtruediv", "floordiv", "mod"),
+    *("setitem", "rtruediv", "floordiv", "mod", "eq", "ne", "and", "or", "invert", "len", "iter"),
 )
 
 
@@ -39,6 +39,9 @@ class DeferredLogits:
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.hidden, self.refusal, self.weight, self.steps, self.head = hidden, refusal, weight, steps, head
+        self.made: Tensor | None = None  # whole logits, once something needs them; they may be modified in place
+
+    __hash__ = object.__hash__
 
     def after(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the function from hidden states to logits that begins with `project`.
@@ -67,17 +70,17 @@ class DeferredLogits:
     def dtype(self) -> torch.dtype:
         return self.hidden.dtype
 
-    def tanh(self) -> DeferredLogits:
+    def tanh(self) -> Any:
         return self._then(torch.tanh)
 
-    def float(self) -> DeferredLogits:
+    def float(self) -> Any:
         return self.to(torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         return self._then(lambda x: x.to(*args, **kwargs))
 
-    def contiguous(self) -> DeferredLogits:
-        return self
+    def contiguous(self) -> Any:
+        return self if self.made is None else self.made.contiguous()
 
     def __mul__(self, other: Any) -> Any:
         return self._with(operator.mul, other)
@@ -89,11 +92,11 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        logits = next(each for each in args if isinstance(each, cls))
-        if func in _NAMED and args[0] is logits and not kwargs:
-            return getattr(logits, _NAMED[func])(*args[1:])
-        whole = logits._whole(getattr(func, "__name__", str(func)))
-        return func(*(whole if each is logits else each for each in args), **(kwargs or {}))
+        if func in _NAMED and isinstance(args[0], cls) and not kwargs:
+            return getattr(args[0], _NAMED[func])(*args[1:])
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map(lambda x: x._whole(name) if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         return self._whole("indexing")[index]
@@ -109,7 +112,9 @@ class DeferredLogits:
             return operation(self._whole(f"{operation.__name__} of {list(other.shape)}"), other)
         return self._then(lambda x: operation(x, other))
 
-    def _then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
+    def _then(self, step: Callable[[Tensor], Tensor]) -> Any:
+        if self.made is not None:
+            return step(self.made)
         return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step), self.head)
 
     def _whole(self, what: str) -> Tensor:
@@ -118,16 +123,16 @@ class DeferredLogits:
                 f"{self.refusal} does more with its logits than scale or cap them before the loss ({what}); "
                 f"{_INSTEAD}"
             )
-        if "_made" not in vars(self):
-            self._made = self.after(self.head)(self.hidden)
-        return self._made
+        if self.made is None:
+            self.made = self.after(self.head)(self.hidden)
+        return self.made
 
 
 def _by_whole(name: str) -> Callable[..., Any]:
     """Return the operator `name` of whole logits."""
 
     def computed(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self._whole(name), name)(*args)
+        return getattr(self._whole(name), name)(*(x.whole() if isinstance(x, DeferredLogits) else x for x in args))
 
     return computed
 
@@ -141,6 +146,7 @@ class LazyLogits(Tensor):
 
     Its shape, type and device are known without. `compute` makes the values, with a graph where gradients are wanted,
     as long as no optimizer has made a step: after it the weights are others, and reading raises RuntimeError.
+    Autograd functions take it as it is, and would lose its gradient: that is an error in the backward pass.
     """
 
     _compute: Callable[[], Tensor]
@@ -149,8 +155,14 @@ class LazyLogits(Tensor):
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> LazyLogits:
         """Return the tensor of a shape, a type and a device whose values `compute` makes."""
-        found: LazyLogits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        trains = torch.is_grad_enabled()
+        found: LazyLogits = Tensor._make_wrapper_subclass(
+            LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
+        )
         found._compute, found._steps = compute, _optimizer_steps().made
+        if trains:
+            with torch._C.DisableTorchFunctionSubclass():
+                found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return found
 
     def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
@@ -181,11 +193,20 @@ class LazyLogits(Tensor):
             return args[0].then(_unchanged)
         if func in _LATER and len(args) == 1 and not kwargs:
             return args[0].then(func, _LATER[func])
+        if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+            return args[0].then(lambda x: x.to(args[1]), args[1])
         return func(*_read(args), **_read(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         return func(*_read(args), **_read(kwargs))
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise RuntimeError(
+        "an autograd function, or a reentrant checkpoint, got outputs.logits, which were not computed: its gradient "
+        'would be lost. Set memory="off" and no loss_chunk, or give it outputs.logits.clone()'
+    )
 
 
 class _OptimizerSteps:
@@ -221,4 +242,10 @@ _ABOUT = {  # what reads no values
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_meta", "is_cpu", "grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.element_size),
 }
-_LATER = {Tensor.detach: None, Tensor.float: torch.float32, Tensor.contiguous: None}
+_LATER = {
+    Tensor.detach: None,
+    Tensor.contiguous: None,
+    Tensor.float: torch.float32,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.half: torch.float16,
+}

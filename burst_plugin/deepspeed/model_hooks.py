@@ -238,6 +238,7 @@ class ModelHooks:
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
         self._check_labels(labels, kwargs[SHARD_KEY])
         if isinstance(logits, LazyLogits):  # of a loss in chunks, which is this package's own
+            self._session.cp.agree({"loss": "checked"})  # as ranks do on which something has read logits before
             return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
@@ -36,7 +37,7 @@ _TO_CHANGE = 'to change it: memory="off", or loss_chunk, mlp_chunk, keep_attenti
 
 @dataclass(frozen=True)
 class HeldStates:
-    """Who holds weights, gradients and the optimizer's states: the stage of ZeRO, and whether the host has the last.
+    """Who holds gradients and the optimizer's states: the stage of ZeRO, and whether the host has the latter.
 
     are_there: whether the optimizer has its states before the first step.
     """
@@ -47,7 +48,7 @@ class HeldStates:
 
 
 _STATES: WeakKeyDictionary[ContextParallel, HeldStates] = WeakKeyDictionary()
-_LONGEST: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # tokens that a rank's choice is for
+_LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a model: the tokens that a rank's choice is for
 
 
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
@@ -91,16 +92,17 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
         return
     tokens = tokens_of(shard, batch)
-    if tokens <= _LONGEST.get(cp, 0):
+    if tokens <= _LONGEST.get(model, 0):
         return
-    is_first, _LONGEST[cp] = cp not in _LONGEST, tokens
+    is_first, _LONGEST[model] = model not in _LONGEST, tokens
     choose_chunks(cp, model, is_first=False)
-    left_open = cp.chosen & {"keep_attention", "offload"} or (not cp.strategy.kept_share and not cp.strategy.offload)
+    before, was_chosen = cp.strategy, "keep_attention" in cp.chosen
     step = _step(model, shard, tokens)
-    before = cp.strategy
-    if left_open and recomputes(model):
-        found = _options(model, step, tokens)
-        cp.choose(**{"offload": False, **_dearest(cp, found)})
+    if recomputes(model) and (was_chosen or not (before.kept_share or before.offload)):
+        found = rank_of(_options(model, step, tokens))
+        if was_chosen:  # for shorter batches, or another model
+            found = max(found, rank_of({"keep_attention": before.keep_attention}))
+        cp.choose(**options_at(_most(cp, found)))
     if is_first or cp.strategy != before:
         _say(cp, model, step, tokens)
 
@@ -126,15 +128,15 @@ def _options(model: Any, step: NextStep | None, tokens: int) -> dict[str, Any]:
     return kept_options_of_unknown(tokens * layers * hidden * model.dtype.itemsize, _free_bytes(model.device))
 
 
-def _dearest(cp: ContextParallel, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the dearest of all ranks' options, since the fullest rank decides; collective."""
+def _most(cp: ContextParallel, rank: int) -> int:
+    """Return the largest of all ranks' numbers, since the fullest rank decides; collective."""
     if cp.group is None:
-        return options
+        return rank
     cp.meet("the choice of what attention keeps")
-    rank = torch.tensor([rank_of(options)], device=group_device(cp.group))
+    most = torch.tensor([rank], device=group_device(cp.group))
     with cp.rank_state.alone():
-        dist.all_reduce(rank, dist.ReduceOp.MAX, group=cp.group)
-    return options_at(int(rank))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=cp.group)
+    return int(most)
 
 
 def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
@@ -143,7 +145,7 @@ def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
     cp, states = shard.cp, _STATES.get(shard.cp, HeldStates())
     try:
         shape = shape_of(model.config.to_dict(), type(model).__name__)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     world = dist.get_world_size() if dist.is_initialized() else 1
     setting = Setting(
@@ -160,10 +162,29 @@ def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
         mlp_chunk=cp.strategy.mlp_chunk,
         offload_optimizer=states.on_host,
     )
-    there = {"weights"} | ({"optimizer"} if states.are_there else set())
     total, free = _gpu_bytes(model.device), _free_bytes(model.device)
     cluster = Cluster(gpu_gib=total / GIB) if total else Cluster(margin_gib=0.0)
-    return NextStep(model=shape, setting=setting, cluster=cluster, free=free, there=frozenset(there))
+    step = NextStep(model=shape, setting=setting, cluster=cluster, free=free, states=_missing_states(model, states))
+    try:
+        step.needed()
+    except (ValueError, ArithmeticError, LookupError):  # an odd shape, of which no plan is made
+        return None
+    return step
+
+
+def _missing_states(model: Any, states: HeldStates) -> float:
+    """Return the bytes of gradients, and of Adam's two moments, that this rank will have and has not yet."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    nbytes = 0.0
+    for each in model.parameters():
+        if not each.requires_grad:
+            continue
+        whole = getattr(each, "ds_numel", each.numel())
+        mine = whole / world if states.zero == 3 or isinstance(each, DTensor) else whole
+        nbytes += 4 * mine if each.grad is None else 0
+        if not states.are_there and not states.on_host and each.grad is None:
+            nbytes += 8 * mine
+    return nbytes
 
 
 def _gpu_bytes(device: torch.device) -> float | None:
@@ -199,19 +220,18 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) 
     if strategy.mlp_chunk and tokens > strategy.mlp_chunk:
         yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens, since layers are computed again"
     if recomputes(model):
-        kept, where = strategy.keep_attention, "in host memory" if strategy.offload else "on the device"
         if strategy.kept_share:
-            yield f"attention is not computed again: keep_attention={kept!r}, {where}"
+            yield f"attention is not computed again: keep_attention={strategy.keep_attention!r}"
         else:
             yield "attention is computed again: there is no room to keep it"
     if step is not None:
-        needs = step.needed(strategy.keep_attention, strategy.offload)
+        needs = step.needed(strategy.keep_attention)
         needed = f"{needs / GIB:.2f} GiB of {step.free / GIB:.2f} GiB that are free"
         if not recomputes(model) and step.needed() > step.free:
             again = replace(step, setting=replace(step.setting, recompute="full"))
             yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
         else:
-            yield f"a step needs about {needed}, with weights in bfloat16"
+            yield f"a step needs about {needed}, if it computes in bfloat16"
         if step.free and model.device.type == "cuda":
             seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
             yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
@@ -24,7 +26,7 @@ from transformers.utils import ModelOutput
 from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits, LazyLogits
 from burst_plugin.activations.recomputed_chunks import linear
-from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, shifted
 from burst_plugin.frameworks.wrapping import hooks_of_others
 from burst_plugin.huggingface.auto_memory import tokens_of
 
@@ -50,7 +52,7 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     if not chunk or (is_chosen and (tokens_of(shard, kwargs) <= chunk or _needs_no_chunks(model, kwargs))):
         return
     try:
-        loss = ChunkedLoss(model, chunk, needed=not is_chosen)
+        loss = ChunkedLoss(model, chunk, needed=not is_chosen, shard=shard)
     except ValueError:
         if not is_chosen:
             raise
@@ -60,7 +62,18 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
 
 def _needs_no_chunks(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a loss of whole logits is trained instead, or a model computes none, as in TRL's SFTTrainer."""
-    return bool(kwargs.get("fused_lm_head")) or hasattr(model, _READ)
+    return bool(kwargs.get("fused_lm_head")) or hasattr(model, _READ) or not _can_be_read(model)
+
+
+def _can_be_read(model: PreTrainedModel) -> bool:
+    """Return whether a head computes logits outside of the model's forward: FSDP has its weight there, or a unit."""
+    sharded = any(isinstance(each, DTensor) or hasattr(each, "_fsdp_flattened") for each in model.parameters())
+    return not sharded or is_unit(model.get_output_embeddings())
+
+
+def is_unit(module: Any) -> bool:
+    """Return whether FSDP gathers the weights of a module by itself, whenever it is called."""
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
 
 
 def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -121,8 +134,10 @@ class ChunkedLoss:
     needed: whether it is an error if a model does not compute its loss by it; else it may take whole logits.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk: int, needed: bool = True) -> None:
-        self.chunk, self.needed = chunk, needed
+    def __init__(
+        self, model: PreTrainedModel, chunk: int, needed: bool = True, shard: SequenceShard | None = None
+    ) -> None:
+        self.chunk, self.needed, self._shard = chunk, needed, shard
         self.loss: Tensor | None = None
         self._vocabulary = 0  # once the head has computed logits
         self._model = model
@@ -155,17 +170,28 @@ class ChunkedLoss:
         """Return logits as a tensor that is computed when it is read; return other values as they are."""
         if not isinstance(logits, DeferredLogits):
             return logits
+        if logits.made is not None or not self._vocabulary:
+            return logits.after(self._head)(logits.hidden) if logits.made is None else logits.made
         whole = partial(self._whole, logits.after(self._head), logits.hidden)
-        if not self._vocabulary:
-            return whole()
         shape = torch.Size([*logits.hidden.shape[:-1], self._vocabulary])
         return LazyLogits.of(shape, self._dtype, logits.device, whole)
 
     def _whole(self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Return whole logits, and note that they were read if that was for another loss than the model's own."""
-        if torch.is_grad_enabled() and hidden.requires_grad and not self.needed:
+        """Return whole logits, and note that something reads them; collective if ranks share the head's weight."""
+        if not self.needed and not hasattr(self._model, _READ):
             setattr(self._model, _READ, True)  # from the next forward on they are whole at once
+            print(
+                'burst_plugin: memory "auto": something reads outputs.logits, so that they are computed whole from '
+                "the next step on",
+                flush=True,
+            )
+        if self._shard is not None and self._is_shared():
+            self._shard.cp.meet("reading outputs.logits")
         return to_logits(hidden)
+
+    def _is_shared(self) -> bool:
+        """Return whether ranks have a share of the head's weight each, which they gather together."""
+        return any(hasattr(each, "ds_id") for each in self._head.parameters()) or is_unit(self._head)
 
     def restore(self) -> None:
         """Put the head and the model's own loss function back."""
@@ -187,6 +213,8 @@ class ChunkedLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Return the loss that transformers' `ForCausalLMLoss` would return."""
+        if isinstance(logits, DeferredLogits) and logits.made is not None:
+            logits = logits.made
         if isinstance(logits, Tensor):
             whole: Tensor = LOSS_MAPPING[_LOSS](
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs

@@ -25,22 +25,17 @@ _PLAIN_CODE = ("transformers", "transformers_modules")
 _CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which something runs in chunks: of tokens, of heads
 
 
-def chunk_modules(
-    model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool = False, tokens: int | None = None
-) -> list[torch.nn.Module]:
+def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool = False) -> list[torch.nn.Module]:
     """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return chunked modules.
 
     Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads. If
-    `mlp_chunk` `is_chosen` by `memory="auto"`, MLPs run at once where a rank has no more tokens than that, and in
-    models whose MLPs cannot be cut.
+    `mlp_chunk` `is_chosen` by `memory="auto"`, modules run at once on fewer tokens than that, and so do all of a
+    model whose MLPs cannot be cut.
 
     Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP; and
     for one with attention that cannot be cut by heads.
     """
-    of_tokens, of_heads = strategy.mlp_chunk, strategy.head_chunk
-    if is_chosen and tokens is not None and tokens <= of_tokens:
-        of_tokens = 0
-    chunks = of_tokens, of_heads
+    of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
     if getattr(model, _CHUNKS, (0, 0)) == chunks:
         return [module for module in model.modules() if _runs_in_chunks(module)]
     mlps = []
@@ -55,8 +50,10 @@ def chunk_modules(
     norms = [module for module in text_modules(model) if _is_plain_norm(module)] if of_tokens else []
     for mlp in mlps:
         mlp.forward = ChunkedForward(mlp, of_tokens)
+        mlp.forward.few_at_once = is_chosen
     for norm in norms:
         norm.forward = _ChunkedNorm(norm, of_tokens)
+        norm.forward.few_at_once = is_chosen
     for module in attention:
         module.forward = ChunkedAttention(module, of_heads)
     for module in model.modules() if any(chunks) else ():
@@ -129,7 +126,12 @@ def _is_plain_norm(module: torch.nn.Module) -> bool:
 
 
 class _ChunkedNorm(ReplacedForward):
-    """Takes the place of the `forward` of a norm, also of one of q or k, whose tokens have a row for each head."""
+    """Takes the place of the `forward` of a norm, also of one of q or k, whose tokens have a row for each head.
+
+    few_at_once: whether a call with no more tokens than a chunk runs as it would without chunks.
+    """
+
+    few_at_once = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -140,14 +142,17 @@ class _ChunkedNorm(ReplacedForward):
         x = hidden_states
         heads_first = x.dim() == 4 and x.stride(1) < x.stride(2)
         x = x.transpose(1, 2) if heads_first else x
+        if self.few_at_once and x.shape[:2].numel() <= self.chunk:
+            out: Tensor = self.earlier(hidden_states)
+            return out
         wide = {name: each.to(wide_dtype(each.dtype)) for name, each in self.module.named_parameters()}
 
         def run(piece: Tensor) -> Tensor:
             # What is computed again takes weights in float32, which 16 bits are as well. Their gradients would be
             # rounded for each chunk otherwise, and not once: that makes errors up to 1.5 times as large.
             with in_place_of(self.module, wide if torch.is_grad_enabled() else {}):
-                out: Tensor = self.earlier(piece)
-            return out
+                of_piece: Tensor = self.earlier(piece)
+            return of_piece
 
         out = chunked_mlp(run, x, list(wide.values()), chunk=self.chunk, token_dims=max(1, x.dim() - 2))
         return out.transpose(1, 2) if heads_first else out

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
-from burst_plugin.huggingface.auto_memory import choose_kept, recomputes, tokens_of
+from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
@@ -162,8 +162,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             kwargs = with_absent_media(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
         choose_kept(model, shard, kwargs)
-        is_chosen = "mlp_chunk" in shard.cp.chosen
-        chunk_modules(model, shard.cp.strategy, is_chosen=is_chosen, tokens=tokens_of(shard, kwargs))
+        chunk_modules(model, shard.cp.strategy, is_chosen="mlp_chunk" in shard.cp.chosen)
         expect_on_host(model, shard, kwargs)
     kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))

@@ -5,7 +5,7 @@
     step.needed(**kept_options(step))                  # bytes
 
 Chunks are large enough for the full speed of a matrix product. Attention is kept as far as the planner's model of the
-run leaves room for it; what waits for the backward pass moves to the host only where nothing else fits.
+run leaves room for it. Nothing moves to the host by itself: hosts have room, or not, whatever a plan says.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from burst_plugin.training.setting import Setting
 _LEAST_ROWS, _MOST_ROWS = 512, 4096  # of a chunk
 _BYTES_PER_LOGIT = 8  # of a chunk, with its gradient
 _SHARE_OF_LOGITS = 1 / 64  # of a GPU's memory, for the logits of a chunk
+_STATES = ("weights", "gradients", "optimizer")  # of a plan, which knows neither frozen weights nor the moment
 _SURE_SHARE = 0.1  # of the free memory, that is there for attention whatever else a step needs
 _IN_ORDER: tuple[dict[str, Any], ...] = (
     {"keep_attention": "all"},
     {"keep_attention": 0.5},
     {"keep_attention": "none"},
-    {"keep_attention": "all", "offload": True},
 )
 
 
@@ -51,25 +51,25 @@ def mlp_chunk(hidden: int, gpu_bytes: float | None) -> int:
 class NextStep:
     """A step that is about to be trained: the run as the planner knows it, and the bytes that are free for it.
 
-    there: the parts of `TrainingMemory.gpu` that have their memory already.
+    states: the bytes of weights, gradients and the optimizer's states that have no memory yet.
     """
 
     model: ModelShape
     setting: Setting
     cluster: Cluster
     free: float
-    there: frozenset[str] = frozenset()
+    states: float = 0.0
 
-    def needed(self, keep_attention: str | float = "none", offload: bool = False) -> float:
-        """Return the bytes that a step needs besides what is there, with options of `Strategy`."""
-        setting = replace(self.setting, keep=kept_share(keep_attention), offload=offload)
+    def needed(self, keep_attention: str | float = "none") -> float:
+        """Return the bytes that a step needs besides what is there, with an option of `Strategy`."""
+        setting = replace(self.setting, keep=kept_share(keep_attention))
         parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
-        return sum(nbytes for part, nbytes in parts.items() if part not in self.there)
+        return self.states + sum(nbytes for part, nbytes in parts.items() if part not in _STATES)
 
 
 def kept_options(step: NextStep) -> dict[str, Any]:
-    """Return the cheapest options, by the time that they cost, with which a step fits; the dearest if none does."""
-    return next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1])
+    """Return the fastest options with which a step fits; those that take least memory if none does."""
+    return dict(next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1]))
 
 
 def kept_options_of_unknown(kept_bytes: float, free: float) -> dict[str, Any]:

@@ -413,6 +413,45 @@ def test_sums_compute_logits_once(
         assert error(cross_entropy(hidden, project, labels, **how, **options), truth) < bound
 
 
+def test_a_mean_over_no_labels_has_no_gradient() -> None:
+    hidden, head, labels = drawn()
+    how = {"chunk": CHUNK, "reduction": "sum", "divisor": torch.tensor(0)}
+    loss = cross_entropy(hidden, head, labels.fill_(-100), **how)
+    assert loss.isnan()
+    loss.backward()
+    for each in (hidden, head.weight, head.bias):
+        assert not each.grad.any()
+
+
+def test_a_checkpoint_around_a_sum_computes_it_once_more() -> None:
+    hidden, head, labels = drawn()
+    runs = 0
+
+    def loss_of(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return cross_entropy(x.tanh(), head, labels, chunk=CHUNK, reduction="mean")
+
+    loss = torch.utils.checkpoint.checkpoint(loss_of, hidden, use_reentrant=False)
+    assert runs == 1
+    loss.backward()
+    assert runs == 2
+    truth = drawn()[0]
+    expected = cross_entropy(truth.tanh(), head, labels, chunk=CHUNK, reduction="mean")
+    assert error(hidden.grad, *gradients(expected, truth)) < 1e-6
+
+
+def test_a_loss_that_outlives_its_step_keeps_no_gradients() -> None:
+    hidden, head, labels = drawn(rows=4000)
+    with LiveBytes() as live:
+        losses = []
+        for _ in range(3):
+            losses.append(cross_entropy(hidden, head, labels, chunk=CHUNK, reduction="mean"))
+            losses[-1].backward()
+        held = live.now
+    assert held < 2 * (hidden.nbytes + head.weight.nbytes + head.bias.nbytes)
+
+
 def test_logits_to_come_are_not_kept_by_the_function_to_them() -> None:
     """It is there as long as the loss is, through the whole backward pass."""
     logits = DeferredLogits(torch.ones(2, 3), "refused").float()

@@ -22,9 +22,8 @@ def step(tokens: int, free_gib: float, gpu_gib: float = 80.0) -> NextStep:
     setting = Setting(
         tokens=tokens, code=CODE, context=8, inner=8, zero=3, recompute="full", loss_chunk=1024, mlp_chunk=4096
     )
-    there = frozenset({"weights", "optimizer"})
     cluster = Cluster(gpu_gib=gpu_gib)
-    return NextStep(model=MODELS["llama3_8b"], setting=setting, cluster=cluster, free=free_gib * GIB, there=there)
+    return NextStep(model=MODELS["llama3_8b"], setting=setting, cluster=cluster, free=free_gib * GIB, states=2 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +48,14 @@ def test_attention_is_kept_as_far_as_there_is_room() -> None:
     assert chosen == [{"keep_attention": share} for share in ("none", 0.5, "all")]
 
 
-def test_the_host_comes_last() -> None:
-    assert kept_options(step(2**20, 1)) == {"keep_attention": "all", "offload": True}
+def test_nothing_moves_to_the_host_by_itself() -> None:
+    assert kept_options(step(2**20, 1)) == {"keep_attention": "none"}
 
 
-def test_ranks_agree_on_the_dearest() -> None:
-    orders = [options_at(rank) for rank in range(4)]
-    assert [rank_of(options) for options in orders] == [0, 1, 2, 3]
-    assert orders[0] == {"keep_attention": "all"}
-    assert orders[-1] == {"keep_attention": "all", "offload": True}
+def test_ranks_agree_on_the_one_with_least_room() -> None:
+    orders = [options_at(rank) for rank in range(3)]
+    assert [rank_of(options) for options in orders] == [0, 1, 2]
+    assert [options["keep_attention"] for options in orders] == ["all", 0.5, "none"]
 
 
 NOTHING_SET = Strategy()
@@ -94,12 +92,14 @@ def test_megatron_knows_all_before_its_model_is_built() -> None:
     roomy = chosen(80)
     assert (roomy.loss_chunk, roomy.keep_attention, roomy.offload) == (4096, "all", False)
     assert "keep_attention='all'" in in_words(Strategy(), roomy)
-    assert chosen(14).offload, "no GPU is as small"
+    assert chosen(14).keep_attention == "none", "no GPU is as small"
+    assert chosen(80, num_experts=8).keep_attention == "none", "whose memory depends on who has them"
     assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
     assert chosen(None).keep_attention == "all", "on CPUs"
     assert chosen(80, multi_latent_attention=True).keep_attention == "none", "which the planner does not know here"
     set_by_hand = Strategy(loss_chunk=99, keep_attention=0.5)
     assert chosen(80, set_by_hand) == set_by_hand
+    assert chosen(80, num_layers=None).keep_attention == "none", "before arguments are complete"
     args = argparse.Namespace(**ARGUMENTS)
     assert with_chosen(Strategy(memory="off"), args) == Strategy(memory="off")
     args.recompute_granularity = "selective"

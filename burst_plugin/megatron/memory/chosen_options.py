@@ -16,26 +16,35 @@ import torch
 from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO, Strategy
-from burst_plugin.training.memory import GIB
+from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.memory_choice import NextStep, kept_options, loss_chunk
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
 
-_SIZES = (  # arguments that the choice depends on
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("padded_vocab_size", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "seq_length"),
-    *("micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "context_parallel_size"),
-    *("pipeline_model_parallel_size", "world_size", "multi_latent_attention", "swiglu"),
-    *("untie_embeddings_and_output_weights", "optimizer_cpu_offload", "is_hybrid_model", "hybrid_layer_pattern"),
-    *("hybrid_override_pattern", "experimental_attention_variant"),
+_NEEDED = (  # arguments without which nothing is known
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "padded_vocab_size"),
+    *("seq_length", "micro_batch_size", "tensor_model_parallel_size", "context_parallel_size"),
+    *("pipeline_model_parallel_size", "world_size"),
 )
+_UNKNOWN = (  # arguments with which the planner's model of the memory is not right
+    *("multi_latent_attention", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "num_experts"),
+    *("experimental_attention_variant", "use_megatron_fsdp", "use_torch_fsdp2", "use_precision_aware_optimizer"),
+)
+_SIZES = (
+    *_NEEDED,
+    *_UNKNOWN,
+    *("num_query_groups", "global_batch_size", "swiglu", "untie_embeddings_and_output_weights"),
+    "optimizer_cpu_offload",
+)
+_REFERENCE_BYTES = 80 * GIB  # of a GPU, for chunks, which are alike on unlike GPUs
 
 
 def with_chosen(strategy: Strategy, args: Any) -> Strategy:
     """Return the strategy with the options that it leaves to be chosen, for a run by Megatron's parsed arguments."""
     if strategy.memory != AUTO or getattr(args, "recompute_granularity", None) != "full":
         return strategy
-    values = tuple((name, getattr(args, name, None)) for name in _SIZES)
+    found = ((name, getattr(args, name, None)) for name in _SIZES)
+    values = tuple((name, str(value) if isinstance(value, list) else value) for name, value in found)
     gpu_bytes = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
     return _chosen(strategy, values, gpu_bytes)
 
@@ -45,7 +54,8 @@ def _chosen(strategy: Strategy, values: tuple[tuple[str, Any], ...], gpu_bytes: 
     sizes, options = dict(values), dict[str, Any]()
     vocabulary, tokens = sizes["padded_vocab_size"], _local_tokens(sizes)
     if not strategy.loss_chunk and vocabulary and tokens:
-        chunk = loss_chunk(-(-vocabulary // sizes["tensor_model_parallel_size"]), gpu_bytes)
+        of_rank = -(-vocabulary // sizes["tensor_model_parallel_size"])
+        chunk = loss_chunk(of_rank, None if gpu_bytes is None else _REFERENCE_BYTES)
         options["loss_chunk"] = chunk if chunk < tokens else 0
     if not strategy.kept_share and not strategy.offload:
         step = _step(sizes, replace(strategy, **options), gpu_bytes)
@@ -65,25 +75,21 @@ def _local_tokens(sizes: dict[str, Any]) -> int:
 
 def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) -> NextStep | None:
     """Return a step of the run; None for a model that the planner does not know, and where no GPU is."""
-    unknown = ("multi_latent_attention", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
-    if gpu_bytes is None or any(sizes[name] for name in (*unknown, "experimental_attention_variant")):
+    if gpu_bytes is None or any(sizes[name] for name in _UNKNOWN) or not all(sizes[name] for name in _NEEDED):
         return None
     tensor, context = sizes["tensor_model_parallel_size"], sizes["context_parallel_size"]
     pipeline = sizes["pipeline_model_parallel_size"]
     data = max(1, sizes["world_size"] // (tensor * context * pipeline))
-    experts = sizes["num_experts"] or 0
     model = ModelShape(
         name="Megatron's",
         layers=sizes["num_layers"],
         hidden=sizes["hidden_size"],
-        ffn=(sizes["moe_ffn_hidden_size"] if experts else None) or sizes["ffn_hidden_size"],
+        ffn=sizes["ffn_hidden_size"],
         heads=sizes["num_attention_heads"],
         kv_heads=sizes["num_query_groups"] or sizes["num_attention_heads"],
         head_dim=sizes["kv_channels"],
         vocab=sizes["padded_vocab_size"],
         tied=not sizes["untie_embeddings_and_output_weights"],
-        experts=experts,
-        active=(sizes["moe_router_topk"] or 1) if experts else 0,
         matrices=3 if sizes["swiglu"] else 2,
     )
     setting = Setting(
@@ -101,7 +107,10 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
         mlp_chunk=strategy.mlp_chunk,
         offload_optimizer=bool(sizes["optimizer_cpu_offload"]),
     )
-    return NextStep(model=model, setting=setting, cluster=Cluster(gpu_gib=gpu_bytes / GIB), free=gpu_bytes)
+    cluster = Cluster(gpu_gib=gpu_bytes / GIB)
+    states = memory(model, setting, cluster).gpu
+    missing = sum(states[name] for name in ("weights", "gradients", "optimizer"))
+    return NextStep(model=model, setting=setting, cluster=cluster, free=gpu_bytes, states=missing)
 
 
 def in_words(given: Strategy, asked: Strategy) -> str:
@@ -110,11 +119,10 @@ def in_words(given: Strategy, asked: Strategy) -> str:
     if asked.loss_chunk != given.loss_chunk:
         said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")
     if asked.kept_share != given.kept_share:
-        where = " in host memory" if asked.offload else ""
-        said.append(f"attention is not computed again: keep_attention={asked.keep_attention!r}{where}")
+        said.append(f"attention is not computed again: keep_attention={asked.keep_attention!r}")
     if not said:
         return ""
     return (
         f'burst_plugin: memory "auto", since layers are computed again: {"; ".join(said)}. To change it: '
-        "--burst-memory off, or --burst-loss-chunk, --burst-keep-attention, --burst-offload"
+        "--burst-memory off, or --burst-loss-chunk, --burst-keep-attention"
     )
