@@ -93,12 +93,12 @@ def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
         hook_router_losses(registry),
         hook_losses(registry),
         hook_inference(registry),  # after what wraps a model's forward, too
-        _extend_argument_parser(),
+        _extend_argument_parser(strategy),
     ]
     return adapter
 
 
-def _extend_argument_parser() -> str:
+def _extend_argument_parser(strategy: Strategy | None) -> str:
     """Add flags to the argument parser of Megatron's scripts, if it is there; return a line that says so."""
     if importlib.util.find_spec("megatron.training") is None:  # as in megatron-core from PyPI until 0.16
         return "Megatron's argument parser is not here: options are those of install()"
@@ -107,7 +107,7 @@ def _extend_argument_parser() -> str:
     except ImportError as error:  # only scripts need these packages, and will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
     wrap(arguments, "add_megatron_arguments", _add_flags)
-    hook_validation(arguments)
+    hook_validation(arguments, None if strategy is None else strategy.layout)
     return (
         "Megatron's argument parser knows --burst-backward, --burst-kernel and others; --hybrid-context-parallel of "
         "packed documents becomes one ring"

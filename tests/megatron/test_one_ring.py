@@ -21,9 +21,9 @@ WRITTEN = {
     "sft": True,
     "cp_comm_type": ["burst"],
     "calculate_per_token_loss": True,
-    "world_size": 16,
+    "world_size": 8,
     "rank": 0,
-    "tensor_model_parallel_size": 2,
+    "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 2,
     "micro_batch_size": 1,
@@ -53,6 +53,12 @@ def _merging(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_seqlen_per_dp_cp_rank": 200, "micro_batch_size": 2}, 1),
         ({"max_seqlen_per_dp_cp_rank": None, "micro_batch_size": 2}, 2),
         ({"rampup_batch_size": ["2", "2", "100"]}, 1),
+        ({"iterations_to_skip": [5]}, 1),  # Megatron reads them in microbatches of one row
+        ({"iterations_to_skip": []}, 4),
+        ({"result_rejected_tracker_filename": "rejected", "micro_batch_size": 2}, 2),
+        ({"world_size": 16, "tensor_parallel_num_weight_shards": 2}, 3),  # 12 samples in two copies
+        ({"world_size": 16, "tensor_model_parallel_size": 2}, 1),  # buffers of evaluation have the size for training
+        ({"world_size": 16, "tensor_model_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 8}, 2),
         ({"step_batch_size_schedule": "0:2 100:4", "global_batch_size": None}, 1),
         ({"global_batch_size": None, "micro_batch_size": 3}, 4),  # four data-parallel ranks had 3 each
         ({"sft": False, "dataloader_inter_document_masking": True}, 4),
@@ -65,7 +71,7 @@ def test_a_step_has_the_same_samples(changes: dict[str, Any], samples: int) -> N
     assert (args.context_parallel_size, args.hybrid_context_parallel, args.micro_batch_size) == (8, False, samples)
     assert args.burst_layout == "auto"
     if "step_batch_size_schedule" not in changes:
-        assert args.global_batch_size == changes.get("global_batch_size", 12) or args.global_batch_size == 12
+        assert args.global_batch_size == (changes.get("global_batch_size") or 12)
     assert said is not None
     assert f"is taken as --context-parallel-size 8 --burst-layout auto --micro-batch-size {samples}" in said
     assert ("--sft" in said) == args.sft
@@ -81,6 +87,12 @@ def test_a_step_has_the_same_samples(changes: dict[str, Any], samples: int) -> N
         {"cp_comm_type": ["burst", "p2p"]},
         {"calculate_per_token_loss": False},
         {"pipeline_model_parallel_size": 2},
+        {"world_size": 17, "tensor_model_parallel_size": 2},
+        {"context_parallel_size": 3},
+        {"seq_length": 2040},
+        {"seq_length": None},
+        {"world_size": 1, "context_parallel_size": 1},
+        {"tensor_parallel_num_weight_shards": 16, "context_parallel_size": 1},
     ],
     ids=str,
 )
@@ -103,9 +115,61 @@ def test_what_the_user_wrote_stays() -> None:
 
 def test_microbatches_stay_single_samples_until_0_18(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(utils, "flatten_batch_for_packed_sequences")
+    for changes in ({}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "eval_micro_batch_size": 2}):
+        args = _parsed(**{"eval_micro_batch_size": None, **changes})
+        said = take_as_one_ring(args)
+        assert (args.micro_batch_size, args.eval_micro_batch_size) == (1, 1), "Megatron would stack unequal offsets"
+        assert "--eval-micro-batch-size 1:" in (said or "")
     args = _parsed()
     take_as_one_ring(args)
-    assert args.micro_batch_size == 1
+    assert not hasattr(args, "eval_micro_batch_size"), "0.17 has none"
+
+
+def test_evaluation_has_as_many_samples_as_groups_gave_it() -> None:
+    schedule = {"step_batch_size_schedule": "0:8 100:16", "global_batch_size": None, "micro_batch_size": 2}
+    for written, samples in ((None, 8), (4, 4)):  # 4 data-parallel ranks had 2 each
+        args = _parsed(**schedule, eval_global_batch_size=written, eval_micro_batch_size=None)
+        said = take_as_one_ring(args)
+        assert (args.eval_global_batch_size, args.eval_micro_batch_size, args.micro_batch_size) == (samples, 2, 2)
+        assert ("--eval-global-batch-size 8" in (said or "")) == (written is None)
+    args = _parsed(eval_global_batch_size=None)
+    take_as_one_ring(args)
+    assert args.eval_global_batch_size is None, "Megatron takes the global batch size"
+
+
+def test_levels_of_the_old_size_are_left_out() -> None:
+    args = _parsed(hierarchical_context_parallel_sizes=[2, 1])
+    said = take_as_one_ring(args)
+    assert args.hierarchical_context_parallel_sizes is None
+    assert "--hierarchical-context-parallel-sizes 2 1 is left out" in (said or "")
+    args = _parsed(hierarchical_context_parallel_sizes=[4, 2], context_parallel_size=8)
+    said = take_as_one_ring(args)
+    assert args.hierarchical_context_parallel_sizes == [4, 2]
+    assert "left out" not in (said or "left out")
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy", "changes", "even", "unpadded"),
+    [
+        (None, None, {}, True, True),
+        (None, None, {"sft": False, "dataloader_inter_document_masking": True}, True, False),
+        ("zigzag", None, {}, False, False),
+        ("striped", None, {}, False, True),
+        (None, "zigzag", {}, False, False),
+        (None, "striped", {}, False, True),
+        ("zigzag", "auto", {}, True, True),
+    ],
+)
+def test_the_line_says_what_runs(
+    written: str | None, strategy: str | None, changes: dict[str, Any], even: bool, unpadded: bool
+) -> None:
+    args = _parsed(*(("--burst-layout", written) if written else ()), **changes)
+    before = args.burst_layout
+    said = take_as_one_ring(args, strategy) or ""
+    assert ("even work" in said, "Conversations are not padded" in said) == (even, unpadded)
+    assert ("--burst-layout" in said) == (strategy is None), "flags do not change the strategy of install()"
+    if strategy is not None:
+        assert args.burst_layout == before
 
 
 def test_it_is_taken_before_megatron_looks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,8 @@ def refuse_flags() -> None:
         if getattr(args, "sft", False) and is_hybrid(args):
             reasons.append(
                 "--sft with --hybrid-context-parallel runs on one ring, which needs --cp-comm-type burst in all "
-                "layers, and flags on the command line rather than in --yaml-cfg; or drop one of them"
+                "layers, a --seq-length that twice the number of ranks divides, and flags on the command line rather "
+                "than in --yaml-cfg; or drop one of them"
             )
         kinds = _kinds(args)
         if parsed_layout() != Strategy.layout and kinds != ["burst"]:
