@@ -12,7 +12,6 @@ with every document, so that each text has the pools that it has alone.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.weak import TensorWeakRef
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
@@ -58,7 +58,7 @@ class PoolChoice:
         found = self._last()
         if found is None:
             found = self._keys_of(self._starts)
-            self._last = weakref.ref(found)
+            self._last = TensorWeakRef(found)
         return found
 
 
