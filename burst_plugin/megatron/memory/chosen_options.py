@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO, Strategy
@@ -45,7 +46,8 @@ def with_chosen(strategy: Strategy, args: Any) -> Strategy:
         return strategy
     found = ((name, getattr(args, name, None)) for name in _SIZES)
     values = tuple((name, str(value) if isinstance(value, list) else value) for name, value in found)
-    gpu_bytes = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    on_gpu = torch.cuda.is_available() and not is_enabled()  # on CPUs Megatron is told that there is a GPU
+    gpu_bytes = torch.cuda.get_device_properties().total_memory if on_gpu else None
     return _chosen(strategy, values, gpu_bytes)
 
 
