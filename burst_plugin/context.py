@@ -119,9 +119,10 @@ class ContextParallel:
 
     def choose(self, **options: Any) -> None:
         """Set options that `memory="auto"` leaves open; all ranks have to set them alike, between two steps."""
-        self.strategy = self.rank_state.strategy = replace(self.strategy, **options)
+        strategy = replace(self.strategy, **options)
+        self._follow_checkpoints(strategy)
+        self.strategy = self.rank_state.strategy = strategy
         self.chosen |= options.keys()
-        self._follow_checkpoints(self.strategy)
 
     def __copy__(self) -> ContextParallel:
         """Return itself: two objects would count the calls of one ring apart."""

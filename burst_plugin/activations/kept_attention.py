@@ -244,6 +244,12 @@ def follow_torch(needed: bool = False) -> None:
         )
 
 
+def attention_can_be_kept() -> bool:
+    """Return whether checkpoints of this release of PyTorch are known, so that they can keep attention."""
+    follow_torch()
+    return _are_followed()
+
+
 @functools.cache
 def _are_followed() -> bool:
     """Return whether checkpoints that are not reentrant are followed: PyTorch may give their parts other names."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from burst_plugin.activations.kept_attention import attention_can_be_kept
 from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
 from burst_plugin.comm.process_groups import group_device
@@ -98,7 +99,8 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     choose_chunks(cp, model, is_first=False)
     before, was_chosen = cp.strategy, "keep_attention" in cp.chosen
     step = _step(model, shard, tokens)
-    if recomputes(model) and (was_chosen or not (before.kept_share or before.offload)):
+    is_open = was_chosen or not (before.kept_share or before.offload)
+    if is_open and recomputes(model) and attention_can_be_kept():
         found = rank_of(_options(model, step, tokens))
         if was_chosen:  # for shorter batches, or another model
             found = max(found, rank_of({"keep_attention": before.keep_attention}))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from burst_plugin.activations.kept_attention import attention_can_be_kept
 from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
@@ -59,7 +60,7 @@ def _chosen(strategy: Strategy, values: tuple[tuple[str, Any], ...], gpu_bytes: 
         of_rank = -(-vocabulary // sizes["tensor_model_parallel_size"])
         chunk = loss_chunk(of_rank, None if gpu_bytes is None else _REFERENCE_BYTES)
         options["loss_chunk"] = chunk if chunk < tokens else 0
-    if not strategy.kept_share and not strategy.offload:
+    if not strategy.kept_share and not strategy.offload and attention_can_be_kept():
         step = _step(sizes, replace(strategy, **options), gpu_bytes)
         if gpu_bytes is None:
             options["keep_attention"] = "all"
