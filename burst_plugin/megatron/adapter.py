@@ -107,7 +107,8 @@ def _extend_argument_parser(strategy: Strategy | None) -> str:
     except ImportError as error:  # only scripts need these packages, and will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
     wrap(arguments, "add_megatron_arguments", _add_flags)
-    hook_validation(arguments, None if strategy is None else strategy.layout)
+    if hasattr(arguments, "validate_args"):
+        hook_validation(arguments, None if strategy is None else strategy.layout)
     return (
         "Megatron's argument parser knows --burst-backward, --burst-kernel and others; --hybrid-context-parallel of "
         "packed documents becomes one ring"

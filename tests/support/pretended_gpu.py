@@ -42,6 +42,7 @@ _MESSAGES = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}  # by th
 _IN_PLACE = {_ATEN.add_.Tensor, _ATEN.copy_.default, _ATEN.mul_.Tensor, _ATEN.zero_.default}
 _OF_VALUES = (torch.tensor, torch.as_tensor)
 _make_subclass, _empty = torch.Tensor._make_subclass, torch.empty
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 _attention_backward = TorchFlashKernel._run_backward
 
 
@@ -164,6 +165,11 @@ def _made(cls: Any, data: Tensor, requires_grad: bool = False, **options: Any) -
     return _make_subclass(cls, data, requires_grad, **options)
 
 
+def _wrapper(cls: Any, size: Any, *, device: Any, **options: Any) -> Any:
+    """Do what `Tensor._make_wrapper_subclass` does, which is told the device that C++ is to see."""
+    return _make_wrapper(cls, size, device=_said(device, _type_of(device)), **options)
+
+
 def _with_workspace(queries: Queries, k: Tensor, *others: Any) -> Any:
     """Do what PyTorch's flash attention does, and allocate what it does inside (flash_attn/flash_api.cpp, mha_bwd).
 
@@ -199,6 +205,7 @@ def _of_driver() -> list[tuple[Any, str, Any]]:
 def _of_tensors() -> list[tuple[Any, str, Any]]:
     return [
         (torch.Tensor, "_make_subclass", staticmethod(_made)),
+        (torch.Tensor, "_make_wrapper_subclass", staticmethod(_wrapper)),
         (torch.Tensor, "is_pinned", lambda x, *_: x.device == _CPU),
         (torch.Tensor, "record_stream", lambda *_: None),
         (FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
