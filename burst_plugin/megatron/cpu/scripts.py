@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -16,6 +14,7 @@ from unittest.mock import NonCallableMock
 import typing_extensions
 
 from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.megatron.cpu.absent_triton import triton_or_stand_in
 
 _LOCAL_ATTENTION = "megatron.core.transformer.dot_product_attention"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -46,7 +45,7 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
     unneeded = dict(_UNNEEDED)
     if _borrow_helpers():
         unneeded["megatron.core.datasets.utils"] = "compile_helpers"
-    with contextlib.nullcontext() if _exists("triton") else _triton_that_does_nothing():
+    with triton_or_stand_in():
         from burst_plugin.megatron.cpu.local_layers import use_local_layers
 
         use_local_layers()  # before megatron.training, which imports specs
@@ -116,34 +115,3 @@ def _borrow_helpers() -> bool:
             spec.loader.exec_module(sys.modules[_HELPERS])
             return True
     return False
-
-
-class _Anything(types.ModuleType):
-    """A module that has every name; its decorators return what they decorate."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
-        self.__version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _decorate
-
-
-def _decorate(*args: Any, **kwargs: Any) -> Callable[..., Any] | Any:
-    return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _decorate
-
-
-@contextlib.contextmanager
-def _triton_that_does_nothing() -> Iterator[None]:
-    """Let triton and triton.language be imported in this context."""
-    stand_ins = {name: _Anything(name) for name in ("triton", "triton.language")}
-    vars(stand_ins["triton"])["language"] = stand_ins["triton.language"]
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]

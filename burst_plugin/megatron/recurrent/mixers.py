@@ -15,10 +15,10 @@ from typing import Any
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from burst_plugin.frameworks.wrapping import bind, wrap
+from burst_plugin.megatron.cpu.absent_triton import triton_or_stand_in
 from burst_plugin.megatron.flags.config import DELTA_NETS, asks_for_burst, problems
 from burst_plugin.megatron.flags.flag_checks import flag_problems
 from burst_plugin.megatron.recurrent.calls import MixerOnRing, computing, mask_of_layer, with_mask
@@ -30,6 +30,9 @@ from burst_plugin.megatron.recurrent.functions import (
     replace_functions,
 )
 from burst_plugin.megatron.registry import Registry
+
+with triton_or_stand_in():  # its module has kernels for inference
+    from megatron.core.ssm.mamba_mixer import MambaMixer
 
 _RING = "_burst_plugin_ring"  # of a mixer: its `MixerOnRing`
 _DELTA_NET = sys.modules[GatedDeltaNet.__module__]
