@@ -339,7 +339,10 @@ def test_a_checkouts_script_runs_unmodified(tmp_path: Path) -> None:
     """With a stand-in for a Megatron-LM checkout: what it has beside megatron.core, and a script."""
     files = {
         "megatron/training/__init__.py": "",
-        "megatron/training/arguments.py": "def add_megatron_arguments(parser): return parser",
+        "megatron/training/arguments.py": """
+def add_megatron_arguments(parser): return parser
+def validate_args(args, defaults): raise AssertionError
+""",
         "megatron/training/initialize.py": """
 from megatron.core.transformer.custom_layers import batch_invariant_kernels  # it imports triton
 def _warmup_jit_function(): raise AssertionError
@@ -364,6 +367,21 @@ print(__name__, sys.argv[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--cp', '2']"
     assert "argument parser knows --burst-backward" in done.stdout
+
+
+def test_the_adapter_is_installed_without_triton() -> None:
+    """As beside a PyTorch for CPUs, which comes without it; and nothing finds the stand-in afterwards."""
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+from burst_plugin import megatron
+assert "Mamba-2" in str(megatron.install())
+assert "triton" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_scans_of_mamba_are_those_of_its_definition() -> None:
