@@ -242,15 +242,20 @@ class ModelHooks:
             return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])
-        if labels is None or logits is None or logits.shape[:2] != labels.shape:
+        read = next((each for each in (logits, getattr(output, "log_probs", None)) if each is not None), None)
+        if labels is None or read is None or read.shape[:2] != labels.shape:
             self._warn_of_unchecked_loss()
             return
         with torch.no_grad():
-            expected = summed_loss(logits.flatten(0, 1), labels.flatten()) / float(kwargs["num_items_in_batch"])
+            if logits is None:  # TRL's models return log probabilities of labels, and no logits
+                expected = -read[labels != IGNORED_LABEL].sum()
+            else:
+                expected = summed_loss(logits.flatten(0, 1), labels.flatten())
+            expected = expected / float(kwargs["num_items_in_batch"])
         of_router = router_loss_in(model, output)
         got = float(output.loss.detach()) - (0.0 if of_router is None else float(of_router.detach()))
         problem = ""
-        if abs(got - expected) > tolerance_of(logits) * max(abs(expected), 1.0):
+        if abs(got - expected) > tolerance_of(read) * max(abs(expected), 1.0):
             problem = (
                 f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "

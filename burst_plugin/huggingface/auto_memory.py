@@ -33,7 +33,7 @@ from burst_plugin.training.model_shape import shape_of
 from burst_plugin.training.setting import Code, Setting
 from burst_plugin.training.step_time import step_seconds, tokens_per_second
 
-_TO_CHANGE = 'to change it: memory="off", or loss_chunk, mlp_chunk, keep_attention, offload'
+_TO_CHANGE = 'to choose yourself: memory="off", or set loss_chunk, mlp_chunk, keep_attention, offload'
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,26 @@ def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) ->
 
 
 def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) -> Iterator[str]:
-    strategy, config = cp.strategy, model.config.get_text_config()
     yield f'"auto", {tokens:,} tokens on a rank:'
+    chosen = list(_chosen(cp, model, tokens))
+    yield from chosen or ["none of the options takes effect at this length"]
+    if step is not None:
+        needs = step.needed(cp.strategy.keep_attention)
+        needed = f"{needs / GIB:.2f} GiB of {step.free / GIB:.2f} GiB that are free"
+        if not recomputes(model) and step.needed() > step.free:
+            again = replace(step, setting=replace(step.setting, recompute="full"))
+            yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
+        else:
+            yield f"a step in bfloat16 needs about {needed}"
+        if step.free and model.device.type == "cuda":
+            seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
+            yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"
+    yield _TO_CHANGE
+
+
+def _chosen(cp: ContextParallel, model: Any, tokens: int) -> Iterator[str]:
+    """Return a line for each option that is on and matters for this many tokens."""
+    strategy, config = cp.strategy, model.config.get_text_config()
     chunk, vocabulary = strategy.loss_chunk, getattr(config, "vocab_size", 0)
     if chunk and tokens > chunk:
         logits = f"{tokens * vocabulary * model.dtype.itemsize / GIB:.2f} GiB in one piece"
@@ -226,15 +244,3 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) 
             yield f"attention is not computed again: keep_attention={strategy.keep_attention!r}"
         else:
             yield "attention is computed again: there is no room to keep it"
-    if step is not None:
-        needs = step.needed(strategy.keep_attention)
-        needed = f"{needs / GIB:.2f} GiB of {step.free / GIB:.2f} GiB that are free"
-        if not recomputes(model) and step.needed() > step.free:
-            again = replace(step, setting=replace(step.setting, recompute="full"))
-            yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
-        else:
-            yield f"a step needs about {needed}, if it computes in bfloat16"
-        if step.free and model.device.type == "cuda":
-            seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
-            yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"
-    yield _TO_CHANGE
