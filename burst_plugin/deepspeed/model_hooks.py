@@ -230,7 +230,7 @@ class ModelHooks:
     def _check_loss(self, model: torch.nn.Module, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if the model's own loss is not the mean over `shift_labels`.
 
-        It looks at forwards 1, 2, 4, 8, ...; collective.
+        It looks at forwards 1, 2, 4, 8, ...; collective. Models in TRL return log probabilities of labels for logits.
         """
         self._checked_losses += 1
         if self._checked_losses & (self._checked_losses - 1):
@@ -242,12 +242,14 @@ class ModelHooks:
             return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])
-        read = next((each for each in (logits, getattr(output, "log_probs", None)) if each is not None), None)
+        read = logits
+        if logits is None and getattr(output, "aux_loss", None) is None:  # TRL's may weigh routers by another number
+            read = getattr(output, "log_probs", None)
         if labels is None or read is None or read.shape[:2] != labels.shape:
             self._warn_of_unchecked_loss()
             return
         with torch.no_grad():
-            if logits is None:  # TRL's models return log probabilities of labels, and no logits
+            if logits is None:
                 expected = -read[labels != IGNORED_LABEL].sum()
             else:
                 expected = summed_loss(logits.flatten(0, 1), labels.flatten())

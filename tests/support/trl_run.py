@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -263,8 +264,10 @@ def train(case: Case, directory: str, layout: Layout) -> Outcome:
 
 
 def train_all(rank: int, cases: Sequence[Case], directory: str, layout: Layout) -> list[Outcome]:
-    """Train one case after the other in the same processes."""
-    return [train(case, directory, layout) for case in cases]
+    """Train one case after the other in the same processes, and check every loss on the way."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model returns a loss without logits")
+        return [train(case, directory, layout) for case in cases]
 
 
 @contextmanager
