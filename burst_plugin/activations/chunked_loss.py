@@ -97,9 +97,9 @@ class Head:
         return logits if self.scale == 1.0 else logits * self.scale
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Yield the rows of one chunk after another, at least one: without rows it has none.
+        """Yield the rows of each chunk as a slice; if there are no rows, yield one empty slice.
 
-        A head that computes no rows has gradients of 0, and not none, which other ranks would wait for.
+        So a head without rows still has gradients, of 0, which other ranks wait for.
         """
         for start in range(0, max(1, rows), self.chunk):
             yield slice(start, min(start + self.chunk, rows))

@@ -59,7 +59,7 @@ class DeferredLogits:
         return logits
 
     def whole(self) -> Tensor:
-        """Return whole logits. Raise ValueError where they may not be made."""
+        """Return the whole logits. Raise ValueError where making them in full is refused."""
         return self._whole("reading them")
 
     @property
@@ -166,12 +166,12 @@ class LazyLogits(Tensor):
         return found
 
     def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
-        """Return the tensor after a step that leaves its shape as it is, still to be computed."""
+        """Return lazy logits whose values are computed by `step`, which keeps the shape, from the values of these."""
         compute = self._compute
         return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(compute()))
 
     def computed(self) -> Tensor:
-        """Return the values."""
+        """Return the values as an ordinary tensor."""
         made: tuple[bool, Tensor] | None = vars(self).get("_made")
         is_late = self._steps != _optimizer_steps().made
         if made is None and is_late:

@@ -59,7 +59,7 @@ class Parked:
         return before
 
     def let_go(self) -> None:
-        """Forget the source. Raise RuntimeError if it has changed, perhaps while it was copied."""
+        """Drop the reference to the tensor on the device. Raise RuntimeError if it was modified during the copy."""
         source, self._source = self._source, None
         if source is not None and source._version != self._version:
             raise RuntimeError(
@@ -69,7 +69,7 @@ class Parked:
 
 
 class HostMemory:
-    """Where tensors of one device are parked.
+    """Parks tensors of one device in host memory, and fetches them back to the device.
 
     parked_bytes, fetched_bytes: the bytes copied so far, to the host and back. latest: the tensor parked last.
     """
@@ -157,7 +157,7 @@ class HostMemory:
         parked.let_go()
 
     def take_back(self, pages: list[Tensor], returning: tuple[Tensor, Any] | None) -> None:
-        """Reuse the pages of a tensor that is gone, and discard its copy back to the device, if one has begun."""
+        """Reuse the pages of a parked tensor that is gone, and discard its copy back to the device, if begun."""
         if returning is not None:
             self._unwanted.append(returning)
         self._pages.give_back(pages)
@@ -185,7 +185,7 @@ def offload_while_alive(owner: object) -> None:
 
 
 def host_memory(device: torch.device) -> HostMemory | None:
-    """Return where tensors of a device are parked; None if they are not."""
+    """Return the `HostMemory` where tensors of a device are parked; None if they are not parked."""
     if not _OWNERS:
         return None
     if device not in _BY_DEVICE:

@@ -147,19 +147,19 @@ class KeptCalls(_Checkpoint):
     """
 
     def first_run(self) -> _CheckpointRun:
-        """Return the context of the first run."""
+        """Return the context for the first run of the function, which keeps the outputs of its attention calls."""
         return _CheckpointRun(self, False)
 
     def second_run(self) -> _CheckpointRun:
-        """Return the context of a run that computes the same calls again."""
+        """Return the context for the second run of the function, whose attention calls return their kept outputs."""
         return _CheckpointRun(self, True)
 
     def release(self) -> list[Tensor]:
-        """Return the outputs of all calls, and hold them no more."""
+        """Return the kept outputs of all attention calls, to be saved elsewhere, and drop them here."""
         return [x for kept in self.of_calls if isinstance(kept, KeptOutputs) for x in kept.release()]
 
     def restore(self, tensors: list[Tensor]) -> None:
-        """Take the outputs of all calls back, off the front of `tensors`."""
+        """Take back the outputs that `release` returned, and remove them from the front of `tensors`."""
         for kept in self.of_calls:
             if isinstance(kept, KeptOutputs):
                 kept.restore(tensors.pop(0), tensors.pop(0))

@@ -24,7 +24,7 @@ PAGE_BYTES = 16 << 20
 
 
 def whole_pages(nbytes: float) -> int:
-    """Return how many bytes the pages of a tensor of `nbytes` have."""
+    """Return the bytes of host memory that a tensor of `nbytes` takes, rounded up to whole pages."""
     return ceil(nbytes / PAGE_BYTES) * PAGE_BYTES
 
 
@@ -38,7 +38,7 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all pages."""
+        """Return the bytes of all pages that were made."""
         return self.made * PAGE_BYTES
 
     def take(self, nbytes: int) -> list[Tensor]:
@@ -93,7 +93,7 @@ _VERSIONS = {
 
 
 def check_room(needed: float, held: float, ranks: int) -> None:
-    """Raise MemoryError unless each of the `ranks` of this host can have the bytes that it lacks of those needed."""
+    """Raise MemoryError unless this host can give each of its `ranks` the `needed` bytes, of which it has `held`."""
     available = available_bytes()
     if available is None or (needed - held) * ranks <= available:
         return

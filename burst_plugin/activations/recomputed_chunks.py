@@ -121,7 +121,7 @@ class GradientSums:
                 self.sum_of(parameter).add_(part)
 
     def sum_of(self, parameter: Tensor) -> Tensor:
-        """Return the sum so far, to be added to."""
+        """Return the sum of a parameter's gradients so far, zeros at first, for callers to add to in place."""
         if id(parameter) not in self._sums:
             self._sums[id(parameter)] = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
         return self._sums[id(parameter)]
@@ -135,7 +135,7 @@ class GradientSums:
         return [None if total is None else total.to(parameter.dtype) for parameter, total in sums]
 
     def times(self, factor: Tensor) -> list[Tensor | None]:
-        """Return the sums times a factor, a scalar, in the types of the parameters; None as `cast` says."""
+        """Return the sums times a scalar `factor`, in the types of the parameters; None without a gradient."""
         found: list[Tensor | None] = []
         for parameter in self._parameters:
             total = self._sums.get(id(parameter))
