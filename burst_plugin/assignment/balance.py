@@ -41,7 +41,7 @@ _BARE = 0.2  # of computing or sending, whichever is shorter, is not hidden behi
 
 
 def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[int]:
-    """Return how many (query, key) pairs every rank works on if side `local` stays: its queries', or its keys'."""
+    """Return how many (query, key) pairs each rank computes if side `local`, "q" or "kv", stays where it is."""
     return _shares(table, attending.of(local), _work(attending, local))
 
 
@@ -51,7 +51,7 @@ def _staying(table: RouteTable, mask: Mask) -> tuple[Side, ...]:
 
 
 def imbalance(table: RouteTable, attending: Attending) -> float:
-    """Return the most over the mean of the ranks' work, whichever side moves; 1 is even, as is no work at all."""
+    """Return the work of the busiest rank over the mean of all ranks; 1 if all have equal work, or none."""
     sides = () if table.moving == {BOTH} else _staying(table, attending.mask)
     shares = [work_by_rank(table, attending, local) for local in sides]
     if BOTH in table.moving:
@@ -64,10 +64,10 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
 
     The candidates are the layouts that suit the mask. If ranks have even work in none of these, also causal documents
     dealt to nodes and ranks; for other masks, chunks assigned by their work, and chunks that leave documents inside
-    nodes. Of these the one that takes the least time, by an estimate. `alike` leaves out candidates by which ranks
-    hold unequal numbers of tokens.
+    nodes. The candidate that takes the least time, by an estimate, is chosen; with `alike` only among candidates by
+    which all ranks hold equally many tokens.
 
-    Raises ValueError if that leaves none.
+    Raises ValueError if `alike` leaves no candidate.
     """
     documents = causal_documents(mask, length)
     costs = _ByToken(table, length, mask) if documents is None else _ByDocument(table, length, documents)

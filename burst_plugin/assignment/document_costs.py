@@ -65,7 +65,7 @@ class DocumentCosts:
         return rank, document, start - begins[document], stop - begins[document]
 
     def work(self) -> Tensor:
-        """Return the (query, key) pairs of every rank, [2, ranks]: of its queries in row 0, of its keys in row 1."""
+        """Return how many (query, key) pairs each rank has, [2, ranks]: first of its queries, then of its keys."""
         rank, document, start, stop = self._stretches
         lengths = torch.tensor([stop - start for start, stop in self.documents], dtype=torch.int64, device="cpu")
         before = (start + stop - 1) * (stop - start) // 2  # positions in the document, added up
