@@ -76,7 +76,7 @@ class _Failing:
 
 
 def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], None], way: str) -> None:
-    """Run steps on a ring until the last rank fails in that way. Raise what this rank meets."""
+    """Run steps on a ring until the last rank fails by `way`, a key of `WAYS_TO_FAIL`. Raise this rank's error."""
     is_victim = rank == ranks - 1
     with joined((rank, ranks, rank), _MEET_S, directory) as world:
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -97,7 +97,10 @@ def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], 
 
 
 def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
-    """Yield the finding of each way to fail, in `ranks` processes of this machine each."""
+    """Let the last of several ranks fail in each known way, and yield a finding per way: whether the others noticed.
+
+    ranks: how many processes to start on this machine for each way, at most 4; with fewer than 2 nothing is shown.
+    """
     if ranks < 2:
         reason = "there is one rank, so no other could notice that it fails; start 2 or more, which may share a GPU"
         yield Finding(FAULT_TOLERANCE, NOT_SHOWN, "a rank that fails", reason)

@@ -13,7 +13,7 @@ OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a section.
+    """One result of a check, a line of its section.
 
     verdict: `OK`, `FAILED`, or `NOT_SHOWN` for a check that this cluster, or this way of starting, cannot make.
     what: the kernel, schedule, link or rank that was looked at. text: figures and reasons, for people.

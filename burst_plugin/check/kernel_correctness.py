@@ -43,7 +43,7 @@ class TileCase(NamedTuple):
     documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def allowed(self, device: torch.device) -> Tensor:
-        """Return which queries may meet which keys, [Sq, Sk]."""
+        """Return the tile's mask as a bool tensor [Sq, Sk], True where a query may attend to a key."""
         if self.documents is None:
             return _within(self.band, *self.rows, device)
         allowed = torch.zeros(self.rows, dtype=torch.bool, device=device)
@@ -109,7 +109,7 @@ def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
 
 
 class KernelTrial(NamedTuple):
-    """One thing to ask of a kernel: a tile, heads, head dims, a type, and how it is run."""
+    """One run of a kernel to check: a tile, (query, key) heads, (query, value) dims, a type, and how it is run."""
 
     tile: TileCase
     heads: tuple[int, int]
@@ -125,7 +125,7 @@ class KernelTrial(NamedTuple):
         return f"{self.tile.name}, heads {q_heads}/{kv_heads} of {size}, {dtype}{self.how_run}"
 
     def errors(self, kernel: Kernel, device: torch.device) -> dict[str, float]:
-        """Return how far off the kernel is, by result."""
+        """Run the kernel, and return the relative error of out, lse and each gradient, by name."""
         problem = Problem.draw(self.tile.rows, self.heads, self.dims, self.dtype, device)
         lengths = None if self.tile.documents is None else lengths_of(*self.tile.documents, device)
         how = How(self.tile.band, Scores(scale=self.dims[0] ** -0.5), lengths=lengths)
@@ -211,7 +211,7 @@ def _finding(
 
 
 def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield whether the kernel finds what lies behind 2**31 elements; collective. Nothing without a GPU."""
+    """Yield a finding on whether the kernel is right behind 2**31 elements; collective. None without a GPU."""
     if world.device.type != "cuda":
         return
     if world.shares_gpu:
@@ -237,9 +237,10 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def far_errors(kernel: Kernel, device: torch.device, dtype: torch.dtype, elements: int) -> dict[str, float]:
-    """Return the errors of a batch whose last sequence lies behind `elements` elements; of the first one, too.
+    """Return the errors of a kernel on the first and the last sequence of a large batch, by result.
 
-    q and v are one tensor, as are k and dout, so that it takes less memory.
+    elements: how many numbers of a tensor lie before the last sequence, to find offsets that overflow. q and v are
+    one tensor, as are k and dout, so that it takes less memory.
     """
     batch = elements // (_FAR_ROWS * _FAR_HEADS * _FAR_DIM) + 1
     generator = torch.Generator(device).manual_seed(7)

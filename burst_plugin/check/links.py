@@ -58,7 +58,7 @@ def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link,
 
 
 def slow_edges(edges: Sequence[Edge]) -> list[Edge]:
-    """Return the links that carry less than `SLOW` of the median of their kind, the slowest first."""
+    """Return the links whose rate is below `SLOW` times the median of the links of their kind, the slowest first."""
     usual = median(edge.bytes_per_s for edge in edges)
     slow = (edge for edge in edges if edge.bytes_per_s < SLOW * usual)
     return sorted(slow, key=lambda edge: edge.bytes_per_s)

@@ -60,7 +60,7 @@ def check_performance(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def links_of(world: World, settings: Settings) -> tuple[Topology, dict[Link, MeasuredLink]]:
-    """Return the topology and what its links carry, measured once; collective."""
+    """Return the topology and the measured rate of each kind of link; measured at the first call, collective."""
     if "links" not in world.measured:
         cp = world.ring()
         links = measure_links(world, cp, settings.sizes(world.device)) if world.size > 1 else {}
@@ -106,7 +106,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(world: World, settings: Settings) -> Rates:
-    """Return the kernel's rates, measured once; collective."""
+    """Return the kernel's rates, measured at the first call; collective."""
     if "rates" not in world.measured:
         world.measured["rates"] = _measure_rates(world, settings)
     rates: Rates = world.measured["rates"]
@@ -210,7 +210,7 @@ def _kernel_seconds(world: World, settings: Settings) -> float:
 
 
 def thread_blocks_finding(world: World, settings: Settings) -> Finding:
-    """Return the time of the ring by how many thread blocks NCCL may take, and with them of multiprocessors."""
+    """Measure the ring with several limits on NCCL's thread blocks, `max_ctas`; return the times as a finding."""
     start = time.perf_counter()
     times = {ctas: _time_ring(world, settings, max_ctas=ctas).ring_s for ctas in _CTAS}
     best = min(times, key=times.__getitem__)

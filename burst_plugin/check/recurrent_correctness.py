@@ -67,7 +67,7 @@ _windows.__name__, _convolution.__name__ = "with_tokens_before", "causal_convolu
 
 
 def recurrent_cases(heads: int) -> list[RecurrentCase]:
-    """Return a case for every function, with so many heads, an even number."""
+    """Return one case for each recurrent function, with `heads` heads, an even number."""
     keys, values = (heads // 2, _DIM), (heads, _SIZE)
     delta = {"q": keys, "k": keys, "v": values, "-g": (heads,), "%beta": (heads,)}
     each, group = (heads, _DIM), (heads // 2, _SIZE)

@@ -61,11 +61,11 @@ class RingCase:
 
     @property
     def mask(self) -> Mask:
-        """Return the mask of the sequence: causal, inside of documents if there are several."""
+        """Return the mask of the sequence: causal, within documents if there are several."""
         return Causal() & Documents(self.cu_seqlens) if self.documents else Causal()
 
     def allowed(self, device: torch.device) -> Tensor:
-        """Return the mask, [S, S]."""
+        """Return the mask as a bool tensor [S, S], True where a query may attend to a key."""
         allowed = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=device).tril()
         if self.documents:
             inside = torch.zeros_like(allowed)

@@ -16,7 +16,7 @@ from burst_plugin.profiling.cluster_profile import Model
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done. The whole on GPUs takes minutes, `quick` takes under one.
+    """How large the checks are. On GPUs all of them take minutes, with `quick` under one.
 
     tile: queries of a tile that is proven alone. rows: lengths of the tiles that a kernel is timed on.
     tokens: tokens of a rank in the timed ring. steps: forward and backward passes of each ring that is proven.
@@ -60,7 +60,7 @@ class Settings:
     profile: str = "burst-profile.json"
 
     def sizes(self, device: torch.device) -> Sizes:
-        """Return how much is done on such a device."""
+        """Return how large the checks are on a device."""
         if device.type == "cuda":
             return _QUICK_GPU if self.quick else _GPU
         return _QUICK_CPU if self.quick else _CPU

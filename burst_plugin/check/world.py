@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class World:
-    """One of `size` ranks. `ranks_per_node` is None where ranks ask each other for their nodes."""
+    """What one rank knows of all `size` ranks of a check; with `ranks_per_node` None ranks find their nodes."""
 
     rank: int
     size: int
@@ -92,7 +92,7 @@ class World:
         return [Outcome(*fields) for fields in self.exchange(what, outcome)]
 
     def first_error(self, error: Exception) -> str:
-        """Record why this rank gives up. Return the number of the first that did, and why: others only missed it."""
+        """Record the error that makes this rank give up. Return the number and error of the first rank that did."""
         this_rank = f"rank {self.rank}: {error_text(error)}"
         try:
             first: bytes = self.store.compare_set("first error", "", this_rank)
@@ -138,7 +138,7 @@ class World:
         self.synchronize()
 
     def timed(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work` on this rank, from a start of all ranks; collective."""
+        """Return the seconds that `work` takes on this rank, once all ranks have started together; collective."""
         self.together()
         start = time.perf_counter()
         work()
