@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: bool = False) -> Iterator[str]:
-    """Yield the lines of a plan; `title` names the framework. A plan that `is_given` has no others beside it."""
+    """Yield the lines of a plan's report; `title` names the framework. With `is_given` it compares with no others."""
     best = best_first[0]
     cluster = goal.cluster
     yield (
@@ -128,13 +128,13 @@ def _images(model: ModelShape, setting: Setting) -> Iterator[str]:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return seconds, or milliseconds if there is less than one, with two digits or more."""
+    """Return a time as text, in seconds or, below one, in milliseconds, with at least two digits."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
     return f"{number:.0f} {unit}" if number >= 9.95 else f"{number:.1f} {unit}"
 
 
 def gpus_in_words(count: int) -> str:
-    """Return a number of GPUs."""
+    """Return a number of GPUs as text."""
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 

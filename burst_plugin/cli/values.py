@@ -20,7 +20,7 @@ _BAR_WIDTH = 30
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write what a command found. Raise ValueError for a path that cannot be written to."""
+    """Write a command's results to a file as JSON. Raise ValueError if the path cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
@@ -39,7 +39,7 @@ def whole(unit: str, most: int) -> Callable[[str], int]:
 
 
 def number(what: str, least: float = 1e-3, most: float = 1e6) -> Callable[[str], float]:
-    """Return a parser of finite numbers from `least` to `most`; `what` they are is said in messages."""
+    """Return a parser of finite numbers from `least` to `most`; `what` names them in messages."""
 
     def parse(text: str) -> float:
         try:
@@ -89,7 +89,7 @@ def _short(text: str) -> str:
 
 
 class StatusLine:
-    """A line of standard error that shows progress; nothing where that is no terminal, or if not `wanted`."""
+    """A line of progress on standard error, which shows nothing if that is no terminal, or unless `wanted`."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._is_shown = wanted and sys.stderr.isatty()
@@ -102,13 +102,13 @@ class StatusLine:
             self._width = max(self._width, len(text))
 
     def erase(self) -> None:
-        """Leave nothing on the line."""
+        """Erase the line."""
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
             self._width = 0
 
     def bar(self, done: int, total: int, title: str = "pricing", end: str = "") -> None:
-        """Show a bar, between a title and an end; by default that ends with how many are done."""
+        """Show a progress bar between `title` and `end`, which by default says how many are done."""
         filled = _BAR_WIDTH * min(done, total) // total
         self.show(f"{title} [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {end or f'{done}/{total}'}")
 
