@@ -64,7 +64,10 @@ class Buffer:
         self._views: dict[tuple[Packing, int], tuple[Tensor, ...]] = {}
 
     def views(self, packing: Packing, count: int = 0) -> tuple[Tensor, ...]:
-        """Return the tensors of a message that is laid out by `packing`, or of `count`, as views of `data`."""
+        """Return the tensors of a message laid out by `packing` as views of `data`.
+
+        With a `count` above 0 `data` holds so many messages in a row; each tensor gets a first dim of `count`.
+        """
         views = self._views.get((packing, count))
         if views is None:
             if len(self._views) == _MOST_CACHED:

@@ -46,7 +46,7 @@ class Constants(dict[str, object]):
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """Return a line for each."""
+        """Return the values as text, one line for each name."""
         return tuple(f"{name}={value}" for name, value in self.items())
 
 
@@ -82,7 +82,7 @@ class ConsistencyCheck:
 
     @cached_property
     def device(self) -> torch.device:
-        """Return the device whose tensors the group moves; looked up when ranks first meet: each has set its GPU."""
+        """Return the device whose tensors the group moves, looked up at first use, when each rank has set its GPU."""
         return group_device(self._group)
 
     def meet(self, text: str) -> list[str]:
@@ -195,7 +195,7 @@ def fingerprint(ours: Sequence[str], problem: str) -> str:
 
 
 def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
-    """Raise ValueError if the text of any rank is a problem, or, beginning with `disagree`, if texts differ."""
+    """Raise ValueError if a rank has reported a problem, or, beginning with `disagree`, if the texts differ."""
     _raise_if_problem(said)
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
@@ -210,7 +210,10 @@ def _raise_if_problem(said: Sequence[str]) -> None:
 
 
 def raise_if_apart(said: Mapping[int, str], ranks: int) -> None:
-    """Raise ValueError if ranks are about to do different things, or to use different rings."""
+    """Raise ValueError if ranks compare at different places of the program, or on different rings.
+
+    said: the text of each rank, by its number; ranks: the number of all ranks.
+    """
     places = {}
     for rank, text in said.items():
         lines = text.splitlines()

@@ -44,7 +44,7 @@ class Board:
         return f" ({self._names[rank]})" if rank < len(self._names) else ""
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up. Return why the first rank did."""
+        """Record why this rank gives up. Return why the first rank to give up did so."""
         try:
             first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
         except RuntimeError:  # the store went with the rank that hosted it
@@ -52,7 +52,7 @@ class Board:
         return first.decode()
 
     def report_fault(self, fault: str) -> None:
-        """Record the fault that NCCL's watchdog has found on this rank, and where ranks are, if they say so."""
+        """Record a fault that NCCL's watchdog found on this rank, and where ranks are, if they say so."""
         others = (rank for rank in range(len(self._names)) if rank != self.rank)  # first: this one is not at fault
         silent = dict.fromkeys(others, "it does not say where it is")
         where = by_rank(silent | self.places(), len(self._names), self.name_of)
@@ -90,7 +90,7 @@ class Board:
         self._count(False)
 
     def places(self) -> dict[int, str]:
-        """Return the place of this rank, and the places that others published since this rank began to wait."""
+        """Return where ranks are: this rank, and the others that said so since this rank began to wait."""
         found = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):
@@ -103,7 +103,7 @@ class Board:
         return found
 
     def unlike_places(self) -> str:
-        """Return a text with where ranks are, if they are not all at one place; else an empty one."""
+        """Return a text that says where each rank is in its program; an empty one if all ranks are at one place."""
         places = self.places()
         if len(places) < 2 or len({text.split(", ring step")[0] for text in places.values()}) == 1:
             return ""

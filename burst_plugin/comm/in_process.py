@@ -100,7 +100,7 @@ class InProcessTransport(Transport):
         return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
-        """Return whether both ends of these messages are posted, or never will be: then waiting says which."""
+        """Return whether waiting for these messages would end at once: with their data, or with an error."""
         parcels = [parcel for each in in_flight if isinstance(each, _InProcessPending) for parcel in each.parcels]
         is_whole = all(parcel.is_whole for parcel in parcels)
         self._asked = 0 if is_whole else self._asked + 1

@@ -50,7 +50,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
 
     @property
     def whole(self) -> dist.ProcessGroup:
-        """Group of all ranks."""
+        """Return the group of all ranks."""
         return self._given[0]
 
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
@@ -290,7 +290,7 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def end_waiting(thread: int, abort: Callable[[], None], text: str) -> None:
-    """Abort what this rank waits for; with a text, which says why, have `thread` raise RingError before that."""
+    """Abort what this rank waits for. With a `text`, first have `thread` raise RingError with this text."""
     if text:
         _raise_in(thread, text)
     abort()

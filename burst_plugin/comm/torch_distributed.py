@@ -147,13 +147,13 @@ class DistributedTransport(Transport):
         )
 
     def ctas(self, channels: Iterable[Channel]) -> int:
-        """Return the limits of their communicators together; 0 if one has none."""
+        """Return the sum of the limits on thread blocks of these channels' communicators; 0 if one has no limit."""
         limits = [each.ctas for each in {self._communicator(channel) for channel in channels}]
         return sum(limits) if all(limits) else 0
 
     @property
     def progress(self) -> Progress:
-        """Return where this rank notes its waits."""
+        """Return the record of where this rank is in its program, with the peers that it waits for."""
         return self._progress if self.board is None else self.board.progress
 
     def _communicator(self, channel: Channel) -> _Communicator:

@@ -89,7 +89,7 @@ class Transport(ABC):
         """Start these messages, as one batch per communicator; return the messages in flight."""
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
-        """Return whether waiting would end; False only where ranks share a process, and others have to run first."""
+        """Return whether waiting would end now; False only if ranks share a process, and another has to run first."""
         return True
 
     @property
@@ -98,7 +98,7 @@ class Transport(ABC):
         return 0.0
 
     def ctas(self, channels: Iterable[Channel]) -> int:
-        """Return how many of a GPU's thread blocks move messages on these channels at once; 0 if nothing says."""
+        """Return how many of a GPU's thread blocks move messages on these channels at once; 0 if unknown."""
         return 0
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Transport(ABC):
         self.pool = BufferPool()
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up. Return why the first rank did; this rank's reason if none is known."""
+        """Record why this rank gives up. Return why the first rank to give up did so; `text` if that is unknown."""
         return text if self.board is None else self.board.report_failure(text)
 
 
