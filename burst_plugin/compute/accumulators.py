@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Combine(NamedTuple):
-    """How contributions become one.
+    """How contributions are combined into one result.
 
     nothing: by tensor, the value of rows to which nothing was added.
     add: adds contributions to tensors, in place; if not `filled`, these hold nothing yet.
@@ -39,10 +39,10 @@ class Storage(Protocol):
 
 
 class MakesAccumulators(Protocol):
-    """A part of the heads in a pass."""
+    """Something that makes accumulators, such as one part of the heads in a pass."""
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of a side, with what `tensors` hold if there are any."""
+        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
         ...
 
 
@@ -85,18 +85,21 @@ class Accumulator:
 
     @property
     def tensors(self) -> Tensors:
-        """Return all that was contributed, added up."""
+        """Return the sum of all contributions, or their merged attention."""
         self.settle()
         assert self._tensors is not None
         return self._tensors
 
     def make_room(self) -> None:
-        """Add up what waits, before a kernel makes the next contribution, unless both are added up together."""
+        """Add up waiting contributions before a kernel makes another one, unless both can be added up at once."""
         if self._waiting and fan_in(self._waiting[0].tensors) == 1:
             self._add_up()
 
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
-        """Add what a tile contributes to its rows of this side; the contribution may be kept."""
+        """Add the results of a tile to its query rows, for side "q", or key rows, for side "kv".
+
+        The tensors of `contribution` may be kept without a copy: do not modify them afterwards.
+        """
         rows, several = tile.q if side == "q" else tile.k, fan_in(contribution)
         if tile.batch is not None or (several == 1 and self._tensors is not None):
             self.combine.add([rows_of(x, rows, tile.batch) for x in self.tensors], [contribution], True)
@@ -129,7 +132,7 @@ class Accumulator:
             self._add_up()
 
     def rounded(self) -> Tensors:
-        """Return the final result, in the type of the contributions where none has to be widened for that."""
+        """Return the final result, in the type of the contributions unless adding them up needs a wider type."""
         if not self._waiting:
             return self.tensors
         first = self._waiting[0]
@@ -196,7 +199,7 @@ class BlockAccumulators:
         self.parts = [part.accumulator(side, Given(mine)) for part, mine in zip(heads, views, strict=True)]
 
     def finished(self, rounded: bool) -> Tensors:
-        """Return the result; `rounded` if it may be in the type of the contributions."""
+        """Return the results of all heads; with `rounded` they may be in the type of the contributions."""
         if self._whole is None:
             return self.parts[0].rounded() if rounded else self.parts[0].tensors
         for accumulator in self.parts:
@@ -243,7 +246,7 @@ class _New:
 
 
 class Given:
-    """Tensors that are there already; see `Storage`."""
+    """A `Storage` of tensors that exist already."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors

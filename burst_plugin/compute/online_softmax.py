@@ -52,7 +52,7 @@ def _merge_one(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
-    """Add parts, of the shape of `total` [B, S, H, D], to it in place; if not `filled`, it holds nothing yet."""
+    """Add `parts`, each shaped like `total` [B, S, H, D], to `total` in place; unless `filled`, overwrite `total`."""
     if len(parts) + filled > 1 and (fused := fused_kernels(total, parts[0])):
         fused.add_(total, parts, filled)
         return

@@ -36,7 +36,7 @@ NO_POSITIONS = VisitPositions()
 
 
 class RowTable:
-    """Positions or rows of tokens on a device, made once, and kept for as many as meet in calls of one kind."""
+    """A cache of positions or row numbers of tokens on a device, emptied when it grows too large."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Tensor] = {}
@@ -59,7 +59,7 @@ class RowTable:
 class Part(Protocol):
     """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them.
 
-    `in_flight` is what kernels are told of messages meanwhile.
+    `in_flight` tells kernels which messages are under way meanwhile.
     """
 
     q: Tensors
@@ -67,15 +67,15 @@ class Part(Protocol):
     in_flight: InFlight
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel, in the order of `Shapes.side`."""
+        """Return this rank's operands of `side`, "q" or "kv", as they are sent, in the order of `Shapes.side`."""
         ...
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return operands that travelled as `compute` reads them."""
+        """Return received operands of `side`, "q" or "kv", in the form that `compute` reads."""
         ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of a side, with what `tensors` hold if there are any."""
+        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
         ...
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
@@ -176,11 +176,11 @@ class ForwardPart(TileAttention):
     max_logits: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side, which travel as they are."""
+        """Return this rank's operands to send: (q,) for side "q", (k, v) for side "kv"."""
         return self.q if side == "q" else self.kv
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return operands that travelled; `compute` reads them as they are."""
+        """Return received operands unchanged: `compute` reads them as they are sent."""
         return arrived
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
@@ -214,21 +214,21 @@ class BackwardPart(TileAttention):
     factor: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel: queries with `factor`, if it is set, for out."""
+        """Return this rank's operands of `side` to send; queries with the row factor in place of out, if set."""
         if side == "kv":
             return self.kv
         q, dout, out, lse = self.q
         return q, dout, out if self.factor is None else self.factor, lse
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return operands that travelled as `compute` reads them: queries with an out made from their factor."""
+        """Return received operands as `compute` reads them; queries with an out restored from the row factor."""
         if side == "kv" or self.factor is None:
             return arrived
         q, dout, factor, lse = arrived
         return q, dout, project(dout, factor), lse
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of the gradients of a side, with what `tensors` hold if there are any."""
+        """Return an accumulator of the gradients of `side`, with the values of `tensors` if given."""
         return Accumulator(SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
@@ -272,7 +272,7 @@ def _bias_batch(bias: Tensor, tile: Tile) -> slice:
 
 
 def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
-    """Return these rows of [B, S, H, D]; of a tile with n pieces, [B * n, S/n, H, D]."""
+    """Return the tile's rows of x [B, S, H, D]; for a tile of n pieces as a batch [B * n, S/n, H, D]."""
     if tile.batch is not None:
         x = x.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
     if rows.stop - rows.start < x.size(1):
@@ -281,12 +281,12 @@ def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
 
 
 def unfold(x: Tensor, tile: Tile) -> Tensor:
-    """Return [B * n, S/n, H, D] as [B, S, H, D]."""
+    """Undo `fold`: return x [B * n, S/n, H, D], for a tile of n pieces, as [B, S, H, D]."""
     return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
 
 
 def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Return the tile's queries of [B, H, S]; of a tile with n pieces, [B * n, H, S/n]."""
+    """Return the tile's query rows of lse [B, H, S]; for a tile of n pieces as a batch [B * n, H, S/n]."""
     if tile.batch is not None:
         lse = lse.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
     if tile.q_stop - tile.q_start < lse.size(2):
@@ -295,7 +295,7 @@ def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
 
 
 def unfold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Return [B * n, H, S/n] as [B, H, S]."""
+    """Undo `fold_lse`: return lse [B * n, H, S/n], for a tile of n pieces, as [B, H, S]."""
     return lse if tile.pieces == 1 else lse.reshape(-1, tile.pieces, *lse.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 

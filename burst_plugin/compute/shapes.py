@@ -39,7 +39,7 @@ class Shapes(NamedTuple):
 
     @property
     def ulysses_degrees(self) -> list[int]:
-        """Return how many ranks can share these heads between them."""
+        """Return the numbers of ranks that can share these heads in an exchange of heads (DeepSpeed-Ulysses)."""
         degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
@@ -82,12 +82,12 @@ class Shapes(NamedTuple):
 
 
 def hop_bytes(shapes: Shapes, direction: Direction, moving: Side) -> int:
-    """Return the bytes of gather and reduce per block and hop, without alignment."""
+    """Return the bytes of a block per ring step, gathered operands plus reduced results, without alignment."""
     return sum(hop_bytes_by_traffic(shapes, direction, moving))
 
 
 def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Return (bytes of gather, bytes of reduce) per block and hop, without alignment."""
+    """Return the bytes of a block per ring step, (gathered operands, reduced results), without alignment."""
     gather, reduce = (
         sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
         for tensors in shapes.side(direction, moving)

@@ -121,7 +121,10 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-    """Merge as `online_softmax.merge_` does; every lse is float32, outputs have any floating type; any strides."""
+    """Merge attention `parts` of (out, lse) into `out` and `lse` in place, as `online_softmax.merge_` does.
+
+    Every lse is float32, outputs have any floating type; any strides.
+    """
     for some in _in_batches((out, lse), parts, filled):
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
         lses = torch.stack([part_lse for _, part_lse in some])
@@ -130,7 +133,10 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
-    """Add as `online_softmax.add_` does; parts have any floating type; any strides."""
+    """Add `parts` to `total` in place with one kernel; unless `filled`, overwrite `total`.
+
+    Parts have the shape of `total`, any floating type and any strides; see `online_softmax.add_`.
+    """
     for some in _in_batches(total, parts, filled):
         _launch(_add, total.shape, (total, *some), PARTS=len(some))
 

@@ -33,7 +33,7 @@ class UpProjection(NamedTuple):
     own_dim: int
 
     def of(self, latents: Tensors) -> Tensors:
-        """Return keys [B, S, H, Dk] and values [B, S, H, Dv] of latents (c, shared part)."""
+        """Compute keys [B, S, H, Dk] and values [B, S, H, Dv] from latents, (c, the part that heads share)."""
         c, shared = latents
         if self.weight is None:
             return torch.cat((c, shared), -1), c
@@ -56,7 +56,7 @@ class UpProjection(NamedTuple):
 
 
 class LatentForwardPart(ForwardPart):
-    """Computes out and lse on keys and values made of latents, which `kv` is given as; see `Part`."""
+    """Computes out and lse with keys and values made from latents, which are passed as `kv`; see `Part`."""
 
     def __init__(self, up: UpProjection, *args: Any) -> None:
         super().__init__(*args)
@@ -64,16 +64,16 @@ class LatentForwardPart(ForwardPart):
         self.kv = up.of(self.kv)
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel."""
+        """Return this rank's operands of `side` to send: queries, or latents in place of keys and values."""
         return self._latents if side == "kv" else super().outgoing(side)
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return operands that travelled as `compute` reads them: keys and values, made now."""
+        """Return received operands as `compute` reads them: latents become keys and values here."""
         return self._up.of(arrived) if side == "kv" else super().incoming(side, arrived)
 
 
 class LatentBackwardPart(BackwardPart):
-    """Computes the gradients of queries and latents; see `Part`. Here `kv` are keys, values, and c.
+    """Computes the gradients of queries and latents; see `Part`. Here `kv` are keys, values, and c, the latents.
 
     `dweight` accumulates the gradient of the weight, in float32 or wider, if that is wanted.
     """
@@ -87,11 +87,11 @@ class LatentBackwardPart(BackwardPart):
         self.kv = (*up.of(self.kv), self.kv[0])
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel."""
+        """Return this rank's operands to send: for "q" as `BackwardPart` does, for "kv" the latents."""
         return self._latents if side == "kv" else super().outgoing(side)
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return operands that travelled as `compute` reads them."""
+        """Return received operands as `compute` reads them: latents become keys, values and c here."""
         return (*self._up.of(arrived), arrived[0]) if side == "kv" else super().incoming(side, arrived)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:

@@ -25,7 +25,7 @@ from burst_plugin.types import Rows
 
 
 class SpanRows(NamedTuple):
-    """What a tile with spans takes: the sequences, and which rows from its first one on; None is all of them.
+    """The rows that a tile with spans takes, counted from its first row, and the sequences in them; None is all rows.
 
     lengths: None for one sequence of all rows that are taken.
     """
@@ -36,14 +36,14 @@ class SpanRows(NamedTuple):
 
 
 class SpanTable:
-    """The rows of tiles with spans, worked out once for each, for a number of batch rows on a device."""
+    """A cache of the rows of tiles that have spans, for a batch size and a device."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self._batch, self._device = batch, device
         self._known: dict[Tile, SpanRows] = {}
 
     def rows_of(self, tile: Tile) -> SpanRows:
-        """Return the rows of `tile`."""
+        """Return the rows that `tile` takes, computed at the first call for this tile."""
         rows = self._known.get(tile)
         if rows is None:
             rows = self._known[tile] = self._found(tile)
@@ -67,12 +67,12 @@ class SpanTable:
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return token rows of [B, S, H, D] or [B, H, S]."""
+    """Return the token rows `rows`, int64, of x [B, S, H, D] or [B, H, S]; x itself for None."""
     return x if rows is None else x.index_select(token_dim(x), rows)
 
 
 def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -> Tensor:
-    """Return [B, T, H, D] as [B, count, H, D], or [B, H, T] as [B, H, count], with `nothing` elsewhere."""
+    """Undo `taken`: return x with `count` token rows, its own at `rows` and the value `nothing` in all others."""
     if rows is None:
         return x
     dim = token_dim(x)
@@ -80,7 +80,7 @@ def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -
 
 
 def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Tensor:
-    """Return a range of token rows, of all batch rows or some, as a view; x itself where that is all of it."""
+    """Return a range of token rows of x as a view; with `batch`, (start, stop), only of these batch rows."""
     if batch is not None:
         x = x.narrow(0, batch[0], batch[1] - batch[0])
     dim = 1 if x.dim() == 4 else 2  # as `token_dim` says; ten times per visit, so without a call
@@ -89,11 +89,11 @@ def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Ten
 
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """Return some token rows; a view where they are one range."""
+    """Return the token rows in the ranges `rows` of x; a view if there is one range."""
     parts = [rows_of(x, slice(start, stop)) for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, token_dim(x))
 
 
 def token_dim(x: Tensor) -> int:
-    """Return which dim has the tokens."""
+    """Return the number of the dim with tokens: 1 for [B, S, H, D], 2 for [B, H, S]."""
     return 1 if x.dim() == 4 else 2
