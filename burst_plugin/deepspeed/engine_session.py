@@ -23,7 +23,7 @@ class AttachedHooks(Protocol):
         """Remove the hooks."""
 
     def check_takes_shards(self, model: torch.nn.Module) -> None:
-        """Raise ValueError for a model that runs only with whole batches, which a ring of one rank has."""
+        """Raise ValueError for a model that runs only on whole batches, as a ring of one rank has them."""
 
 
 class Session:
@@ -66,12 +66,12 @@ class Session:
 
     @property
     def leaves_losses(self) -> bool:
-        """Return whether losses stay as models compute them: on a ring of one rank, which has a mean of its own."""
+        """Return whether losses stay as models compute them: on a ring of one rank, for a mean of ranks' losses."""
         return self.cp.ranks == 1 and self.loss == MEAN_OF_RANKS
 
     @contextmanager
     def permitted(self) -> Iterator[None]:
-        """Let `only_caller` call the model in this context."""
+        """Let `only_caller`, the one function that may call the model in training, call it in this context."""
         self.is_permitted = True
         try:
             yield
@@ -80,7 +80,7 @@ class Session:
 
     @contextmanager
     def leaving_outputs(self) -> Iterator[list[SequenceShard]]:
-        """Let the model return outputs of this rank's tokens in this context; yield their shards, in order."""
+        """Let the model return outputs of this rank's tokens in this context; yield a list that gets their shards."""
         self.shards = []
         try:
             yield self.shards
@@ -196,7 +196,7 @@ class Session:
         return max(labels_per_rank, 1.0 / self.ranks)
 
     def of_whole_batch(self, loss: Tensor, training: bool) -> Tensor:
-        """Return a model's loss with the gradient it has, and the value for the whole batch; collective."""
+        """Return a model's loss with the value for the whole batch, but its own gradient; collective."""
         self.losses_made += 1
         whole = self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
         if training and whole.requires_grad and self.cp.group is not None:
@@ -237,7 +237,7 @@ class Session:
         return self._with_mean_value(part, self.cp.group)
 
     def mean_over_ring(self, loss: Tensor) -> Tensor:
-        """Return the mean over this ring of a whole batch's loss and what each rank has added to it; collective."""
+        """Return the mean over the ring of the losses of one whole batch on its ranks; collective."""
         return self._with_mean_value(loss, self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -53,7 +53,7 @@ class ShardedLoader:
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
     def bind(self, session: Session) -> None:
-        """Cut batches for `session`, unless one was given before."""
+        """Let this loader cut batches for `session`, unless it has one already."""
         self._session = self._session or session
 
     def _found(self) -> Session:

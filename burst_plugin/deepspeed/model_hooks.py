@@ -57,7 +57,7 @@ class ModelHooks:
             handle.remove()
 
     def gather_scores(self, layer: torch.nn.Module) -> None:
-        """Let a layer after the model return the scores of all ranks' tokens, [B, S, L], not of this rank's alone."""
+        """Let `layer`, which runs after the model, return scores of all ranks' tokens, [B, S, L]."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(layer: torch.nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:

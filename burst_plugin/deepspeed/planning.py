@@ -37,7 +37,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
 
 
 def usage(folder: str | Path, setting: Setting) -> str:
-    """Return how the files are used: the lines of a training script that read them."""
+    """Return text on how to use the files: the lines of a training script that read them."""
     arguments, config = Path(folder, _ARGUMENTS), Path(folder, _CONFIG)
     imports, rings = "", ""
     if setting.context > 1:

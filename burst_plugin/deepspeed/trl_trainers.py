@@ -30,7 +30,7 @@ _OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTra
 
 
 def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
-    """Have a trainer's model return what its loss is computed of, on rings of `size`.
+    """Let a trainer's model return the outputs that the trainer computes its loss from, on rings of `size`.
 
     Raises ValueError for trainers of TRL whose loss is of another kind.
     """
@@ -156,7 +156,7 @@ def count_input_tokens(session: Session | None, original: Callable[..., Any], tr
 
 
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return the result of `step` on this rank's batch; the ring works on the batches of its ranks in turn."""
+    """Run `step` on the batch of each rank of the ring in turn; return the result of this rank's batch."""
     found = None
     session.takes_turns = True
     try:

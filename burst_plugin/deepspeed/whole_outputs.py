@@ -90,6 +90,6 @@ def classifier_in(model: torch.nn.Module) -> Any:
 
 
 def score_layer(classifier: Any) -> torch.nn.Module:
-    """Return the layer of a model that `classifier_in` found, which makes scores of hidden states."""
+    """Return the layer of a `classifier` model, found by `classifier_in`, that makes scores of hidden states."""
     layer: torch.nn.Module = getattr(classifier, "score", None) or classifier.classifier
     return layer
