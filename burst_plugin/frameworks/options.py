@@ -63,12 +63,12 @@ class Rule(NamedTuple):
 
 
 def off(value: Any) -> bool:
-    """Return whether an option is switched off, or not set."""
+    """Return whether a value means that an option is off or not set."""
     return not value
 
 
 def one_of(*names: str | None) -> Callable[[Any], bool]:
-    """Return a function that allows these values, and enum members of these names; None stands for not set."""
+    """Return a function that allows the given values, and enum members with these names; None stands for not set."""
     return lambda value: getattr(value, "name", value) in names
 
 
