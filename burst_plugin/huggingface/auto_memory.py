@@ -38,7 +38,7 @@ _TO_CHANGE = 'to choose yourself: memory="off", or set loss_chunk, mlp_chunk, ke
 
 @dataclass(frozen=True)
 class HeldStates:
-    """Who holds gradients and the optimizer's states: the stage of ZeRO, and whether the host has the latter.
+    """Where gradients and the optimizer's states are: the stage of ZeRO, and whether the latter are on the host.
 
     are_there: whether the optimizer has its states before the first step.
     """
@@ -53,7 +53,7 @@ _LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a model: the t
 
 
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
-    """Note who holds the states of a model that trains on a ring."""
+    """Note how gradients and optimizer's states of a model on a ring are held, which memory options depend on."""
     _STATES[cp] = states
 
 
@@ -88,7 +88,7 @@ def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> 
 
 
 def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
-    """Choose how much of attention checkpoints keep, before the longest batch so far is trained; collective."""
+    """Choose what share of attention the checkpoints keep, before the longest batch so far is trained; collective."""
     cp = shard.cp
     if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
         return
@@ -110,14 +110,14 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
 
 
 def tokens_of(shard: SequenceShard, batch: Mapping[str, Any]) -> int:
-    """Return how many tokens of a sharded batch a rank has, all rows together; the same number on all ranks."""
+    """Return how many tokens of a sharded batch each rank has, in all rows together."""
     each = (batch[name] for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None)
     ids: Tensor | None = next(each, None)
     return (1 if ids is None else ids.shape[0]) * -(-shard.tokens.length // shard.cp.ranks)
 
 
 def recomputes(model: Any) -> bool:
-    """Return whether the model's layers are computed again; transformers 5.24 has given that another name."""
+    """Return whether the model's layers are checkpointed, by the attribute of any release of transformers."""
     found = getattr(model, "is_activation_checkpointing", None)
     return bool(model.is_gradient_checkpointing if found is None else found)
 

@@ -35,7 +35,7 @@ _MARK = "_burst_plugin_block_indexer"  # of a `forward` that has been replaced
 
 
 class BlockChoice:
-    """What an indexer is given; the blocks that it selects are found where the mask is known.
+    """An indexer's inputs, from which its blocks are selected later, where the mask is known.
 
     starts: where the selected blocks of the last shard start, int32 [B, groups, S_local, blocks]; None before.
     """
@@ -65,7 +65,7 @@ class BlockChoice:
 
     @torch.no_grad()
     def on_whole_batch(self, queries: int, keys: int) -> Tensor:
-        """Return which keys the family's own indexer selects, bool [B, groups, queries, keys]."""
+        """Return the selection of the model's own indexer, bool [B, groups, queries, keys]."""
         blocks, size = self._own(**self._given), self._module.block_size
         count = -(-keys // size)
         chosen = torch.zeros((*blocks.shape[:2], queries, count + 1), dtype=torch.bool, device=blocks.device)
@@ -84,7 +84,7 @@ class BlockChoice:
 
 
 def block_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the indexers of a model that select blocks of keys."""
+    """Yield a model's indexers, the modules that choose keys for queries, that select whole blocks of keys."""
     return (each for each in text_modules(model) if _owner(type(each)) is not None)
 
 

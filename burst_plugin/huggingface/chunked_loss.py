@@ -95,7 +95,7 @@ def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
 
 
 def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:
-    """Have `loss` be what the next forward computes with the head."""
+    """Let `loss` replace what the next forward of the model does with its head."""
     setattr(model, _STATE, loss)
 
 

@@ -80,7 +80,7 @@ class EntriesOfShard(NamedTuple):
 
 
 class EntriesOfBatch(NamedTuple):
-    """Which entries queries of a whole batch attend to, bool [B, 1, queries, entries]."""
+    """The entries that queries of a whole batch may attend to, bool [B, 1, queries, entries]."""
 
     seen: Tensor
 
@@ -91,7 +91,7 @@ class EntriesOfBatch(NamedTuple):
 
 
 def compressors(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the compressors of a model that are known."""
+    """Yield a model's modules of known classes that compress windows of tokens into entries to attend to."""
     return (each for each in text_modules(model) if _kind(type(each)) is not None)
 
 
@@ -101,7 +101,7 @@ def _kind(kind: type) -> str | None:
 
 
 def layer_types_of_compressors(pretrained: PreTrainedModel) -> tuple[str, ...]:
-    """Return the types of the layers with compressors that a model has."""
+    """Return the types of the layers in a model that have compressors, as its configuration names them."""
     return tuple(sorted({_kind(type(each)) or "" for each in compressors(pretrained)}))
 
 

@@ -41,7 +41,7 @@ _RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_ge
 
 @contextmanager
 def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
-    """Give every `generate` in this context that has no cache a `RingCache` of its own; of none, if `cp` is None."""
+    """Let `generate` without a cache make a `RingCache` on `cp` in this context, or, with None, its usual cache."""
     before = _RING.set(cp)
     try:
         yield

@@ -98,9 +98,9 @@ def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | N
 
 
 def groups_agree(shard: SequenceShard | MarkedTurn, rule: GroupRule, blocks: Tensor) -> bool:
-    """Return whether a model has put the tokens of this rank into groups that `rule` does: `blocks`, -1 for none.
+    """Return whether a model groups the tokens of this rank as `rule` does.
 
-    blocks: [B, S_local], numbers that mean something only among tokens of one rank; it is waited for.
+    blocks: [B, S_local], the model's group of each token, numbered within this rank; -1 for none. It is waited for.
     """
     rows = shard.token_types[rule.name]
     length = shard.length if isinstance(shard, MarkedTurn) else shard.tokens.length

@@ -111,7 +111,7 @@ def attend_to_latents(
 
     `terms` are the options of the call.
 
-    Keys that were selected one by one are not expanded, as each would be for many queries: queries and outputs are
+    Keys that queries selected one by one are not expanded, since many queries select each: queries and outputs are
     projected instead, to the space of latents and back.
     """
     q, c, shared = tensors

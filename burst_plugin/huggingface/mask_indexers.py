@@ -41,7 +41,7 @@ _MARK = "_burst_plugin_mask_indexer"  # of a `forward` that has been replaced
 
 
 class ShardMask:
-    """What a layer on a shard has for a mask of booleans, until its indexer has selected."""
+    """A placeholder for a layer's bool mask on a shard, until the layer's indexer has selected keys."""
 
     dtype = torch.bool
 
@@ -54,7 +54,7 @@ class ShardMask:
 
 
 def mask_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the indexers of a model that return masks."""
+    """Yield a model's indexers, the modules that choose keys for queries, that return masks."""
     return (each for each in text_modules(model) if _is_known(type(each)))
 
 

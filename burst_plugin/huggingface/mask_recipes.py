@@ -60,7 +60,7 @@ _KNOWN = frozenset(
 
 
 class Forward(NamedTuple):
-    """A forward of `model` in progress. shard: what its batch is part of, None for a whole batch, or with a cache."""
+    """A forward of `model` in progress. shard: the shard that its batch is; None for a whole batch or a cache."""
 
     model: torch.nn.Module
     shard: SequenceShard | None
@@ -79,7 +79,7 @@ def enter_forward(
     positions: Tensor | None,
     cache: RingCache | None = None,
 ) -> None:
-    """Note that a model's forward begins. A part of a model that gets no shard has the batch of that model."""
+    """Note that a model's forward begins. Without a shard, a part of an outer model has the outer model's batch."""
     outer = _FORWARDS.get()
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
         shard, positions, cache = outer[-1][1:]
@@ -113,7 +113,7 @@ def given_positions() -> Tensor | None:
 
 
 def leave_forward(model: torch.nn.Module) -> None:
-    """Note that the forward of `model` has ended, whichever way, if it had begun."""
+    """Note that the forward of `model` has ended, with or without an error; do nothing if it had not begun."""
     forwards = _FORWARDS.get()
     if forwards and forwards[-1].model is model:
         _FORWARDS.set(forwards[:-1])
@@ -121,7 +121,7 @@ def leave_forward(model: torch.nn.Module) -> None:
 
 @contextmanager
 def as_in_forward(forward: Forward) -> Iterator[None]:
-    """Take a forward for the one in progress, while a checkpoint computes some of its layers again."""
+    """Make `forward` the one in progress in this context, as while a checkpoint computes its layers again."""
     before = _FORWARDS.set((*_FORWARDS.get(), forward))
     try:
         yield
@@ -190,7 +190,7 @@ class MaskRecipe:
         return self
 
     def within(self, window: int) -> MaskRecipe:
-        """Return the recipe of this mask in layers that have a window of so many tokens, the query's own included."""
+        """Return the recipe of this mask restricted to a window of so many keys, the query's own included."""
         from transformers.masking_utils import and_masks, sliding_window_overlay
 
         within = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
@@ -216,7 +216,7 @@ class MaskRecipe:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """Return the rules in this mask, by their names in transformers, that a ring does not know."""
+        """Return the names, in transformers, of the rules in this mask that a ring does not support."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
         unsized |= self._rules.keys() & {_CHUNKS} if self.chunk is None else set()
         from transformers import masking_utils
@@ -255,7 +255,7 @@ class MaskRecipe:
 
     @property
     def window(self) -> int | None:
-        """Return how many keys back a query attends to, itself included; for windows both ways, to either side."""
+        """Return how many keys back a query attends to, itself included; to either side if the window has two."""
         if not self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS}:
             return None
         size: int | None = self._asked.get("local_size")
@@ -270,7 +270,7 @@ class MaskRecipe:
 
     @property
     def mask(self) -> Mask:
-        """Return the mask of a layer in one sequence, apart from padding, documents and chunks."""
+        """Return a layer's mask within one sequence, without padding, documents and chunks."""
         causal, window, groups = _CAUSAL in self._rules, self.window, self._groups
         if groups is not None:
             assert self._marked is not None
@@ -401,7 +401,10 @@ def _names_by_code() -> dict[CodeType | None, str]:
 
 
 def shard_among(values: Iterable[Any], options: Mapping[str, Any]) -> SequenceShard | None:
-    """Return the shard that a layer is given by keyword, or in its mask; None for a whole batch."""
+    """Return the shard of a layer's batch, found by keyword or in a mask among its arguments; None for a whole batch.
+
+    values, options: the layer's positional and keyword arguments.
+    """
     shard: SequenceShard | None = options.get(SHARD_KEY)
     if shard is not None:
         return shard

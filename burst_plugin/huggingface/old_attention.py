@@ -40,7 +40,7 @@ class _Family(NamedTuple):
 
 
 def old_attention(pretrained: PreTrainedModel) -> list[type[torch.nn.Module]]:
-    """Return the kinds of attention modules in a model that are known here."""
+    """Return the classes of a model's attention modules that this module knows how to adapt."""
     kinds = {type(module) for module in pretrained.modules()}
     return [kind for kind in kinds if _family(kind) is not None and not _rounds_alibi(pretrained)]
 
@@ -65,7 +65,7 @@ def _rounds_alibi(pretrained: PreTrainedModel) -> bool:
 
 
 def adapt(pretrained: PreTrainedModel) -> bool:
-    """Let attention modules in a model that are known here take the ring; return whether there are any."""
+    """Let a model's attention modules of known classes run on the ring; return whether there are any."""
     kinds = old_attention(pretrained)
     for kind in kinds:
         if not hasattr(kind.forward, _MARK):

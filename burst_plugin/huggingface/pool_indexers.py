@@ -43,7 +43,7 @@ class PoolChoice:
     """The pools that the queries of a shard select, which layers may share.
 
     starts: where pools start in the whole sequence, int32 [B, S_local, n], -1 for none.
-    keys_of: returns of `starts` the positions of keys, many times as many numbers, see `sparse.keys_of_pools`.
+    keys_of: returns the positions of the pools' keys, given `starts`; see `sparse.keys_of_pools`.
     """
 
     def __init__(self, starts: Tensor, keys_of: Callable[[Tensor], Tensor]) -> None:
@@ -63,7 +63,7 @@ class PoolChoice:
 
 
 def pool_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the indexers of a model that select pools of keys."""
+    """Yield a model's indexers, the modules that choose keys for queries, that select pools of keys."""
     return (each for each in text_modules(model) if is_pool_indexer(each))
 
 

@@ -62,7 +62,7 @@ def _is_one(kind: type, names: re.Pattern[str]) -> bool:
 
 
 def watch_positions(pretrained: PreTrainedModel) -> None:
-    """Find what counts positions in a model, once and for all its forwards."""
+    """Find the modules of a model that count positions, and add hooks where needed; once and for all its forwards."""
     found: dict[re.Pattern[str], torch.nn.Module] = {}
     for module in text_modules(pretrained):
         for names in (_BY_PADDING, _BY_IDS, _TABLES, _BY_ALIBI, _NO_POSITIONS):

@@ -93,7 +93,7 @@ class RingCache(Cache):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the tokens of each row, without padding."""
+        """Return the number of tokens of each row, without padding."""
         return () if self._kv is None else self._kv.lengths
 
     @property
@@ -110,22 +110,22 @@ class RingCache(Cache):
 
     @property
     def seen(self) -> Tensor:
-        """Return which of the tokens so far were no padding, [B, columns], bool on the CPU."""
+        """Return which tokens so far are real and which padding, [B, columns], bool on the CPU."""
         return self._seen
 
     @property
     def turn(self) -> Turn | None:
-        """Return the turn of the forward in progress."""
+        """Return the turn of the forward in progress, None if there is none."""
         return self._turn
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether it holds anything."""
+        """Return whether the cache has had a first turn."""
         return self._kv is not None
 
     @property
     def batch_size(self) -> int:
-        """Return the number of rows; -1 if it is empty."""
+        """Return the number of batch rows; -1 if the cache is empty."""
         return len(self.lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -133,11 +133,11 @@ class RingCache(Cache):
         return self._seen.shape[1]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: it grows."""
+        """Return -1, for no maximum: the cache grows."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, with padding, and the number of the first key. No mask of this size is made."""
+        """Return (number of keys with padding, 0), for callers in transformers; no mask of this size is made."""
         return self.get_seq_length() + int(query_length), 0
 
     # ---------------------------------------------------------------------------------------------- during a forward
@@ -188,7 +188,7 @@ class RingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer as they are; the attention that follows takes them to the cache."""
+        """Return a layer's keys and values unchanged; the attention that follows appends them to the cache."""
         if self._turn is None:
             raise ValueError(
                 "a RingCache got keys and values of a model that is not on the ring: call "
@@ -259,9 +259,9 @@ class RingCache(Cache):
         return self.states.own[XLSTM]
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return hidden states [B, n, H] of the turn's tokens of all ranks; collective, where ranks share them.
+        """Return hidden states [B, n, H] of the turn's tokens from all ranks; collective, where ranks share them.
 
-        Those of the last one, [B, 1, H], if that is asked for; else of all columns of the forward, 0 for padding.
+        If only the last token is asked for, they are [B, 1, H]; else n is all columns of the forward, 0 for padding.
         """
         assert self._kv is not None
         assert self._turn is not None
@@ -288,7 +288,7 @@ class RingCache(Cache):
         return columns
 
     def end_turn(self) -> bool:
-        """End the turn of a forward, and return whether all is there. One that failed leaves nothing."""
+        """End the turn of a forward; return whether it is complete. A failed forward leaves no tokens."""
         turn, new, self._turn, self._new, self._layer, self.shard = self._turn, self._new, None, None, None, None
         self.marked = None
         if self.states is not None:
@@ -306,7 +306,7 @@ class RingCache(Cache):
     # ---------------------------------------------------------------------------------------------- between forwards
 
     def activate_past_recording(self) -> None:
-        """Keep more of windows from now on, for `crop`; called before drafts are tried."""
+        """Keep more tokens than the windows need from now on, so that `crop` can cut off rejected drafts."""
         if self._kv is None:
             self._options = {**self._options, "rewind": max(_DRAFT, self._options.get("rewind", 0))}
 
@@ -327,15 +327,15 @@ class RingCache(Cache):
             self._kv.truncate(self._seen.sum(1).tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Have row `i` go on after row `beam_idx[i]`, for beam search."""
+        """Replace the rows, for beam search: the new row `i` goes on from row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each batch row `repeats` times, side by side."""
         self._select([row for row in range(len(self.lengths)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep the batch rows with these numbers, in this order."""
         self._select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def finish(self) -> None:
@@ -399,7 +399,7 @@ def ring_cache_of(values: Iterable[Any]) -> RingCache | None:
 
 
 def tell(cp: ContextParallel, error: Exception) -> None:
-    """Tell all ranks of an `error`: each raises ValueError where it next compares anything; collective."""
+    """Report an `error` to all ranks, each of which raises ValueError where it next compares; collective."""
     try:
         cp.agree({}, error_text(error), "tokens for a cache")
     except ValueError as told:

@@ -22,7 +22,7 @@ _ADDED = "_burst_plugin_added_position"  # of a module in the middle of a forwar
 
 
 def problem_of_rotary(model: PreTrainedModel) -> str:
-    """Return why a model's rotary embedding cannot be given the longest position; empty if it can, or needs none."""
+    """Return why a model's rotary embedding cannot be told the longest position; "" if it can or need not."""
     kinds = _rope_types(model.config.get_text_config()) & set(_KINDS)
     if not kinds or any(True for _ in _dependent(model)):
         return ""

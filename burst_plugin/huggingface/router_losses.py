@@ -157,14 +157,14 @@ class RouterLosses:
         delattr(self._model, _TAKEN)
 
     def take(self, gate_logits: tuple[Tensor, ...], experts: int, top_k: int, shard: SequenceShard) -> Tensor:
-        """Note the logits of a forward. Return 0."""
+        """Keep what the loss needs of a forward's `gate_logits`, and return 0 in place of the model's own loss."""
         padded = torch.nn.functional.pad(self._weights, (0, shard.tokens.length - self._weights.shape[1]))
         weights = shard.cp.shard(padded, 1, shard.tokens).to(gate_logits[0].device)
         self._experts, self._sums = experts, _sums(gate_logits, experts, top_k, weights)
         return gate_logits[0].new_zeros(())
 
     def of_groups(self, cp: ContextParallel) -> Tensor:
-        """Return the loss of each group [G], with the gradient of this rank's tokens; collective."""
+        """Return the router loss of each group, [G], whose gradient reaches this rank's tokens; collective."""
         assert self._sums is not None, "the forward computes a router loss"
         return _of_groups(self._sums, self._experts, cp, 1)
 

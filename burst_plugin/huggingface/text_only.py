@@ -54,7 +54,7 @@ def other_parts(config: Any) -> list[str]:
 def text_part(config: Any) -> str | None:
     """Return the name of the configuration of a language model that has other parts beside it; None if it has none.
 
-    Without a configuration of its own a language model cannot be told from these, and text may pass them.
+    Without a configuration of its own a language model cannot be told from these parts: text may pass through them.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder or not other_parts(config):
@@ -70,7 +70,7 @@ def _is_part(config: Any, text: Any) -> bool:
 
 
 def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the models inside `model` that text does not pass: all but its language model and the parts of that."""
+    """Return the models inside `model` that text does not pass through: all but its language model with its parts."""
     found: dict[int, PreTrainedModel] = {}
     for around in model.modules():
         if isinstance(around, PreTrainedModel) and text_part(around.config):
@@ -83,7 +83,7 @@ def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 
 def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of a model that text may pass, itself included, with their names: all but the towers'."""
+    """Yield the names and modules of a model that text may pass through, itself included: all but the towers'."""
     left_out = {id(part) for tower in towers(model) for part in tower.modules()}
     for name, module in model.named_modules():
         if id(module) not in left_out:
@@ -91,7 +91,7 @@ def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules of a model that text may pass, itself included: all but the towers'."""
+    """Yield the modules of a model that text may pass through, itself included: all but the towers'."""
     for _, module in named_text_modules(model):
         yield module
 

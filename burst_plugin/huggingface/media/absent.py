@@ -26,7 +26,7 @@ _SAMPLES = "_burst_plugin_samples"  # of a model: a small image, video and clip,
 
 
 def note_replicas(model: torch.nn.Module, group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Note where to ask for the ranks that share the gradients of a model, and run it equally often."""
+    """Note `group`, which returns the ranks that share a model's gradients: its towers run equally often there."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             _REPLICAS[module] = group
@@ -76,7 +76,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 
 
 def stands_in(module: torch.nn.Module, modality: str) -> bool:
-    """Return whether what a module encodes in this forward stands in for another ring's, and has no tokens here."""
+    """Return whether a module encodes another ring's media in this forward, since its own batch has none."""
     return module in _STAND_INS[modality]
 
 

@@ -17,7 +17,7 @@ _PIXELS = ("pixel_values", "input_features")
 
 
 def entries_of(module: torch.nn.Module, modality: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward that a module's tower for `modality` takes; none without pixels or sound."""
+    """Select the keyword arguments of a forward that go to a module's tower for `modality`; {} without media."""
     names = _parameters(module, modality)
     found = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
     return found if any(name.startswith(_PIXELS) for name in found) else {}

@@ -83,7 +83,7 @@ def _modalities_of_class(kind: Any) -> tuple[str, ...]:
 
 
 def why_not(module: Any, modality: str) -> str:
-    """Return why ranks cannot share the images, videos or clips of a module; nothing if they can."""
+    """Return why ranks cannot share the encoding of a module's images, videos or clips; "" if they can."""
     family = module.config.model_type
     if modality not in EXAMINED.get(family, ()):
         reason = _REASONS.get(family, f"how ranks could share {PLURALS[modality]} has not been examined")
@@ -111,18 +111,18 @@ def check_examined(module: Any, modality: str) -> None:
 
 
 def by_frame(module: Any) -> bool:
-    """Return whether the tower of a model treats each frame of a video alone."""
+    """Return whether the tower of a model encodes each frame of a video by itself."""
     return module.config.model_type in _BY_FRAME
 
 
 def by_row(module: torch.nn.Module, modality: str) -> bool:
-    """Return whether a model takes images by row of a batch, filled up with images of zeros, which it leaves out."""
+    """Return whether a model takes equally many images for each batch row, with zeros in place of missing ones."""
     code = inspect.unwrap(getattr(type(module), f"get_{modality}_features")).__code__
     return "real_images_inds" in code.co_varnames
 
 
 def token_of(module: Any, modality: str) -> int:
-    """Return the token whose places features take. Raise ValueError if a configuration does not tell."""
+    """Return the id of the placeholder token of a modality's features. Raise ValueError if it is not configured."""
     found = known_token(module, modality)
     if found is None:
         raise ValueError(
@@ -133,7 +133,7 @@ def token_of(module: Any, modality: str) -> int:
 
 
 def known_token(module: Any, modality: str) -> int | None:
-    """Return the token whose places features take; None if a configuration does not tell."""
+    """Return the id of the placeholder token of a modality's features; None if it is not configured."""
     if modality == "video" and module.config.model_type in _VIDEOS_AS_IMAGES:
         modality = "image"
     names = [name.format(modality) for name in _TOKENS]

@@ -208,7 +208,7 @@ class OutputRows(NamedTuple):
         return told if sum(told) == rows else [-1] * len(numbers)
 
     def put(self, moved: Tensor) -> Any:
-        """Return the output with other rows, in the form that it had."""
+        """Return the model's output with its rows replaced by `moved`, in its original form."""
         rows = list(torch.split_with_sizes(moved, [x.shape[1] for x in self.tensors], 1))
         is_output = not isinstance(self.out, Tensor | list | tuple)
         old: Any = getattr(self.out, _field(self.out)) if is_output else self.out

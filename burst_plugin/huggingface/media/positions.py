@@ -20,7 +20,7 @@ _GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_leng
 
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard with this rank's positions, if images give them axes."""
+    """Return the arguments of a forward on a shard, with this rank's positions if images give these axes (mRoPE)."""
     inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
     if not shard.has_media or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)

@@ -20,7 +20,7 @@ from burst_plugin.towers.sharing import work_of
 
 
 class Units(NamedTuple):
-    """What a call encodes.
+    """The units that a call of a tower encodes one by one, such as images.
 
     patches: of each unit, or its crops of one size; take: the arguments of a call for some of them, ascending;
     in_proportion: whether units have rows of features in proportion to their patches, and not to what masks or
@@ -33,16 +33,16 @@ class Units(NamedTuple):
 
     @property
     def smallest(self) -> int:
-        """Return the unit with fewest patches."""
+        """Return the number of the unit with the fewest patches."""
         return min(range(len(self.patches)), key=self.patches.__getitem__)
 
     def work(self, width: int) -> list[float]:
-        """Return the work of each unit in a tower of this width."""
+        """Return an estimate of the work of each unit in a tower of this `width`."""
         return [work_of(patches, width) for patches in self.patches]
 
 
 def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool = False) -> Units:
-    """Return the units of a call.
+    """Return the units, such as images, that a call of a tower encodes.
 
     name: of the argument with the pixels, or features of sound. by_frame: frames of a video are units of their own.
     by_row: images are given by row of the batch, as many as the longest row has; images of zeros fill up.

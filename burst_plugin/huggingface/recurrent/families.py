@@ -35,7 +35,7 @@ _CONV = "causal_conv1d_fn"
 
 
 class Mixer(NamedTuple):
-    """What is known of a class of layers.
+    """How layers of one class, which carry a state or convolve along the sequence, are put on the ring.
 
     calls: names in the code of its `forward`: functions to be replaced or, with `on_shard`, names that it repeats.
     on_shard: the replacement of its `forward` on a shard; None if its functions are replaced.
@@ -216,7 +216,7 @@ def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard, of a model that may have layers with a state."""
+    """Return the keyword arguments of a forward on a shard, for a model whose layers may carry a state."""
     known = [each for _, each in mixers(pretrained)]
     if not known:
         return kwargs
@@ -246,7 +246,7 @@ def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, 
 
 
 def end_turn(pretrained: PreTrainedModel, cache: RingCache) -> None:
-    """Take the states after a turn, also of one that failed, from where layers leave them."""
+    """Collect the states that a model's layers left in their modules, at the end of a turn, also of a failed one."""
     if cache.states is not None and cache.turn is not None:
         take_states(cache.states, _holders(pretrained))
 

@@ -55,7 +55,7 @@ def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
 
 
 def states_of_turn() -> LayerStates | None:
-    """Return the states that layers go on from, and leave theirs in, if a turn with columns is in progress."""
+    """Return the states that layers read and replace, if a turn with several columns is in progress; else None."""
     cache = cache_of_forward()
     return None if cache is None or cache.shard is None else cache.states
 
@@ -70,14 +70,14 @@ def placement(shard: SequenceShard, name: str, initial: Sequence[Tensor] = ()) -
 
 
 def entering(what: str, *states: Tensor | None) -> list[Tensor]:
-    """Return the states that a call goes on from. Raise ValueError for states that are not from a `RingCache`."""
+    """Return the states, without None, that a call starts from. Raise ValueError if they are not of a `RingCache`."""
     if states_of_turn() is None:
         refuse_state(what, *states)
     return [state for state in states if state is not None]
 
 
 def refuse_state(what: str, *states: object) -> None:
-    """Raise ValueError for states that a call on a shard is to go on from."""
+    """Raise ValueError if a call on a shard is given a state to start from."""
     if any(state is not None for state in states):
         raise ValueError(
             f"{what} got a state to go on from with a batch that is cut, whose first tokens are on one rank only: "

@@ -33,7 +33,7 @@ def take_over(on_shard: _OnShard, original: Callable[..., Any], module: Any, /, 
 
 
 def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Compute MiniMax's attention with a fixed decay."""
+    """Compute MiniMax's attention with a fixed decay on a shard."""
     hidden: Tensor = given["hidden_states"]
     mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
     projected = module.act_fn(module.qkv_proj(hidden))
@@ -53,7 +53,10 @@ def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, A
 
 
 def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
-    """Compute RecurrentGemma's block: a convolution, then a unit with a state, beside a gate."""
+    """Compute RecurrentGemma's block on a shard: a convolution, then a unit with a state, beside a gate.
+
+    given: the arguments of the module's `forward` by name.
+    """
     hidden: Tensor = given["input_states"]
     gate = module.act_fn(module.linear_y(hidden))
 
@@ -75,7 +78,7 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
 
 
 def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Compute RecurrentGemma's RG-LRU, which begins anew with every document."""
+    """Compute RecurrentGemma's RG-LRU on a shard; it starts anew with every document."""
     x: Tensor = given["activations"]
     in_turn = states_of_turn() is not None
     before = [] if not in_turn or module.recurrent_states is None else [module.recurrent_states]
@@ -125,7 +128,7 @@ def _bounded_root(x: Tensor) -> Tensor:
 
 
 def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Compute xLSTM's matrix memory, [B, H, S, V], and its last states in the turn of a cache."""
+    """Compute xLSTM's matrix memory, [B, H, S, V], on a shard; with a cache also return its last states."""
     initial, in_turn = entering(type(module).__name__, *(given.get(f"{c}_initial") for c in "cnm")), False
     if initial:
         *parts, most = initial

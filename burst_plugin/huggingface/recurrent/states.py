@@ -54,11 +54,11 @@ class LayerStates:
         return columns
 
     def end(self) -> None:
-        """End a turn."""
+        """End the turn in progress."""
         self.columns, self._scans = None, iter(())
 
     def fork(self) -> LayerStates:
-        """Return a copy that goes on by itself."""
+        """Return a copy that later turns can change by itself."""
         copy = LayerStates(deepcopy(self.layers), self.takes_single)
         copy.own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.own)
         return copy
@@ -71,7 +71,10 @@ class LayerStates:
         return sum(x.numel() * x.element_size() for x in found)
 
     def with_conv_state(self, x: Tensor, layer: int, state: int, width: int) -> Tensor:
-        """Return columns [B, C, n] after the `width` tokens before them, and keep the last ones; collective."""
+        """Put the `width` tokens before the columns x [B, C, n] in front; keep the turn's last tokens. Collective.
+
+        layer, state: the number of the layer, and of the convolution in it.
+        """
         assert self.columns is not None
         kept = self.layers[layer]
         before = kept.conv_states[state] if kept.is_conv_states_initialized[state] else None
@@ -93,7 +96,7 @@ class LayerStates:
         return [state.clone() for state in (next(self._scans, None),) if state is not None]
 
     def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return columns with tokens before them, and the last tokens; see `Columns.with_tokens_before`."""
+        """Put `width` tokens before columns; return these and the last tokens; see `Columns.with_tokens_before`."""
         assert self.columns is not None
         return self.columns.with_tokens_before(x, width, before)
 
@@ -101,7 +104,7 @@ class LayerStates:
     # Its layers are called in their order, attention before feed-forward.
 
     def shifted(self, x: Tensor) -> Tensor:
-        """Return the token before each column, for the next of RWKV's shifts in a turn; collective."""
+        """Return the token before each column; collective, called twice for each RWKV layer of a turn."""
         layer, is_second = divmod(self._shifts, 2)
         self._shifts += 1
         kept = self.own[RWKV][0 if is_second else 1][:, :, layer]
@@ -110,18 +113,18 @@ class LayerStates:
         return extended[:, :-1]
 
     def entering_averages(self) -> list[Tensor]:
-        """Return the state that enters the averages of RWKV's layer: numerator, denominator, maximum."""
+        """Return the state before a layer's averages of values (WKV) in RWKV: numerator, denominator, maximum."""
         layer = self._shifts // 2
         return [x[:, :, layer] for x in self.own[RWKV][2:]]
 
     def keep_averages(self, last: Sequence[Tensor]) -> None:
-        """Keep the state after the averages of RWKV's layer."""
+        """Keep the state after a layer's averages of values (WKV) in RWKV: numerator, denominator, maximum."""
         layer = self._shifts // 2
         for kept, x in zip(self.own[RWKV][2:], last, strict=True):
             kept[:, :, layer] = x
 
     def select(self, rows: Sequence[int]) -> None:
-        """Have row `i` go on after row `rows[i]`."""
+        """Replace the rows: the new row `i` goes on from the states of row `rows[i]`."""
 
         def chosen(x: Any) -> Any:
             return x.index_select(0, torch.tensor(rows, device=x.device)) if isinstance(x, Tensor) else x
@@ -144,7 +147,7 @@ def states_of(config: Any) -> LayerStates:
 
 
 def attending_layers(config: Any) -> list[int]:
-    """Return the layers of a model that has recurrent ones, too, which have keys and values."""
+    """Return the numbers of the layers with keys and values in a model that has recurrent layers as well."""
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
     return [
         number
@@ -178,13 +181,13 @@ def own_arguments(states: LayerStates, config: Any, batch: int, like: Tensor) ->
 
 
 def put_states(states: LayerStates, holders: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Put states where layers look for them that keep these in their modules."""
+    """Store states in the modules of those layers that look for them there, given as (module, attribute)."""
     for number, (module, name) in enumerate(holders):
         setattr(module, name, states.own.get(("module", number)))
 
 
 def take_states(states: LayerStates, holders: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Take the states out of the modules of layers."""
+    """Take states back out of the modules of layers, given as (module, attribute)."""
     for number, (module, name) in enumerate(holders):
         states.own["module", number] = getattr(module, name)
         setattr(module, name, None)
