@@ -101,7 +101,7 @@ class LayerCall(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether rows are alike and share nothing, so that the ring takes them as a batch."""
+        """Return whether rows have one length and one mask and share no tokens: the ring takes them as a batch."""
         layer, mask = self.layer, self.asked.mask
         return self.turn.is_uniform and mask.rows is None and len(set(layer.first_keys)) == 1 and not layer.shared
 
@@ -123,7 +123,7 @@ class LayerCall(NamedTuple):
         return found
 
     def without_padding(self, out: Tensor) -> Tensor:
-        """Return [B, size, Hq, Dv] with zeros for padding."""
+        """Return `out` [B, size, Hq, Dv] with padding set to zeros."""
         if len(set(self.turn.counts)) == 1:
             return out
         return out.where(self.turn.valid.to(out.device)[:, :, None, None], 0)
@@ -215,7 +215,7 @@ def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
 
 
 def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
-    """Return how new tokens that every rank has attend to the keys of this one. Raise ValueError if no kernel can."""
+    """Return how a turn's new tokens attend to the keys of this rank. Raise ValueError if no kernel can."""
     (turn, layer, asked), deterministic = call, is_deterministic(strategy)
     (batch, q_len, q_heads, qk_dim), (kv_heads, v_dim) = asked.q.shape, asked.v.shape[2:]
     shapes = Shapes(batch, q_len, max(layer.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)

@@ -121,7 +121,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes that this rank has allocated for them, with room for more."""
+        """Return the bytes that this rank has allocated for keys and values, with room for more tokens."""
         return sum(layer.allocated_bytes for layer in self._layers)
 
     @property

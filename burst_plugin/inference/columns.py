@@ -101,7 +101,7 @@ class Columns:
 
     @cached_property
     def index(self) -> Tensor:
-        """Return which new token of its row each of this rank's columns is, [B, columns]; 0 for padding."""
+        """Return which of its row's new tokens each of this rank's columns is, [B, columns]; 0 for padding."""
         return self._numbers.clamp(min=0)
 
     @cached_property
@@ -110,7 +110,7 @@ class Columns:
         return self.index + torch.tensor(self.turn.starts, device="cpu").unsqueeze(1)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's columns [B, columns, ...] of all new tokens [B, T, ...], rows padded at their ends."""
+        """Select this rank's columns [B, columns, ...] from all new tokens [B, T, ...], padded at their ends."""
         return _taken(x, self.index)
 
     # ------------------------------------------------------------------------------------------- between the ranks
@@ -137,14 +137,14 @@ class Columns:
         return _Route(column[leaves][by_target], slot[comes][by_source], to_store, to_compute)
 
     def to_storage(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's tokens of the turn [B, size, ...], of columns [B, columns, ...]; collective."""
+        """Move columns [B, columns, ...] to the ranks that store their tokens, [B, size, ...]; collective."""
         if self.turn.replicated:
             return [self._rows(x) for x in xs]
         route = self._route
         return self._exchanged(xs, route.computed, route.to_store, route.stored, route.to_compute, self.turn.size)
 
     def from_storage(self, x: Tensor) -> Tensor:
-        """Return this rank's columns [B, columns, ...], 0 for padding, of its tokens of the turn; collective."""
+        """Move this rank's tokens of the turn to its columns [B, columns, ...], 0 for padding; collective."""
         if self.turn.replicated:
             valid = self.valid.to(x.device).view(*self.valid.shape, *(1,) * (x.dim() - 2))
             return self.take(x).where(valid, 0)

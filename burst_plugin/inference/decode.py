@@ -57,7 +57,7 @@ class OwnAttention(NamedTuple):
         }
 
     def check_shared(self) -> None:
-        """Raise ValueError unless the mask lets every new token attend to all that rows share."""
+        """Raise ValueError unless the mask lets every new token attend to all tokens that rows share."""
         for row, queries in enumerate(zip(self.turn.starts, self.turn.stops, strict=True)):
             regions = Regions(seen(self.mask, row, queries, (0, self.shared)))
             count = queries[1] - queries[0]

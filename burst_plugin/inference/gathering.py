@@ -24,7 +24,7 @@ from burst_plugin.topology import Link, Traffic
 
 
 def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> Tensor:
-    """Return `x` of all ranks; see `KVCache.gather`."""
+    """Return `x` gathered from all ranks; see `KVCache.gather`."""
 
     def prepared() -> Turn:
         if turn is None:
@@ -62,7 +62,7 @@ def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
 
 
 def of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
-    """Return a tensor of every rank, all of one shape; collective."""
+    """Gather a tensor, of one shape on all ranks; return the tensor of every rank, in rank order; collective."""
     found = [torch.empty_like(x) for _ in range(cp.ranks)]
     dist.all_gather(found, x.contiguous(), group=cp.group)
     return found

@@ -17,7 +17,7 @@ from burst_plugin.inference.storage import RowStore
 
 
 class HostRowStore(RowStore):
-    """A `RowStore` in host memory, pinned beside GPUs. What is read of it is read from a copy on the device."""
+    """A `RowStore` in host memory, pinned if there is a GPU; reads are served by a copy on the device."""
 
     def __init__(self, rows: int, reserve: int = 0) -> None:
         super().__init__(rows, reserve)
@@ -51,7 +51,7 @@ class HostRowStore(RowStore):
         self._fetched = ()
 
     def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Append keys [n, heads, dim] and values to each row, n of its own."""
+        """Append new tokens to each row: k[i] and v[i] [n, heads, dim] to row i, with an n of its own."""
         self.device, stored, before = k[0].device, self._tensors(), self.lengths
         self._wait()
         super().append(k, v)
@@ -71,7 +71,7 @@ class HostRowStore(RowStore):
         super().keep(ranges)
 
     def undo(self, lengths: Sequence[int] | None) -> None:
-        """Go back to what `state` was; see `RowStore.undo`."""
+        """Drop the tokens appended since `state` was `lengths`; see `RowStore.undo`."""
         self.release()
         super().undo(lengths)
 

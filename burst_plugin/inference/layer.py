@@ -63,11 +63,11 @@ class LayerCache:
 
     @property
     def stores(self) -> tuple[RowStore, ...]:
-        """Return all that it stores in."""
+        """Return the stores of keys and values: its own, and the store of shared tokens if rows share any."""
         return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
 
     def masked(self, mask: Mask) -> Mask:
-        """Return `mask` within the window, which limits how many tokens before itself a token attends to."""
+        """Return `mask` restricted to the layer's window, which limits how many tokens back a token attends to."""
         if self.left is None:
             return mask
         return mask & SlidingWindow(self.left, None if mask.looks_ahead else 0)
@@ -116,7 +116,7 @@ class LayerCache:
         self.first_keys, self.shortest = tuple(firsts), tuple(shortest)
 
     def check_truncation(self, layer: int, lengths: Sequence[int]) -> None:
-        """Raise ValueError if the window of a token after rows cut to these lengths has been dropped."""
+        """Raise ValueError if, once rows are cut to these lengths, the window of the next token has lost keys."""
         for row, length in enumerate(lengths):
             if 0 < length < self.shortest[row]:
                 raise ValueError(
@@ -131,7 +131,7 @@ class LayerCache:
                 )
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after the first `lengths` tokens of each row."""
+        """Drop all but the first `lengths` tokens of each row."""
         self.first_keys = tuple(map(min, self.first_keys, lengths))
         self.shortest = tuple(map(min, self.shortest, lengths))
         held = [self._held(first, length) for first, length in zip(self.first_keys, lengths, strict=True)]
@@ -143,7 +143,7 @@ class LayerCache:
         return replace(self, store=self.store.selected(rows), first_keys=tuple(firsts), shortest=tuple(shortest))
 
     def sharing(self, rows: Sequence[int], length: int) -> LayerCache:
-        """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
+        """Return `len(rows)` copies of one row of this `length`, stored once unless the layer has a window."""
         if self.left is not None or not length:
             return self.selected(rows)
         shared, own = self.store.split(rows[0], len(rows))
@@ -157,7 +157,7 @@ class LayerCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated."""
+        """Return the bytes that are allocated for keys and values, room for more tokens included."""
         return sum(store.allocated_bytes for store in self.stores)
 
     def _held(self, start: int, stop: int) -> int:

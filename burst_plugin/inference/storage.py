@@ -38,7 +38,7 @@ class RowStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated."""
+        """Return the bytes that are allocated for keys and values, room for more tokens included."""
         return sum(x.nbytes for x in self._tensors())
 
     @property
@@ -52,7 +52,7 @@ class RowStore:
         return None if self.is_empty else self.lengths
 
     def check_like(self, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless keys and values [B, n, heads, dim] are as those stored."""
+        """Raise ValueError unless keys and values [B, n, heads, dim] have the stored type, heads and dims."""
         for name, stored, new in zip("kv", self._tensors(), (k, v), strict=False):
             kinds = [
                 (str(x.dtype), str(at), list(x.shape[-2:])) for x, at in ((stored, self.device), (new, new.device))
@@ -66,10 +66,10 @@ class RowStore:
         """Do nothing: the stored keys and values are on the device already."""
 
     def release(self) -> None:
-        """Free what `fetch` has taken."""
+        """Free the memory that `fetch` has taken: none here."""
 
     def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Append keys [n, heads, dim] and values to each row, n of its own."""
+        """Append new tokens to each row: k[i] and v[i] [n, heads, dim] to row i, with an n of its own."""
         needed = [length + len(new) for length, new in zip(self.lengths, k, strict=True)]
         if self.is_empty or any(n > most for n, most in zip(needed, self._capacities, strict=True)):
             self._lay_out(needed, k[0], v[0])

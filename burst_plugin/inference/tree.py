@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
 @cache
 def merge_rounds(topology: Topology, rank: int) -> tuple[Round, ...]:
-    """Return the rounds of `rank`, in order."""
+    """Return the part of `rank` in each round of merging all ranks' results in a tree, in order."""
     levels = ((Link.INTRA, topology.node_peers(rank)), (Link.INTER, topology.counterparts(rank)))
     return tuple(each for link, ranks in levels for each in _rounds_of_level(ranks, ranks.index(rank), link))
 
@@ -69,7 +69,7 @@ def _rounds_of_level(ranks: Sequence[int], place: int, link: Link) -> list[Round
 
 
 def message(shape: Sequence[int], dtype: torch.dtype, labelled: bool) -> Packing:
-    """Return how out [B, T, Hq, Dv], of this shape, and its lse are laid out in a message; `labelled` on CPUs."""
+    """Return the layout of a message of out [B, T, Hq, Dv] and its lse; `labelled` if it has a label, as on CPUs."""
     batch, tokens, heads, _ = shape
     wide = torch.promote_types(dtype, torch.float32)
     return Packing(((tuple(shape), wide), ((batch, heads, tokens), wide)), labelled)

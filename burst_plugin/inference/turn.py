@@ -49,7 +49,7 @@ class Turn:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Return how many new tokens each row has."""
+        """Return the number of new tokens of each row."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
@@ -64,11 +64,11 @@ class Turn:
 
     @cached_property
     def own(self) -> tuple[slice, ...]:
-        """Return which of the new tokens of each row this rank stores, counted from the first new one."""
+        """Return which of each row's new tokens this rank stores, as slices counted from the first new token."""
         return self.own_of(self.rank)
 
     def own_of(self, rank: int) -> tuple[slice, ...]:
-        """Return which of the new tokens of each row `rank` stores."""
+        """Return which of each row's new tokens `rank` stores, as slices counted from the first new token."""
         firsts = (held_run(rank, self.ranks, *bounds).start for bounds in zip(self.starts, self.stops, strict=True))
         rows = zip(firsts, self.starts, self.lengths, strict=True)
         return tuple(slice(min(first - start, length), length, self.ranks) for first, start, length in rows)
@@ -89,7 +89,7 @@ class Turn:
 
     @cached_property
     def index(self) -> Tensor:
-        """Return which new token of its row each of this rank's is, [B, size], int64 on the CPU; 0 for padding."""
+        """Return which of its row's new tokens each token of this rank is, [B, size], int64; 0 for padding."""
         index = torch.zeros(len(self.starts), self.size, dtype=torch.int64, device="cpu")
         for row, own in enumerate(self.own):
             steps = range(self.lengths[row]) if self.replicated else range(own.start, own.stop, own.step)
@@ -110,13 +110,13 @@ class Turn:
         return self.index + torch.tensor(self.starts, device="cpu").unsqueeze(1)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens, [B, size, ...], of all new ones [B, T, ...], rows padded at their ends."""
+        """Select this rank's tokens, [B, size, ...], from all new tokens [B, T, ...], padded at their ends."""
         index = self.index.to(x.device).view(*self.index.shape, *[1] * (x.dim() - 2))
         return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
 
 
 def held_run(rank: int, ranks: int, start: int, stop: int) -> Run:
-    """Return which of the positions `start:stop` of a sequence `rank` holds; the run may be of length 0."""
+    """Return the run of positions among `start:stop` of a sequence that `rank` holds; it may be empty."""
     first = start + (rank - start) % ranks
     return Run(first, max(0, -(-(stop - first) // ranks)), ranks)
 
@@ -132,12 +132,12 @@ class RoundRobin(Tokens):
 
     @property
     def own_layout(self) -> Layout:
-        """Return how ranks hold it; see `RouteTable.layout`."""
+        """Return the layout by which ranks hold these tokens, round robin, whatever the options say."""
         return ROUND_ROBIN
 
     @classmethod
     def of(cls, starts: tuple[int, ...], stops: tuple[int, ...]) -> RoundRobin:
-        """Return the tokens at positions `start:stop` of each sequence."""
+        """Return sequences of the tokens at positions `start:stop` of each whole sequence, held round robin."""
         bounds = [0]
         for start, stop in zip(starts, stops, strict=True):
             bounds.append(bounds[-1] + stop - start)
@@ -180,16 +180,16 @@ class TurnMask(Mask):
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether the mask does."""
+        """Return whether `mask` lets a query attend to a later key."""
         return self.mask.looks_ahead
 
     @property
     def compares_positions(self) -> bool:
-        """Return whether the mask does."""
+        """Return whether the distance of query and key matters in `mask`."""
         return self.mask.compares_positions
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions of every sequence, moved to where it lies. Raise ValueError for other lengths."""
+        """Return the regions of all sequences, moved to their places. Raise ValueError for other lengths."""
         regions: list[Region] = []
         q_at, k_at = 0, self.shared
         for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
