@@ -11,7 +11,7 @@ Cut = tuple[str, int]  # the stream of tokens that a tensor belongs to, and its 
 class DiffusionFamily(NamedTuple):
     """One architecture of diffusers, with streams of tokens called "image" (or video) and "text".
 
-    streams: those that attention on the ring has, in its order.
+    streams: the streams that attend on the ring, in the order of attention.
     attention: the modules whose attention is the ring's, a pattern of `fnmatch`. Attention among text alone and cross
         attention to text are not: there text is whole on every rank.
     arguments: by the name of a module, the arguments of it that are cut.
