@@ -39,7 +39,7 @@ _DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, wher
 
 
 class Window(NamedTuple):
-    """Some query rows of a tile, the keys that they attend to, and their window; None is no bound."""
+    """Some query rows of a tile, the keys they attend to, and how far to the left and right; None is no bound."""
 
     rows: slice
     keys: slice
@@ -48,7 +48,7 @@ class Window(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Options of a library's call, in its terms."""
+    """The options of a call, as the libraries of flash-attention name them."""
 
     scale: float
     softcap: float  # 0 is none
@@ -59,10 +59,11 @@ class Ask(NamedTuple):
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Window, ...]:
-    """Return a tile as windows counted from the bottom right corner: one, without last keys that have no query.
+    """Cut a tile into windows as flash-attention counts them, from the bottom right corner; mostly one.
 
-    Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window for no bound if
-    it is wider than there are keys, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
+    Last keys without a query are left out. Unless `tall`, no window has more rows than keys: flash-attention 2 takes
+    a side of a window for no bound if it is wider than there are keys, which is wrong there
+    (csrc/flash_attn/flash_api.cpp, v2.8.3).
     """
     step = q_rows if tall or band == FULL else min(q_rows, k_rows)
     windows = []
@@ -159,7 +160,7 @@ class FlashKernel(ABC):
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return `forward` of all sequences, in one call."""
+        """Return `forward` of all packed sequences, in one call of the library."""
         v_dim, batch = v.shape[-1], q.shape[0]
         qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
@@ -168,7 +169,7 @@ class FlashKernel(ABC):
         return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """Return `backward` of all sequences, in one call."""
+        """Return `backward` of all packed sequences, in one call of the library."""
         qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
         qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))

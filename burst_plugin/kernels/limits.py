@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     keeps_plans: bool = False
 
     def refuse(self, case: Case) -> str | None:
-        """Return why `case` is outside; None if it is inside, as far as is known without importing the library."""
+        """Return why `case` is outside these limits; None if it is inside, as far as known without the library."""
         if self.device is not None and case.device != self.device:
             return f"it runs on {self.device}, not on {case.device}"
         if self.dtypes and case.dtype not in self.dtypes:

@@ -28,7 +28,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 class Case(NamedTuple):
-    """What a kernel has to do, for all tiles of an attention call."""
+    """The task of a kernel in an attention call: device, types, heads, dims and features of all its tiles."""
 
     device: str
     dtype: torch.dtype

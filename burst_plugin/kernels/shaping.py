@@ -13,7 +13,7 @@ from burst_plugin.types import CAUSAL
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the first multiple from `number` on."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return ceil(number / multiple) * multiple
 
 
@@ -51,13 +51,13 @@ def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
 
 
 def forward_reversed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Return `forward` of an anticausal square by a kernel that has causal ones: both sides are reversed."""
+    """Compute `forward` of an anticausal square by a kernel's causal one, with queries and keys reversed."""
     out, lse = kernel.forward(q.flip(1), k.flip(1), v.flip(1), _reversed(how))
     return out.flip(1), lse.flip(2)
 
 
 def backward_reversed(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """Return `backward` of an anticausal square; see `forward_reversed`."""
+    """Compute `backward` of an anticausal square by a kernel's causal one; see `forward_reversed`."""
     q, dout, out, lse = queries
     flipped = Queries(q.flip(1), dout.flip(1), out.flip(1), lse.flip(2))
     grads = kernel.backward(flipped, k.flip(1), v.flip(1), _reversed(how))

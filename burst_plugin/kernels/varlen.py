@@ -30,27 +30,27 @@ class VarlenKernel(Kernel, Protocol):
     """A kernel that takes several sequences in one call."""
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return `Kernel.forward` of `lengths`, in one call."""
+        """Return `Kernel.forward` of the packed sequences `lengths`, in one call."""
         ...
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """Return `Kernel.backward` of `lengths`, in one call."""
+        """Return `Kernel.backward` of the packed sequences `lengths`, in one call."""
         ...
 
 
 def lengths_of(q: tuple[int, ...], k: tuple[int, ...], device: torch.device) -> Lengths:
-    """Return sequences of these numbers of queries and of keys, without waiting for the device."""
+    """Return the `Lengths` of sequences with these numbers of queries and keys, without waiting for the device."""
     ends = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cpu") for each in (q, k))
     return Lengths(q, k, *(sent(each, device) for each in ends))
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on `device`, without waiting for it."""
+    """Copy a CPU tensor to `device`, without waiting for the copy."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Return `Kernel.forward` of `how.lengths`, a call per sequence."""
+    """Return `Kernel.forward` of the packed sequences `how.lengths`, with one call for each sequence."""
     batch, alone = q.shape[0], how._replace(lengths=None)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     found = [kernel.forward(q[:, rows], k[:, keys], v[:, keys], alone) for rows, keys in _sequences(how)]
@@ -59,7 +59,7 @@ def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) ->
 
 
 def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """Return `Kernel.backward` of `how.lengths`, a call per sequence."""
+    """Return `Kernel.backward` of the packed sequences `how.lengths`, with one call for each sequence."""
     batch, alone = k.shape[0], how._replace(lengths=None)
     q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
     lse = queries.lse.transpose(0, 1).flatten(1).unsqueeze(0)
@@ -75,12 +75,12 @@ def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how:
 
 
 def in_rows(x: Tensor, batch: int) -> Tensor:
-    """Return [B * T, H, D] as [B, T, H, D]."""
+    """Reshape x [B * T, H, D] to [B, T, H, D]."""
     return x.reshape(batch, -1, *x.shape[1:])
 
 
 def in_rows_of_heads(x: Tensor, batch: int) -> Tensor:
-    """Return [H, B * T] as [B, H, T]."""
+    """Reshape x [H, B * T] to [B, H, T]."""
     return x.reshape(x.shape[0], batch, -1).transpose(0, 1)
 
 
@@ -104,7 +104,7 @@ class Trial(NamedTuple):
 
 
 def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
-    """Return whether a few sequences in one batched call give what looped calls give; log it if not."""
+    """Return whether one batched call on a few sequences gives the results of looped calls; log it if not."""
     try:
         wrong = [name for name, error in _errors(kernel, trial).items() if not error < TOLERANCE]
     except torch.OutOfMemoryError:
