@@ -48,12 +48,12 @@ class Identity:
 
     @property
     def microbatch_id(self) -> tuple[int, int] | None:
-        """Return the numbers of the pass in progress and its microbatch, which all stages of a pipeline share."""
+        """Return (pass, microbatch), the numbers of the ones in progress, on which all pipeline stages agree."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
     @property
     def calls(self) -> tuple[int, int]:
-        """Return how many forward steps and calls of models have begun; recomputation is none."""
+        """Return how many forward steps, and how many calls of models, have begun; recomputation does not count."""
         return self.forward_steps, self.model_calls
 
     def begin_forward_step(self, microbatch: int) -> None:
@@ -62,7 +62,7 @@ class Identity:
         self._microbatch, self.computes_edges = microbatch, False
 
     def end_pass(self) -> None:
-        """Note that a forward-backward pass is over: what a model computes now is no microbatch of it."""
+        """Note that a forward-backward pass has ended: models that run now work on no microbatch of it."""
         self._microbatch = None
 
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:

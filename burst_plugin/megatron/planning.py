@@ -66,7 +66,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
 
 
 def usage(folder: str, setting: Setting) -> str:
-    """Return how the files are used."""
+    """Return text on how to use the files."""
     version = ".".join(map(str, target_version()))
     command = "python -m burst_plugin.run --framework megatron pretrain_gpt.py"
     return f"{command} $(cat {folder}/{_FILE}) ... (Megatron {version})"
@@ -236,7 +236,7 @@ def _ranks_in_node(args: argparse.Namespace, strategy: Strategy, context: int, r
 
 
 def unpriced(text: str, setting: Setting) -> list[str]:
-    """Return sentences on the flags that a plan does not price, and on the flags that it takes for granted."""
+    """Return sentences on flags that a plan does not price, and on flags that it takes as set."""
     args, strategy = _parsed(text), strategy_of(_parsed(text))
     without = [
         flag_of(name, value)

@@ -74,7 +74,7 @@ class Registry:
         return self.strategy or parsed_strategy() or Strategy()
 
     def asked(self) -> Strategy:
-        """Return the options of the run: the given ones, and what they leave to be chosen (`memory="auto"`)."""
+        """Return the options of the run: the given ones, and the ones that `memory="auto"` has chosen."""
         return with_chosen(self.given(), parsed_arguments()) if burst_is_requested() else self.given()
 
     @property
@@ -88,7 +88,7 @@ class Registry:
         return "zigzag" if self.layout == AUTO else self.layout
 
     def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:
-        """Return which of the packed documents that begin at `offsets` ranks hold, by the option `layout`.
+        """Return how ranks hold the tokens of packed documents, which begin at `offsets`, by the option `layout`.
 
         Raises ValueError for lengths that the layout cannot cut, or that ranks cannot share evenly.
         """
@@ -102,7 +102,7 @@ class Registry:
         return self._tokens_of((offsets,), ranks)
 
     def tokens_of_batch(self, length: int, ranks: int) -> Tokens:
-        """Return which tokens of a batch of sequences of `length` ranks hold; see `MicrobatchDocuments` for "auto".
+        """Return how ranks hold the tokens of sequences of `length` in a batch; for "auto" see `MicrobatchDocuments`.
 
         Raises ValueError for documents that end elsewhere.
         """
@@ -111,7 +111,7 @@ class Registry:
         return self._tokens_of(check_length(self.documents.of(self.identity), length), ranks)
 
     def tokens_of_tree(self, tree: PrefixTree, cp: ContextParallel) -> Tokens:
-        """Return which tokens of a prefix tree ranks hold; by their work if the option `layout` is "auto"."""
+        """Return how ranks hold the tokens of a prefix tree; with `layout` "auto" they share its work evenly."""
         if self.layout != AUTO:
             return Tokens(tree.length, layout=self.layout)
         return self._kept((tree, cp.ranks), lambda: cp.tokens(tree.length, Causal() & tree, alike=True))
@@ -233,7 +233,7 @@ class Registry:
             check_same(cp, attention_mask, mask)
 
     def is_due(self, cp: ContextParallel, of: Hashable, *, cheap: bool) -> bool:
-        """Count a comparison of the ranks of a ring, and return whether they make it. `cheap`: it stalls nothing."""
+        """Count a comparison `of` something on a ring; return whether ranks make it. `cheap`: it stalls nothing."""
         self._compared[cp, of] += 1
         return cp.strategy.check_is_due(self._compared[cp, of], cheap)
 

@@ -32,7 +32,7 @@ _OF_EVEN = ("data_parallel_size", "micro_batch_size", "global_batch_size", "ramp
 
 
 def stamp_logits(registry: Registry) -> None:
-    """Have a teacher's files stamped, and stamps compared where a student reads them, if arguments ask for either."""
+    """Let a teacher stamp its files of logits, and a student check them, if Megatron's arguments ask for either."""
     args = parsed_arguments()
     if not any(getattr(args, name, None) for name in _FLAGS):
         return

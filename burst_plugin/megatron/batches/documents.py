@@ -43,7 +43,7 @@ _KEY = "burst_documents"  # of a sample, and of a batch
 
 
 class MicrobatchDocuments:
-    """The documents of microbatches, by the schedule's pass and the microbatch's number in it."""
+    """The documents of microbatches, by (number of the schedule's pass, number of the microbatch in it)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Rows] = {}
@@ -81,7 +81,7 @@ class MicrobatchDocuments:
             self._store.set(_key(microbatch), json.dumps(rows))
 
     def of(self, identity: Identity) -> Rows:
-        """Return the documents of the layer that is recomputed, if one is, or else of the microbatch in progress."""
+        """Return the documents of the layer that is being recomputed, or else of the microbatch in progress."""
         if self._recomputed is not None:
             return self._recomputed
         microbatch = _microbatch_in_progress(identity)
@@ -98,7 +98,7 @@ class MicrobatchDocuments:
 
     @contextmanager
     def recomputing(self, rows: Rows | None) -> Iterator[None]:
-        """Return `rows` from `of` in this context, unless None: a backward pass recomputes another microbatch's."""
+        """Let `of` return `rows` in this context, where a backward pass recomputes a layer; None changes nothing."""
         before, self._recomputed = self._recomputed, rows
         try:
             yield

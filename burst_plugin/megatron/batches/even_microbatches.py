@@ -43,7 +43,7 @@ Assignment = list[list[list[int]]]  # by data-parallel rank and microbatch: numb
 
 
 def add_even_microbatches_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flag in a group of its own. Raise argparse.ArgumentError if it has been added already."""
+    """Add the flag, in a group of its own, to the parser. Raise argparse.ArgumentError if it was added already."""
     text = "assign the samples of each step so that data-parallel ranks and pipeline stages wait less for each other"
     group = parser.add_argument_group("even microbatches", "with any attention that stays inside documents")
     group.add_argument(_FLAG, action="store_true", help=text)

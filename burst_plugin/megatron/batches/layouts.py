@@ -36,7 +36,7 @@ _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 
 
 def hook_layouts(registry: Registry) -> str:
-    """Let Megatron cut everything by the layout of `registry`, over any group; return a line that says so."""
+    """Let Megatron cut batches and rotary embeddings by the layout of `registry`; return a line that says so."""
     hooks = _LayoutHooks(registry)
     for name in functions_that_cut():
         wrap_everywhere(utils, name, hooks.packed_batch if name in WANT_TE else hooks.batch)

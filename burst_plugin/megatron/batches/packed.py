@@ -72,7 +72,10 @@ def is_packed(params: Any) -> bool:
 
 
 def by_document(offsets: tuple[int, ...], ranks: int) -> Tokens:
-    """Return Megatron's own assignment. Raise ValueError for lengths that are no multiple of 2 * ranks."""
+    """Return Megatron's own assignment of packed documents to ranks: each document cut by itself, in zigzag.
+
+    offsets: the bounds of the documents. Raises ValueError for a length that is no multiple of 2 * ranks.
+    """
     for number, (start, stop) in enumerate(pairwise(offsets)):
         if ranks > 1 and (stop - start) % (2 * ranks):
             raise ValueError(
@@ -87,13 +90,13 @@ _assign: Assign = by_document
 
 
 def assign_by(assign: Assign) -> None:
-    """Let `packed_indices` give ranks the tokens that `assign` does."""
+    """Let `packed_indices` assign tokens to ranks by `assign` from now on."""
     global _assign
     _assign = assign
 
 
 def layout_of(tokens: Tokens) -> Layout:
-    """Return the layout of tokens that have one of their own, or else zigzag."""
+    """Return the layout by which ranks hold `tokens`: zigzag unless they name one or list their holders."""
     return LAYOUTS[tokens.layout or "zigzag"] if tokens.holders is None else in_chunks(tokens.holders, tokens.bounds)
 
 

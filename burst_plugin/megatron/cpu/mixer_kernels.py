@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 
 def stand_in_for_packages() -> str:
-    """Let the functions be imported by their names, also where the packages are installed; return a line on it."""
+    """Make imports of kernel packages, installed or not, get functions in PyTorch; return a line that says so."""
     for path, names in _MODULES.items():
         for end in [place for place, letter in enumerate(path) if letter == "."] + [len(path)]:
             name = path[:end]

@@ -48,7 +48,7 @@ def written(option: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one group of flags. Raise argparse.ArgumentError if they have been added already."""
+    """Add a group with all flags of the plugin. Raise argparse.ArgumentError if they were added already."""
     group = parser.add_argument_group(
         "burst attention",
         "used by layers whose --cp-comm-type is burst (burst_plugin); `burst plan` estimates what suits a cluster",
@@ -86,7 +86,7 @@ class _Switch(_Noted, argparse.BooleanOptionalAction):
 
 
 def resets_attention_mask() -> bool:
-    """Return whether rings keep documents apart by end-of-document tokens (`--reset-attention-mask`)."""
+    """Return whether `--reset-attention-mask` has rings keep documents apart by end-of-document tokens."""
     args = parsed_arguments()
     return bool(getattr(args, RESETS, False)) and args.context_parallel_size > 1 and burst_is_possible()
 

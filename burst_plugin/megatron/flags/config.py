@@ -176,12 +176,12 @@ _IRRELEVANT = frozenset(
 
 
 def is_irrelevant(name: str) -> bool:
-    """Return whether a field is known to have no bearing on core attention."""
+    """Return whether a field of TransformerConfig is known not to affect core attention."""
     return name in _IRRELEVANT
 
 
 def kinds_of(cp_comm_type: Any) -> list[Any]:
-    """Return the kinds of context parallelism of all layers, which have one in common or one each."""
+    """Return the kinds of context parallelism in a `cp_comm_type`: one for all layers, or one for each."""
     return cp_comm_type if isinstance(cp_comm_type, list) else [cp_comm_type]
 
 
@@ -194,7 +194,7 @@ def misspelt_kind(cp_comm_type: Any) -> str | None:
 
 
 def is_hybrid(config: Any) -> bool:
-    """Return whether every microbatch brings its own context-parallel group."""
+    """Return whether hybrid context parallelism is on, in which each microbatch brings its own group."""
     return bool(getattr(config, "hybrid_context_parallel", False))
 
 
@@ -204,7 +204,7 @@ def brings_groups(config: Any) -> bool:
 
 
 def weighs_losses(config: Any) -> bool:
-    """Return whether losses of this model are weighed over the ranks of one ring: all but in hybrid parallelism."""
+    """Return whether losses are weighed over the ranks of a ring: with burst attention, unless it is hybrid."""
     return asks_for_burst(config) and not is_hybrid(config)
 
 

@@ -18,7 +18,7 @@ from burst_plugin.sequence.masks import Mask
 
 
 class MaskArguments(NamedTuple):
-    """What Megatron gives a call besides q, k and v. kind: the name of its AttnMaskType."""
+    """The arguments of a call of Megatron's core attention besides q, k and v. kind: the name of its AttnMaskType."""
 
     kind: str
     attention_mask: Any
@@ -27,7 +27,7 @@ class MaskArguments(NamedTuple):
 
 
 class CallMask(NamedTuple):
-    """mask and bias: those of the call. tokens: of packed queries and keys, and how ranks hold them."""
+    """The mask and the bias of a call. tokens: of packed queries and keys, and how ranks hold them; else None."""
 
     mask: Mask
     bias: Tensor | None
@@ -74,7 +74,7 @@ class MaskReader:
         return CallMask(mask, attention_bias, None)
 
     def of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
-        """Return what mask type and window allow so many queries and keys. Raises ValueError as `read`."""
+        """Return the mask of a mask type and the layer's window, for (queries, keys). Raises ValueError as `read`."""
         if kind not in masks.BY_TYPE:
             raise ValueError(
                 f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"

@@ -34,7 +34,7 @@ _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_chann
 
 
 class CoreCall(NamedTuple):
-    """What a call asks of the ring.
+    """The arguments of a layer's call for attention on the ring.
 
     q, k, v: [B, S/CP, heads, dim]; where latents travel these and the shared part of keys, in place of k and v.
     terms: the keywords of `burst_attention`; with a `weight`, those of `latent_attention`.

@@ -58,7 +58,7 @@ def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int,
 
 
 def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
-    """Raise ValueError on every rank unless `attention_mask` [1 or B, 1, S/CP, S] is `mask`; collective."""
+    """Raise ValueError on every rank unless `attention_mask` [1 or B, 1, S/CP, S] equals `mask`; collective."""
     problem = _shape_problem(attention_mask)
     if not problem:
         differs = torch.tensor(attention_mask.shape[2] * cp.ranks > attention_mask.shape[3])  # not cut over ranks
@@ -76,7 +76,7 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
 
 
 def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Mask:
-    """Return the keys that a mask [1 or B, 1, 1 or S/CP, Sk] allows, as a mask; collective if it has a row per query.
+    """Return the keys that `attention_mask` [1 or B, 1, 1 or S/CP, Sk] allows, as a mask; collective if per query.
 
     Each row must be what `mask` allows of these keys, or all masked, for a padded query. Raises ValueError on every
     rank for rows that are neither.
@@ -131,7 +131,7 @@ def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:
 
 
 def as_attention_mask(tree: PrefixTree) -> Tensor:
-    """Return a tree in the place of an attention mask: int32 [1, 2, nodes] on the CPU, parents and lengths."""
+    """Encode a prefix tree as a tensor to pass for an attention mask: int32 [1, 2, nodes], parents and lengths."""
     return torch.tensor([[tree.parents, tree.lengths]], dtype=torch.int32, device="cpu")
 
 
@@ -141,6 +141,6 @@ def is_tree(attention_mask: Any) -> bool:
 
 
 def tree_of(attention_mask: Tensor) -> PrefixTree:
-    """Return the prefix tree that an attention mask is."""
+    """Decode the prefix tree that `as_attention_mask` made into an attention mask."""
     parents, lengths = attention_mask[0].tolist()
     return PrefixTree(tuple(parents), tuple(lengths))

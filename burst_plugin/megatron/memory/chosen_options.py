@@ -42,7 +42,7 @@ _REFERENCE_BYTES = 80 * GIB  # of a GPU, for chunks, which are alike on unlike G
 
 
 def with_chosen(strategy: Strategy, args: Any) -> Strategy:
-    """Return the strategy with the options that it leaves to be chosen, for a run by Megatron's parsed arguments."""
+    """Return the strategy with its open options chosen, for the run that Megatron's parsed arguments describe."""
     if strategy.memory != AUTO or getattr(args, "recompute_granularity", None) != "full":
         return strategy
     found = ((name, getattr(args, name, None)) for name in _SIZES)
@@ -117,7 +117,7 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
 
 
 def in_words(given: Strategy, asked: Strategy) -> str:
-    """Return what was chosen beside what the user gave, why, and how to change it; "" for nothing."""
+    """Return text on the options of `asked` that were chosen, not given: which, why, how to change them; else ""."""
     said = []
     if asked.loss_chunk != given.loss_chunk:
         said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")

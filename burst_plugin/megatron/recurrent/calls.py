@@ -28,7 +28,7 @@ from burst_plugin.sequence.mask import Mask
 
 
 class MixerCall(NamedTuple):
-    """A ring, and how its ranks hold the tokens of documents. tag: the name that ranks know the call by."""
+    """The call of a mixer on a ring: the mask and tokens of its documents. tag: the name by which ranks know it."""
 
     cp: ContextParallel
     mask: Mask
@@ -36,7 +36,7 @@ class MixerCall(NamedTuple):
     tag: tuple[object, ...]
 
     def place(self, what: str) -> recurrent.Placement:
-        """Return the tokens of this rank, for one call that all ranks know by `what`."""
+        """Return the `Placement` of this rank's tokens for one recurrent call, which all ranks name `what`."""
         self.cp.rank_state.state_calls += 1
         return recurrent.Placement(self.cp, self.mask, self.tokens, (*self.tag, what))
 
@@ -46,13 +46,13 @@ _mask: ContextVar[Any] = ContextVar("burst_plugin_mask_of_layer", default=None)
 
 
 def call_in_progress() -> MixerCall | None:
-    """Return the call of the mixer that is computed now; None for one that has whole sequences."""
+    """Return the call of the mixer that is running; None if it runs on whole sequences."""
     return _call.get()
 
 
 @contextmanager
 def computing(call: MixerCall) -> Iterator[None]:
-    """Let functions inside a mixer find its call in this context."""
+    """Let functions inside a mixer find `call` in this context."""
     before = _call.set(call)
     try:
         yield
@@ -61,7 +61,7 @@ def computing(call: MixerCall) -> Iterator[None]:
 
 
 def mask_of_layer() -> Any:
-    """Return the attention mask that the layer around a mixer was given, and does not hand on."""
+    """Return the attention mask that the layer around a mixer received but does not pass on."""
     return _mask.get()
 
 
@@ -76,7 +76,7 @@ def with_mask(attention_mask: Any) -> Iterator[None]:
 
 
 class MixerOnRing:
-    """What a mixer has to know of its ring.
+    """The connection of a mixer with a state to its ring.
 
     groups: the collection that Megatron built the mixer with. It is kept if its context-parallel group is not the
         global one, which is looked up in each call.

@@ -46,14 +46,17 @@ class ConvolutionOnRing(torch.nn.Conv1d):
 
 
 def replace_functions(module: Any, kinds: Mapping[str, _Function]) -> None:
-    """Wrap the functions of a module that `kinds` names, unless the module lacks the name or has None for it."""
+    """Wrap functions of a module: `kinds` maps their names to wrappers, called as `wrapper(original, ...)`.
+
+    Names that the module lacks, or has as None, are left out.
+    """
     for name, around in kinds.items():
         if getattr(module, name, None) is not None:
             wrap(module, name, around)
 
 
 def functions_of_mamba(module: Any) -> dict[str, _Function]:
-    """Return the replacements for functions of the module of `MambaMixer`, by their names."""
+    """Return the wrappers for functions of `MambaMixer`'s module, by name, as `replace_functions` takes them."""
     convolve, scan = getattr(module, "causal_conv1d_fn", None), getattr(module, "mamba_chunk_scan_combined", None)
     fused = partial(_convolve_and_scan, _convolve_by_torch if convolve is None else convolve, scan)
     return {
@@ -85,7 +88,7 @@ def _given(name: str, original: _Function, args: tuple[Any, ...], kwargs: Mappin
 
 
 def convolve_by_method(original: _Function, params: Any, input_: Tensor) -> Tensor:
-    """Take the place of `MambaContextParallel.conv1d` [B, C, S], for a mixer without causal-conv1d."""
+    """Replace `MambaContextParallel.conv1d` [B, C, S] in mixers without causal-conv1d, on a ring or not."""
     call = call_in_progress()
     if call is None:
         return original(params, input_)  # type: ignore[no-any-return]

@@ -39,7 +39,7 @@ _DELTA_NET = sys.modules[GatedDeltaNet.__module__]
 
 
 class GroupOfOne:
-    """A context-parallel group of this rank alone, as far as mixers ask for one."""
+    """A stand-in for a context-parallel group with this rank alone, as far as mixers ask for one."""
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -51,7 +51,7 @@ class GroupOfOne:
 
 
 def can_take_over(kind: Any) -> bool:
-    """Return whether mixers of this class are computed on the ring."""
+    """Return whether mixers of the class `kind` can run on the ring."""
     return kind in (MambaMixer, GatedDeltaNet)
 
 
@@ -74,7 +74,7 @@ def hook_mixers(registry: Registry) -> str:
 
 
 def allow_delta_nets() -> None:
-    """Let configurations have a gated delta net beside context parallelism, whatever its number of heads."""
+    """Let Megatron accept gated delta nets with context parallelism, for any number of heads."""
 
     def check(original: Callable[[Any], None], config: Any) -> None:
         size = config.context_parallel_size

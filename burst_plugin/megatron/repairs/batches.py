@@ -70,7 +70,7 @@ def wants_absent_te() -> bool:
 
 
 def cut_packed(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """Cut a batch of packed documents in the form that it has from 0.18 on."""
+    """Cut a batch of packed documents, in the form that Megatron 0.18 gives it, for this rank."""
     if cp_group.size() > 1:
         padded = batch.get("cu_seqlens_padded")
         offsets = batch["cu_seqlens"] if padded is None else padded
