@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 def most_held(schedule: Schedule) -> Held:
-    """Return the most of either that any rank holds at once; the two need not be at the same time."""
+    """Return the most operands and the most partial results that any rank holds at once, each by itself."""
     held = [dict(together) for together in _held_together(schedule, _rows(schedule))]
     operands, results = (
         max(sum(count for size, count in together.items() if size % 2 == kind) for together in held)
@@ -42,7 +42,7 @@ def most_held(schedule: Schedule) -> Held:
 
 
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
-    """Return the most bytes of both together that any rank holds at the same time, for blocks of these sizes.
+    """Return the most bytes of operands and results together that any rank holds at once, for blocks of these bytes.
 
     The pool keeps all buffers that were in use at one time, whatever their sizes (`BufferPool`).
     """

@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """The strategy of the best plan; why, and which plan is next, in words."""
+    """The strategy of the best plan, and text that says why, and which plan comes next."""
 
     strategy: Strategy
     why: str

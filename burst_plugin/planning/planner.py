@@ -25,7 +25,7 @@ _NEGLIGIBLE = 1.01  # how many times as much as the other side the default movin
 
 
 class PricedPlan(NamedTuple):
-    """One way to run attention, and the price of its passes."""
+    """A way to run attention, with the price of its passes."""
 
     strategy: Strategy
     forward: Price
@@ -40,7 +40,7 @@ class PricedPlan(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Return how many parts a forward and a backward pass have together."""
+        """Return the number of parts of a forward and of a backward pass together."""
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
@@ -140,7 +140,7 @@ def _candidates(
 
 
 def left_out(topology: Topology) -> list[str]:
-    """Return the schedules that `plans` leaves out, since too many of their ranks would have to be simulated."""
+    """Return the schedules that `plans` leaves out because simulating them would take too many ranks."""
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
@@ -172,7 +172,7 @@ def _price_with_best_side(
 
 
 def groupings(topology: Topology, shapes: Shapes, mesh_degree: int = 1) -> list[Strategy]:
-    """Return between how many ranks heads can be exchanged; 1 is no exchange. With a `mesh_degree` there is none."""
+    """Return a strategy for each number of ranks that can exchange heads, 1 included; one for a `mesh_degree`."""
     sizes = topology.ulysses_degrees
     if mesh_degree > 1:
         return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []

@@ -35,7 +35,10 @@ _MOST_RANKS = 160  # for which it is drawn, which takes about a second
 
 @dataclass(frozen=True, order=True)
 class Price:
-    """Seconds until the last rank is done; the most work of any rank; by link, how long the busiest NIC is busy."""
+    """The price of a pass: seconds until the last rank is done, seconds of work of the busiest rank, and by link.
+
+    link_s: for each kind of link the seconds for which its busiest NIC sends.
+    """
 
     time_s: float
     compute_s: float
@@ -43,7 +46,7 @@ class Price:
 
     @property
     def bound_s(self) -> float:
-        """Return the seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
+        """Return a lower bound on the seconds, which no order of the work and the messages beats."""
         return max(self.compute_s, *self.link_s.values())
 
 
@@ -118,12 +121,14 @@ def pass_price(
 ) -> Price:
     """Return the price of one pass by `strategy`.
 
-    `work_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
-    are longer and have fewer heads, with a `mesh_degree` a ring step is with the other side of a whole group. The
-    time of a group's messages, which nothing hides, is added: for all operands before the ring, and all results after
-    it, each with the latency of one message. With a `window`, the most keys that a token attends to, itself included,
-    `work_s` is the work on all pairs of a block's tokens. Raises ValueError for a strategy without a price
-    (`has_price`).
+    work_s: the seconds of work on a whole block without an exchange of heads; with a `window`, the most keys that a
+    token attends to, itself included, the seconds for all pairs of a block's tokens.
+
+    An exchange of heads makes blocks longer, with fewer heads. With a `mesh_degree` a ring step works on the
+    gathered side of a whole group. The time of a group's messages, which nothing hides, is added: of operands before
+    the ring and results after it, each with the latency of one message.
+
+    Raises ValueError for a strategy without a price (`has_price`).
     """
     if strategy.ulysses_placement != PLACEMENTS[0]:
         raise ValueError(
@@ -219,7 +224,7 @@ def _exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: L
 def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, moving: Side) -> int:
     """Return the bytes that a rank sends to one other of its group: before the ring and after it.
 
-    In a mesh its block of the side that stays, and partial results of the other's. Else its share of q, k, v and out,
+    In a mesh its block of the side that stays, and partial results of the other's. Else its part of q, k, v and out,
     or of their gradients, in the type of the inputs; gradients of key/value heads that several ranks share are wide.
     """
     if strategy.mesh_degree > 1:
@@ -234,7 +239,7 @@ def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, mo
 
 
 def exchange_buffer_bytes(shapes: Shapes, strategy: Strategy, moving_sides: Sequence[Side]) -> int:
-    """Return the bytes of a mesh's buffers to gather and to reduce: for each peer one to send, one to receive."""
+    """Return the bytes of the buffers that a mesh's group exchanges use, one to send and one to receive per peer."""
     messages = [
         nbytes
         for direction, moving in zip(DIRECTIONS, moving_sides, strict=True)

@@ -50,7 +50,7 @@ class Load:
         return cls(*hop_bytes_by_traffic(shapes, direction, moving), work_s)
 
     def bytes_of(self, transfer: Transfer) -> float:
-        """Return the bytes of a transfer of a whole block, not of one of its parts."""
+        """Return the bytes of a transfer, whose blocks are counted whole even if they are sent in parts."""
         nbytes = self.gather_bytes if transfer.traffic is Traffic.GATHER else self.reduce_bytes
         return nbytes * row_count(transfer.rows) / self.rows if self.rows and transfer.rows is not None else nbytes
 
@@ -76,7 +76,7 @@ class Period(NamedTuple):
 
 
 class SimulatedRun(NamedTuple):
-    """Seconds until the last rank is done, and the period that ranks repeat, if they do."""
+    """The result of a simulation: seconds until the last rank is done, and the period if ranks repeat one."""
 
     time_s: float
     period: Period | None
@@ -88,7 +88,7 @@ def simulate(schedule: Schedule, load: Load, links: Links) -> SimulatedRun:
 
 
 def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
-    """Return by link the most seconds that any NIC sends."""
+    """Return for each kind of link the seconds for which its busiest NIC sends."""
     topology, drawn = schedule.topology, len(schedule.visits)
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:
