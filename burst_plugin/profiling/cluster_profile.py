@@ -27,7 +27,7 @@ _OPTIONAL = ("node_rates", "rank_rates", "recurrent")
 
 @dataclass(frozen=True)
 class LinkRate:
-    """What a rank sends over one kind of link while it receives as much: bytes per second, and seconds of latency."""
+    """The rate and latency at which a rank sends over one kind of link while it receives as much."""
 
     bytes_per_s: float
     latency_s: float

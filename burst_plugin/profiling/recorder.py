@@ -93,7 +93,7 @@ class PassLog:
         self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
-        """Return a context around `inside` that notes its duration."""
+        """Return a context manager around `inside` that notes how long it takes, as an event of this `kind`."""
         return _Timed(self, kind, inside or nullcontext())
 
     def watch(self, transport: Transport) -> Transport:
@@ -112,7 +112,7 @@ class PassLog:
         return _WatchedPending(pending, self, batch)
 
     def watched(self, pending: Pending) -> Pending:
-        """Return a wrapper of `pending` that notes waits; its post has not been noted."""
+        """Return a wrapper of `pending`, whose post was not noted, that notes the waits for it."""
         return _WatchedPending(pending, self, -1)
 
 

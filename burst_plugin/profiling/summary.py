@@ -60,7 +60,7 @@ class StepCost:
 
     @staticmethod
     def of(events: Sequence[Event], step: int, passes: int) -> StepCost:
-        """Return the cost of a step from its events in one direction, at least one."""
+        """Return the cost of a step, summed over passes, from its events in one direction, at least one."""
         spent_s: dict[str, float] = defaultdict(float)
         sent = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
         for event in events:
@@ -116,7 +116,7 @@ class Summary:
 
     @property
     def other_s(self) -> float:
-        """Return the seconds of everything else, in all passes."""
+        """Return the seconds spent neither computing nor waiting, such as on posting and packing, in all passes."""
         return sum(total.other_s for total in self.totals.values())
 
     @property
@@ -203,7 +203,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class Timeline(Protocol):
-    """What a trace is made of: a `Profile`."""
+    """A source of events for a trace, such as a `Profile`."""
 
     rank: int
     epoch_s: float
