@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class Affine(ABC):
-    """A kind of maps from states to states; all are stateless."""
+    """The algebra of one kind of map S -> A S + B on states, without data of its own."""
 
     name: str
     has_gradients = True
 
     @abstractmethod
     def apply(self, transition: Tensor, state: Tensor) -> Tensor:
-        """Return A S."""
+        """Return A S, the state after a transition A."""
 
     @abstractmethod
     def add(self, one: Tensor, other: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Affine(ABC):
 
     @abstractmethod
     def compose(self, late: Tensor, early: Tensor) -> Tensor:
-        """Return the transition of `late` after `early`."""
+        """Return the transition that applies `early` first and then `late`."""
 
     @abstractmethod
     def apply_transposed(self, transition: Tensor, grad: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Affine(ABC):
         """Return the gradient of A, in the shape of `like`, from the gradient of A S."""
 
     def through(self, transition: Tensor, bias: Tensor, state: Tensor) -> Tensor:
-        """Return A S + B."""
+        """Return A S + B, the state after a piece."""
         return self.add(self.apply(transition, state), bias)
 
 

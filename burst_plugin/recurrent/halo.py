@@ -19,7 +19,7 @@ from burst_plugin.ring.rank_state import RankState
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """What one rank sends and receives.
+    """The messages of one rank that bring the `width` tokens before each of its pieces.
 
     Its tokens are rows; the `width` tokens before its piece n have slots n * width ..., in their order.
 
@@ -37,7 +37,7 @@ class HaloPlan:
 
 
 def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: torch.device) -> HaloPlan:
-    """Return the plan of one rank for `width` tokens before each piece."""
+    """Return one rank's plan for getting the `width` tokens before each of its pieces from other ranks."""
     rank = state.rank
     sends: dict[int, list[int]] = {}
     recvs: dict[int, list[int]] = {}
@@ -61,7 +61,7 @@ def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: t
 
 
 class HaloFunction(torch.autograd.Function):
-    """The exchange of halos on the ranks of this process, as one step of autograd.
+    """The autograd function that fetches halos, the tokens before each piece, on the ranks of this process.
 
     Takes tensors [T, ...] of the tokens of all these ranks, `counts` of each. Returns [pieces * width, ...] for each.
     """

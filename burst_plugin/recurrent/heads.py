@@ -21,7 +21,10 @@ from burst_plugin.ring.rank_state import RankState
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """One rank's part. rows: the positions of every rank's tokens; batch: the number of batch rows."""
+    """One rank's plan for exchanging tokens of all heads for whole sequences of its heads.
+
+    rows: the positions of every rank's tokens. batch: the number of batch rows.
+    """
 
     rank_state: RankState
     rows: Sequence[Tensor]
@@ -33,11 +36,11 @@ class HeadPlan:
         return len(self.rows)
 
     def heads_of(self, rank: int, heads: int) -> slice:
-        """Return which of so many heads a rank has."""
+        """Return which of `heads` heads `rank` has, as a slice."""
         return heads_of(rank, self.ranks, heads)
 
     def to_heads(self, messages: Messages, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
-        """Return this rank's heads of whole sequences, [B, S, h, ...], of its tokens xs [B, S_local, H, ...]."""
+        """Exchange this rank's tokens xs [B, S_local, H, ...] for whole sequences of its heads, [B, S, h, ...]."""
         rank = self.rank_state.rank
         parts = {p: [x[:, :, self.heads_of(p, x.shape[2])] for x in xs] for p in range(self.ranks)}
         own = parts.pop(rank)
@@ -54,7 +57,10 @@ class HeadPlan:
     def to_tokens(
         self, messages: Messages, xs: Sequence[Tensor], heads: Sequence[int]
     ) -> Generator[None, None, list[Tensor]]:
-        """Return all `heads` of this rank's tokens, [B, S_local, H, ...]; heads that ranks share are added up."""
+        """Undo `to_heads`: return this rank's tokens of all `heads`, [B, S_local, H, ...].
+
+        Where several ranks share a head, their tensors are added up.
+        """
         rank, here = self.rank_state.rank, len(self.rows[self.rank_state.rank])
         parts = {p: [x[:, self.rows[p]] for x in xs] for p in range(self.ranks)}
         own = parts.pop(rank)
@@ -79,7 +85,7 @@ def _size(part: slice) -> int:
 
 
 class HeadFunction(torch.autograd.Function):
-    """The exchange on the ranks of this process as one step of autograd, towards heads or, backward, tokens.
+    """The autograd function that exchanges tokens for heads, or back, on the ranks of this process.
 
     Tensors of tokens are [B, S of all these ranks, H, ...], one rank after another; tensors of heads [B, S, h, ...]
     have the heads of all these ranks.
@@ -122,7 +128,7 @@ def _exchanged(ctx: Any, direction: Any, xs: Sequence[Tensor], *, towards_heads:
 
 
 def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, None, Tensor]:
-    """Return the heads of all ranks, [B, H, ...], of this rank's x [B, h, ...], which has no gradient."""
+    """Gather x [B, h, ...] of all ranks into the heads of all ranks, [B, H, ...]; without gradient."""
     rank = plan.rank_state.rank
     others = [p for p in range(plan.ranks) if p != rank]
     received = yield from messages.exchange(
@@ -132,7 +138,7 @@ def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, N
 
 
 def heads_of(part: int, parts: int, heads: int) -> slice:
-    """Return which heads a part has; several parts have the same one if there are fewer heads than parts."""
+    """Return which of `heads` heads part number `part` has; with fewer heads than parts several have one head."""
     first = part * heads // parts
     return slice(first, max(first + 1, (part + 1) * heads // parts))
 
@@ -143,7 +149,7 @@ def can_share(ranks: int, heads: Sequence[int]) -> bool:
 
 
 def check_heads(ranks: int, heads: Sequence[int]) -> None:
-    """Raise ValueError unless ranks can share so many heads, of several tensors."""
+    """Raise ValueError unless ranks can share tensors with these numbers of heads; see `can_share`."""
     if not can_share(ranks, heads):
         raise ValueError(
             f"{', '.join(map(str, sorted(set(heads))))} heads cannot be shared between {ranks} ranks; use "

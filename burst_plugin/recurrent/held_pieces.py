@@ -44,11 +44,11 @@ class Group(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of pieces, and the length."""
+        """Return (number of pieces, padded length in tokens)."""
         return len(self.pieces), max(self.lengths)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the tokens of these pieces, of x [T, ...], with zeros as padding."""
+        """Select the tokens of these pieces from x [T, ...]; return [pieces, length, ...], padded with zeros."""
         if self.start is not None:
             count, length = self.shape
             return x.narrow(0, self.start, count * length).view(*self.shape, *x.shape[1:])
@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return taken.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 1)), 0)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """Return x [pieces, length, ...] with zeros as padding."""
+        """Return x [pieces, length, ...] with padding set to zeros."""
         if self.is_padding is None:
             return x
         return x.masked_fill(self.is_padding.view(*self.shape, *(1,) * (x.dim() - 2)), 0)
@@ -87,12 +87,12 @@ class HeldPieces:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the first row of each of these pieces, and the number of rows."""
+        """Return the first row of each piece of this process, and the number of all rows last."""
         return tuple(accumulate((self.pieces.every[n].length for n in self.numbers), initial=0))
 
     @cached_property
     def counts(self) -> list[int]:
-        """Return the number of rows of every rank of this process."""
+        """Return the number of token rows of each rank of this process."""
         return [
             sum(self.pieces.every[number].length for number in self.pieces.of_rank(state.rank))
             for state in self.passes.states
@@ -104,20 +104,20 @@ class HeldPieces:
         return flat if self.whole_rows is None else flat[self._kept("whole", x.device, lambda: self.whole_rows)]
 
     def unflat(self, rows: Tensor) -> Tensor:
-        """Return [B, S, ...] from the rows of all pieces."""
+        """Undo `flat`: return [B, S, ...] from rows [T, ...], piece after piece."""
         if self.whole_rows is not None:
             whole = self.whole_rows
             rows = rows[self._kept("back", rows.device, lambda: torch.argsort(whole))]
         return rows.view(self.rows, len(rows) // self.rows, *rows.shape[1:])
 
     def in_rank_order(self, x: Tensor) -> Tensor:
-        """Return x [B, S, ...], of a virtual ring with the tokens of one rank after another."""
+        """Undo `from_rank_order`: on a virtual ring, put x [B, S, ...] into the order of ranks; else return x."""
         if self.whole_rows is None:
             return x
         return x[:, self._kept("order", x.device, lambda: self._order().to(x.device))]
 
     def from_rank_order(self, x: Tensor) -> Tensor:
-        """Return x [B, S, ...] in the order of the sequence, if it is of a virtual ring."""
+        """Put x [B, S, ...] of a virtual ring, one rank's tokens after another's, into the order of the sequence."""
         if self.whole_rows is None:
             return x
         return x[:, self._kept("from order", x.device, lambda: torch.argsort(self._order()).to(x.device))]
@@ -127,7 +127,7 @@ class HeldPieces:
         return torch.cat([positions(runs) for runs in states[0].route_table.shards(self.tokens)])
 
     def schedule(self, finals: bool) -> ScanSchedule:
-        """Return the schedule of a scan; with `finals` the states after all rows go to all ranks."""
+        """Return the schedule of a scan; with `finals` all ranks get the states at the ends of all rows, too."""
         topology = self.passes.states[0].topology
         found: ScanSchedule = self._kept("scan", finals, lambda: scan_schedule(self.pieces, topology.node, finals))
         return found
@@ -139,7 +139,7 @@ class HeldPieces:
 
     @property
     def has_many_tokens(self) -> bool:
-        """Return whether a rank has so many tokens that computing a part of the heads takes longer than a message."""
+        """Return whether a rank has so many tokens that computing some heads takes longer than a message."""
         return self.rows * self.tokens.length >= MANY_TOKENS * self.passes.states[0].topology.ranks
 
     def head_plans(self, device: torch.device) -> list[HeadPlan]:
@@ -236,9 +236,9 @@ class HeldPieces:
         return self.pieces.every[number].before == START
 
     def with_halos(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows of pieces, each after its halo, of halos [pieces * width] and then tokens [T].
+        """Return which rows, of all halos [pieces * width] and then all tokens [T], put each piece behind its halo.
 
-        Also where the tokens are among these rows.
+        Also returns where the tokens are among the rows put so. A halo is the `width` tokens before a piece.
         """
         rows: tuple[Tensor, Tensor] = self._kept(
             "with halos", (width, device), lambda: self._with_halos(width, device)

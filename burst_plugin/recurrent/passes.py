@@ -33,7 +33,7 @@ Results = Callable[[], list[Any]]  # waits for a pass
 
 
 class Passes(ABC):
-    """How the ranks of this process run their programs."""
+    """Runs the programs of this process's ranks: of one rank, or of all ranks of a virtual ring."""
 
     states: Sequence[RankState]
 
@@ -68,7 +68,7 @@ class Passes(ABC):
 
 
 class OfOneRank(Passes):
-    """The pass of the rank that this process is."""
+    """The `Passes` of a process that is one rank."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.states = cp, [cp.rank_state]
@@ -162,14 +162,14 @@ class OfOneRank(Passes):
 
 
 class OfVirtualRing(Passes):
-    """The passes of all ranks of a virtual ring, a step of each in turn."""
+    """The `Passes` of a virtual ring, whose ranks take turns step by step in one process."""
 
     def __init__(self, ring: VirtualRing) -> None:
         self.states = ring.rank_states
         self._numbers = ring
 
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Return the result of `prepare` and the number of the call."""
+        """Return the result of `prepare` and the number of the call; there is nothing to compare."""
         return prepare(), self._numbers.next_call()
 
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:

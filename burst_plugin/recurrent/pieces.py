@@ -44,14 +44,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of a batch on all ranks."""
+    """All pieces of a batch: stretches of consecutive tokens, each held by one of `ranks` ranks."""
 
     every: tuple[Piece, ...]
     ranks: int
 
     @cached_property
     def first_of_rank(self) -> tuple[int, ...]:
-        """Return the number of the first piece of every rank, and the number of pieces last."""
+        """Return the number of each rank's first piece, and then the number of all pieces."""
         counts = [0] * (self.ranks + 1)
         for piece in self.every:
             counts[piece.rank + 1] += 1
@@ -65,7 +65,7 @@ class Pieces:
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """Return the pieces that continue each one: several only where a prefix tree branches."""
+        """Return, for each piece, the pieces that continue it: several only where a prefix tree branches."""
         found: list[list[int]] = [[] for _ in self.every]
         for number, piece in enumerate(self.every):
             if piece.before != START:

@@ -35,19 +35,19 @@ STATE_BYTES = 4  # of a number of a state
 
 
 class States(NamedTuple):
-    """States on their way."""
+    """Entering states of pieces that are being computed; see `Call.begin`."""
 
     scan: ScanOfProcess
     begun: Tensor
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the states that enter the pieces of this process, [pieces, ...], and those after all rows."""
+        """Return the states that enter the pieces of this process, [pieces, ...], and the states after all rows."""
         with unseen_by_selective_checkpoints():
             return self.scan.end(self.begun)
 
 
 class Call(NamedTuple):
-    """A call that ranks have agreed on."""
+    """A call of a recurrent function that all ranks have agreed on."""
 
     held: HeldPieces
     number: CallId
@@ -69,9 +69,9 @@ class Call(NamedTuple):
         return tuple(x[rows].masked_fill(goes_on.view(-1, *(1,) * (x.dim() - 1)), 0) for x in self.initial)
 
     def tied(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Return x as a function of others, too, without a gradient of theirs.
+        """Return x so that autograd takes it for a function of `others` as well; their gradients are zeros.
 
-        So that every rank has a backward pass, whether or not anything that it holds has a part in it.
+        So every rank has a backward pass, even if nothing that it holds takes part in the result.
         """
         tied: Tensor = _Tied.apply(x, *others)  # type: ignore[no-untyped-call]
         return tied
@@ -105,7 +105,7 @@ class Call(NamedTuple):
             return States(scan, scan.begin(transitions, biases))
 
     def exchange_heads(self, heads: Sequence[int] | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return whole sequences of the heads of this process; or given `heads`, its tokens of so many heads."""
+        """Exchange tokens xs of this process for whole sequences of its heads; given `heads`, the other way round."""
         held, plans = self.held, self.held.head_plans(xs[0].device)
         with unseen_by_selective_checkpoints():
             found: tuple[Tensor, ...] = HeadFunction.apply(held.passes, plans, self.number, heads, *xs)  # type: ignore[no-untyped-call]
@@ -116,7 +116,10 @@ class Call(NamedTuple):
         return next_kept_tensors(self.held.passes.states[0].strategy, what)
 
     def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
-        """Return the rows of each x [T, ...] with the `width` rows before each piece in front, and where rows are."""
+        """Put the `width` rows before each piece in front of it, for each x [T, ...].
+
+        Returns the extended tensors, and where the rows of x are in them.
+        """
         held, device = self.held, xs[0].device
         plans = held.halo_plans(width, device)
         kept = self._kept(plans[0].what)

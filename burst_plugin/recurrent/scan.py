@@ -31,7 +31,7 @@ Values = dict[Value, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ScanPlan:
-    """A scan of one rank.
+    """One rank's plan of a scan, which finds the state that enters each piece.
 
     pieces: the numbers of this rank's pieces.
     transition, state: shape and type of the transition and of the state of one piece.
@@ -51,12 +51,12 @@ class ScanPlan:
         return Messages(self.rank_state, self.device, self.what, direction, call)
 
     def spec(self, value: Value) -> Spec:
-        """Return shape and type of a value."""
+        """Return the shape and the type of a value of the scan."""
         return self.transition if value.kind == "transition" else self.state
 
 
 class Scan:
-    """The passes of a scan on one rank, whose pairs are `values`."""
+    """A scan on one rank, forward and backward; `values` are the transitions and biases of its pieces."""
 
     def __init__(self, plan: ScanPlan, values: Values) -> None:
         self.plan, self.values = plan, values
@@ -73,7 +73,7 @@ class Scan:
         return cls(plan, values)
 
     def forward(self, call: CallId) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """Return the states that enter this rank's pieces, and those after all rows if they are asked for."""
+        """Return (the states that enter this rank's pieces, the states at the ends of all rows if asked for)."""
         messages, rank = self.plan.messages("forward", call), self.plan.rank_state.rank
         for step in self.plan.schedule.rounds:
             for where, compute in step.computes:
@@ -129,7 +129,7 @@ class Scan:
             self.values.update(zip(recvs[peer], tensors, strict=True))
 
     def backward(self, call: CallId, grads: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return the gradients of transitions and biases [pieces, ...] from the gradients of the entries."""
+        """Return the gradients of transitions and biases [pieces, ...] from the gradients of the entering states."""
         found: Values = {}
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
@@ -235,12 +235,12 @@ class ScanOfProcess:
         return begun
 
     def end(self, begun: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that enter all pieces, and those after all rows, without gradient."""
+        """Wait for the scan; return the states that enter all pieces and, without gradient, those after all rows."""
         both: tuple[Tensor, Tensor] = _Ended.apply(self, begun)  # type: ignore[no-untyped-call]
         return both
 
     def start(self, transitions: Tensor, biases: Tensor) -> None:
-        """Start the pass that finds the states."""
+        """Start the forward pass, which finds the entering states."""
         if self.kept is not None and self.kept.found is not None:
             return
         cuts = self._cuts()
@@ -252,7 +252,7 @@ class ScanOfProcess:
         self._results = self._start("forward", programs=programs, inputs=(transitions, biases))
 
     def found(self) -> tuple[Tensor, Tensor, list[Values]]:
-        """Return entries, final states, and the values that the backward pass needs of each rank."""
+        """Wait for the forward pass; return entering states, final states, and the values for the backward pass."""
         if self._results is None:
             assert self.kept is not None
             known: tuple[Tensor, Tensor, list[Values]] = self.kept.found
@@ -267,7 +267,7 @@ class ScanOfProcess:
         return entries, last, needed
 
     def abandon(self) -> None:
-        """Wait for a pass whose results nobody wants any more, so that its messages are not taken for others'."""
+        """Wait for a pass whose results are not needed any more, so that no later pass receives its messages."""
         results, self._results, self._scans = self._results, None, []
         if results is not None:
             with suppress(Exception):
@@ -284,7 +284,7 @@ class ScanOfProcess:
         self._results = self._start("backward", programs=programs, inputs=inputs)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of transitions and biases."""
+        """Wait for the backward pass; return the gradients of transitions and biases."""
         assert self._results is not None
         results, self._results = self._results(), None
         transitions, biases = (torch.cat(parts) for parts in zip(*results, strict=True))

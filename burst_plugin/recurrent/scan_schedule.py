@@ -32,7 +32,7 @@ Kind = Literal["transition", "bias", "entry", "exit"]
 
 
 class Value(NamedTuple):
-    """The transition A or the bias B of a span, the state that enters it, or the one that leaves a piece."""
+    """A value of a scan: transition A or bias B of a span of pieces, or the state that enters or leaves a piece."""
 
     kind: Kind
     span: int
@@ -55,7 +55,7 @@ class Compute(NamedTuple):
 
 
 class Move(NamedTuple):
-    """`value` goes from rank `src` to rank `dst`, where it is `target`."""
+    """A message of a scan: `value` goes from rank `src` to rank `dst`, which stores it as `target`."""
 
     src: int
     dst: int
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 
 @dataclass
 class ScanRound:
-    """What happens at one time: every rank computes, in this order, and then sends."""
+    """One round of a scan: every rank computes, in this order, and then sends."""
 
     computes: list[tuple[int, Compute]] = field(default_factory=list)  # by rank
     moves: list[Move] = field(default_factory=list)

@@ -83,7 +83,7 @@ class _OfPieces:
 
 
 class TwoPasses(NamedTuple):
-    """Two passes: `pair` finds each piece's map of states, then the kernel runs with the entering states.
+    """A computation in two passes: `pair` finds each piece's map of states, then the kernel gets entering states.
 
     pair: returns transitions and biases, and a function that goes on from there, given the entering states, in place
         of the kernel; or None.
@@ -94,7 +94,7 @@ class TwoPasses(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute the outputs of pieces that no state enters, and the pairs of pieces if `needs_pairs`."""
+        """Compute the outputs of pieces that no state enters, and the affine maps of pieces if `needs_pairs`."""
         for group, given in work.groups(work.fresh):
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)))
             work.done.append((group, out))
@@ -113,7 +113,7 @@ class TwoPasses(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """The kernel, from states of zero; what entering states add to outputs is added afterwards.
+    """A computation in one pass: the kernel starts from zero, and what entering states contribute is added later.
 
     transition: returns the transitions of a group's pieces, of its tensors.
     read: returns what entering states [N, ...] add to the outputs of a group, of its tensors.
@@ -125,7 +125,7 @@ class OnePass(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute all outputs from states of zero, and the pairs of pieces if `needs_pairs`."""
+        """Compute all outputs from states of zero, and the affine maps of pieces if `needs_pairs`."""
         for group, given in work.groups(range(len(work.call.held.numbers))):
             lengths = (group.counts,) if self.state.takes_lengths else ()
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)), *lengths)
@@ -135,7 +135,7 @@ class OnePass(NamedTuple):
                 work.transitions.put(group, self.transition(given, group))
 
     def finish(self, work: Work) -> None:
-        """Add to the outputs the parts that come from the states that enter pieces."""
+        """Add to the outputs what the states that enter pieces contribute."""
         for place, (group, out) in enumerate(work.done):
             if not set(group.pieces).isdisjoint(work.entered):
                 read = self.read([group.take(x) for x in work.rows], group.of_pieces(work.entries))
@@ -143,7 +143,7 @@ class OnePass(NamedTuple):
 
 
 class Work:
-    """What is computed of some heads of all pieces of this process, of `tensors` [B, S, h, ...].
+    """The computation of a recurrent function for some heads of all pieces here, from `tensors` [B, S, h, ...].
 
     done: groups of pieces, and their outputs. begun: what goes on from pairs, by the pieces of groups.
     """
@@ -159,12 +159,15 @@ class Work:
         self.begun: dict[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]] | None] = {}
 
     def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
-        """Yield groups of pieces, and their tokens."""
+        """Yield groups of these pieces, each with the tokens that it takes of every tensor."""
         for group in self.call.held.groups(pieces, self.device):
             yield group, [group.take(x) for x in self.rows]
 
     def send(self, part: tuple[int, int]) -> None:
-        """Begin to find the states that enter pieces; see `Call.begin`."""
+        """Start the scan that finds the states entering pieces, from the maps of pieces; `receive` waits for it.
+
+        part: the number of this part of the heads, and the number of parts.
+        """
         pairs = self.transitions.stacked(), self.biases.stacked()
         self._states = self.call.begin(self.affine, *pairs, self.finals, part)
 
@@ -173,7 +176,7 @@ class Work:
         self.entries, self.last = self._states.wait()
 
     def abandon(self) -> None:
-        """Let go of states that are on their way, after an error."""
+        """Wait, after an error, for the states that were on their way, and drop them."""
         self._states.scan.abandon()
 
     def out(self) -> Tensor:
@@ -190,7 +193,7 @@ def in_parts(
     finals: bool,
     *shared: Tensor,
 ) -> Any:
-    """Return the outputs of a kind that is computed a part of the heads at a time; with `finals` states after rows.
+    """Compute a recurrent function a part of the heads at a time; return outputs, with `finals` also last states.
 
     States of a part are on their way while the next part is started, and the part before is finished.
 
@@ -242,11 +245,11 @@ class Exponential(NamedTuple):
     out: Tensor
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the parts [N, ...] as one tensor, [N, *exponent, sizes]."""
+        """Join the parts of a state, [N, ...] each, into one tensor [N, *exponent, sizes]."""
         return torch.cat([part.reshape(len(part), *self.exponent, -1) for part in parts], -1)
 
     def split(self, state: Tensor) -> list[Tensor]:
-        """Return the parts of a tensor that `joined` made."""
+        """Undo `joined`: return the parts of the state."""
         parts = state.tensor_split([*accumulate(self.sizes)][:-1], -1)
         return [x.reshape(len(x), *shape) for x, shape in zip(parts, self.parts, strict=True)]
 
@@ -270,7 +273,7 @@ def with_exponents(
     state: Exponential,
     finals: bool,
 ) -> Any:
-    """Return the outputs of a kind whose states are several tensors, all times e to an exponent.
+    """Compute a recurrent function whose state is several tensors, all times e to an exponent; return its outputs.
 
     States travel with exponents that are multiples of 1 / 64, whose sums do not depend on their order, so that both
     ends of a message know the same one. Kernels get the exponents that one rank would have, which matter where one

@@ -67,7 +67,7 @@ def decayed_attention(
 
 
 def before_ends(lengths: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return which tokens of [N, L, ...] are not padding, [N, L], of pieces' lengths [N]."""
+    """Return which tokens of `like` [N, L, ...] are not padding, bool [N, L], by `lengths` [N]; None for None."""
     if lengths is None:
         return None
     return torch.arange(like.shape[1], device=like.device) < lengths.to(like.device).unsqueeze(-1)

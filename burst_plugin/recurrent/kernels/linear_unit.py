@@ -17,7 +17,7 @@ def computing_type(x: Tensor) -> torch.dtype:
 
 
 def entering_state(initial_state: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the state that enters pieces, in the type of computing; zeros of `shape` for None."""
+    """Return `initial_state` in the type of computing; zeros of `shape` for None."""
     dtype = computing_type(like)
     if initial_state is None:
         return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -62,7 +62,10 @@ def affine_states(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool =
 
 
 def states_before(states: Tensor, initial: Tensor) -> Tensor:
-    """Return the state that enters each token, from the states after each token."""
+    """Shift states by one token: from the states after each token, [N, L, ...], return the state before each.
+
+    initial: the state before the first token, [N, ...].
+    """
     return torch.cat([initial.unsqueeze(1), states[:, :-1]], 1)
 
 
