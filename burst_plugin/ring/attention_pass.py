@@ -46,7 +46,7 @@ def run_pass(
 
 
 def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
-    """Do the work of one visit: what its tiles contribute is accumulated here, and with the block that travels."""
+    """Compute one visit's tiles; add their results to this rank's accumulators and to those of the visiting block."""
     q, kv, part.in_flight = part.q, part.kv, visit.in_flight
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RingAttention(torch.autograd.Function):
-    """The ring of one rank, and heads exchanged before and after it.
+    """The autograd function of attention on the ring for one rank, with exchanges of heads before and after it.
 
     Saves the ring's inputs, its out and lse, nothing else of it; any number of calls may await their backward pass.
     Ranks compare a backward pass by `agreement`. `kept` has what need not be computed again, or takes it up.

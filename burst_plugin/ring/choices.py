@@ -65,7 +65,7 @@ def _kind_of_call(strategy: Strategy, inputs: Inputs, request: Request) -> Hasha
 
 
 def switches() -> tuple[object, ...]:
-    """Return PyTorch's process-wide switches that a choice of kernel depends on, but for deterministic algorithms."""
+    """Return PyTorch's process-wide switches that the choice of a kernel depends on, except determinism."""
     library = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in all releases
     return library and library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
@@ -293,7 +293,7 @@ def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
 def kernel_for(
     strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
 ) -> Kernel:
-    """Return the kernel that was asked for, or the fastest that can do this."""
+    """Return the kernel that the strategy names or, for "auto", the fastest that can do the call."""
     heads, dims = (shapes.q_heads, shapes.kv_heads), (shapes.qk_dim, shapes.v_dim)
     return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
@@ -313,7 +313,7 @@ def features_of(shapes: Shapes, scores: Scores, deterministic: bool, extras: Ext
 
 
 def is_deterministic(strategy: Strategy) -> bool:
-    """Return whether the strategy asks for it, or PyTorch's switch for the process."""
+    """Return whether the strategy, or PyTorch's switch for the process, asks for deterministic gradients."""
     switch = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -323,7 +323,7 @@ def is_deterministic(strategy: Strategy) -> bool:
 def moving_sides(
     strategy: Strategy, shapes: Shapes, ring_ranks: int, *, of_queries: str = ""
 ) -> Mapping[Direction, tuple[Side, ...]]:
-    """Return by direction which side moves, or which two. Queries stay where their bias is, or their selection."""
+    """Return the side or sides that move, by direction. Queries stay if they have a bias or a selection."""
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)

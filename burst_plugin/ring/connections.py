@@ -152,7 +152,7 @@ class Connections:
         self.communicators.destroy()
 
     def release(self) -> None:
-        """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
+        """Free this rank's buffers without the other ranks: as `close`, but the communicators stay."""
         self.rank_state.close()
         if self.watch is not None:
             self.watch.close()

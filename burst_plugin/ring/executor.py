@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class P2POp(NamedTuple):
-    """A message of a rank, with all that is looked up for it."""
+    """A message that a rank sends or receives: its transfer, its peer, its channel and its layout."""
 
     transfer: Transfer
     peer: int  # as the transport knows it
@@ -47,7 +47,7 @@ class P2POp(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Messages of one step that are due together."""
+    """Messages posted at one step that all have to be done by step `due`."""
 
     due: int
     sends: tuple[P2POp, ...]
@@ -88,7 +88,7 @@ class SendRecvPlan:
 
     @cached_property
     def in_flight(self) -> tuple[Counter[Channel], ...]:
-        """Return, by step, the bytes that are not due before the next one, each spread over the steps it may take."""
+        """Return, by step, the bytes under way while it computes, each message spread over the steps it may take."""
         found = tuple(Counter[Channel]() for _ in self.schedule.steps)
         for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
             both = _bytes_of(batch.sends, batch.due - step) | _bytes_of(batch.recvs, batch.due - step)  # at once
@@ -98,7 +98,7 @@ class SendRecvPlan:
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
-        """Return the rows that this rank receives, by block: see `RankSchedule.rows`."""
+        """Return, by block, the rows that this rank receives, None for all rows; see `RankSchedule.rows`."""
         return self.schedule.rows
 
     @cached_property
@@ -153,12 +153,12 @@ class Visit:
 
     @property
     def accumulator(self) -> Accumulator:
-        """Return the accumulator of contributions to the block, which travels along with it."""
+        """Return the accumulator of results for the block, which travels along with it."""
         return self._accumulator()
 
 
 class RingPass:
-    """One rank's run of one direction; used once.
+    """One rank's run of a forward or backward pass around the ring; used once.
 
     Args:
         parts: the parts of the heads, whose operands of the moving side go around.
@@ -306,14 +306,14 @@ class RingPass:
 
 
 class Moving(Protocol):
-    """A part of the heads, as far as it travels; see `passes.Part`."""
+    """One part of the heads as the ring sees it: what is sent, and where results add up; see `passes.Part`."""
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel; asked for when they leave."""
+        """Return this rank's operands of `side`, "q" or "kv", to send; called right before they are sent."""
         ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of a side, with what `tensors` hold if there are any."""
+        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
         ...
 
 
@@ -343,7 +343,7 @@ class _Partial:
 
 
 class PartialResults:
-    """Accumulators by block.
+    """The accumulators of partial results on this rank, one for each block that has any here.
 
     Args:
         own: by part of the heads, the accumulators of this rank's own block, which outlive the pass.
@@ -364,7 +364,7 @@ class PartialResults:
         self._here: dict[int, _Partial] = {}  # of others' blocks
 
     def of(self, block: int) -> Accumulator:
-        """Return the accumulator of a block that is here; an empty one if there is none."""
+        """Return the accumulator of a block's results on this rank, made empty if there is none yet."""
         part, owner = divmod(block, self._schedule.ranks)
         if owner == self._schedule.rank:
             return self._own[part]
@@ -375,7 +375,7 @@ class PartialResults:
         return self._here[block].accumulator
 
     def arrive(self, post: P2POp, buffer: Buffer) -> None:
-        """Add partial results to their block's accumulator, or go on in their buffer if that has none yet."""
+        """Add received partial results to their block's accumulator; without one their buffer becomes its storage."""
         block, rows = post.transfer.block, post.transfer.rows
         part = self._parts[self._schedule.part(block)]
         storage = _Leased(post.packing, self._lease, buffer)
@@ -394,7 +394,7 @@ class PartialResults:
         self._here[block] = _Partial(storage, arrived)
 
     def leave(self, block: int) -> Buffer:
-        """Return the buffer with the partial results of another rank's block, which this rank holds no longer."""
+        """Return a buffer with the partial results of another rank's block, and drop its accumulator here."""
         self.of(block).settle()
         buffer = self._here.pop(block).storage.buffer
         assert buffer is not None, "settled results are in their storage"

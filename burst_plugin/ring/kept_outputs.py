@@ -24,7 +24,7 @@ class Host(Protocol):
         ...
 
     def fetch(self, parked: Any) -> Tensor:
-        """Return a tensor that was parked."""
+        """Return the parked tensor on its device again; `parked` is what `park` returned."""
         ...
 
 
@@ -50,7 +50,7 @@ class KeptOutputs:
         return self._plan is not None
 
     def first_kept(self, plan: Plan) -> int:
-        """Return the first position whose output is kept; later outputs are kept, too."""
+        """Return the first position whose output is kept; outputs of all later positions are kept, too."""
         length = plan.attending.q.length
         return length - round(self.share * length)
 
@@ -71,7 +71,7 @@ class KeptOutputs:
             )
 
     def missing(self, plan: Plan) -> Plan | None:
-        """Return the plan of the queries to compute: all in a first run, else the rest; None if all are kept."""
+        """Return the plan of the queries to compute: all in a first run, then those not kept; None if all are."""
         return self.rest if self.is_filled else plan
 
     def completed(self, plan: Plan, computed: Outputs | None) -> Outputs:
@@ -89,7 +89,7 @@ class KeptOutputs:
         return outputs
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Return out and lse, which are not on the host, and hold them no more."""
+        """Return the kept out and lse, which must not be on the host, and drop them here."""
         out, lse = self._kept.out, _lse(self._kept)
         self._kept = self._kept._replace(out=torch.empty(0, device="cpu"), lse=None)
         return out, lse

@@ -49,7 +49,7 @@ RunPass = Callable[["Plan", "PassPlan", Sequence[Part], CallId], Generator[None,
 
 
 class KernelTiles(NamedTuple):
-    """The tiles that a kernel can take: with its `features`, for `shapes`, told of positions or not."""
+    """The tiles that a kernel takes: by its `features`, `shapes`, and whether positions or scores matter."""
 
     features: frozenset[str]
     shapes: Shapes
@@ -71,7 +71,7 @@ class KernelTiles(NamedTuple):
 
     @property
     def most_spans(self) -> int:
-        """Return how many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
+        """Return how many documents one call of the kernel may take; each costs rows of memory in its dq."""
         widest = max(self.shapes.qk_dim, self.shapes.v_dim)
         document_bytes = self.shapes.batch * self.shapes.q_heads * DQ_ROWS * widest * 4
         return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
@@ -79,7 +79,7 @@ class KernelTiles(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PassPlan:
-    """What a rank of the ring does in one direction of a call.
+    """The plan of one rank for the forward or the backward pass of a call around the ring.
 
     moving: the side whose blocks go around.
     rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
@@ -104,7 +104,7 @@ class PassPlan:
 
     @property
     def moving_sides(self) -> str:
-        """Return which side moves, or which two, for people to read."""
+        """Return the side that moves, or both, as text for people to read."""
         return " and ".join(ring.moving for ring in self.rings)
 
     @cached_property
@@ -122,7 +122,7 @@ class PassPlan:
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
-        """Return the work of a visit, in tiles that the kernel takes, by owner and whether it is the tail."""
+        """Return the tiles of each visit, cut for the kernel, by the block's owner and whether it is the tail."""
         schedule, tiles = self.route.schedule, {}
         for owner, work in self.route.tiles.items():
             head, tail = split_tail(work, schedule.tail_share if owner == schedule.rank else 0.0)
@@ -130,7 +130,7 @@ class PassPlan:
         return tiles
 
     def positions(self, owner: int) -> VisitPositions:
-        """Return the positions of the tokens that meet in a visit."""
+        """Return the positions of the queries and keys that meet in the visit of rank `owner`'s block."""
         table, trees = self.rank_state.positions, self.attending.mask.trees
         most = (self.attending.q.length + self.attending.kv.length) * (2 if trees else 1)
         held = [self.route.runs[side][owner] for side in SIDES]
@@ -150,7 +150,7 @@ class PassPlan:
         return SendRecvPlan(self.direction, self.moving, self.device, schedule, peers, packing)
 
     def accumulators(self, parts: Sequence[Part]) -> dict[Side, BlockAccumulators]:
-        """Return empty accumulators of this rank's own block, of its queries and, backward, its keys and values."""
+        """Return empty accumulators of this rank's own results: of its queries and, backward, its keys and values."""
         own = {}
         for side, specs in self._specs.items():
             if specs:
@@ -199,7 +199,7 @@ class Extras(NamedTuple):
 
     @property
     def of_queries(self) -> str:
-        """Return the name of an input with rows for queries, which stay with the queries; "" if there is none."""
+        """Return the name of an input with a row per query, which keeps queries in place; "" if there is none."""
         return "bias" if self.bias else "selection" if self.selection else ""
 
     @property
@@ -257,7 +257,7 @@ class Plan:
 
     @property
     def heads(self) -> int:
-        """Return the number of query heads of all ranks of a Ulysses group together, as q had before the exchange."""
+        """Return the number of query heads before an exchange of heads: of all ranks of a Ulysses group together."""
         return self.shapes.q_heads * self.rank_state.strategy.degree
 
     @cached_property
@@ -274,7 +274,7 @@ class Plan:
 
     @cached_property
     def sends_row_factor(self) -> bool:
-        """Return whether queries travel backward with a factor per row, not out (`online_softmax.row_factor`)."""
+        """Return whether moving queries carry a factor per row backward, not out (`online_softmax.row_factor`)."""
         state = self.rank_state
         around = state.route_table.ring_ranks > 1 and any(ring.moving == "q" for ring in self.backward.rings)
         in_group = self.backward.moving == "kv" and state.group.gathers
@@ -302,7 +302,7 @@ class Plan:
     # ----------------------------------------------------------------------------------------- what a pass is made of
 
     def forward_parts(self, inputs: Inputs) -> list[ForwardPart]:
-        """Return the parts of the heads, ready for a forward pass."""
+        """Cut the inputs into parts of the heads; return what the forward pass computes for each part."""
         parts = []
         make = ForwardPart if self.shapes.latent is None else partial(LatentForwardPart, self._up_projection(inputs))
         for how, rows, q, kv in self._by_part(self.forward.parts, inputs[:1], inputs):
@@ -368,7 +368,7 @@ class Plan:
         call: CallId,
         log: PassLog | None,
     ) -> RingPass:
-        """Return the ring of a pass, at whose end the results of its moving side are complete in `own`."""
+        """Return the ring of a pass; once it has run, `own` holds the complete results of the moving side."""
         state, direction, send_recv = self.rank_state, pass_plan.direction, pass_plan.send_recv
         state.expected_bytes.update(send_recv.sent_bytes)
         accumulators = own[send_recv.moving].parts if send_recv.moving in own else ()
@@ -379,7 +379,7 @@ class Plan:
 
     @property
     def q_runs(self) -> tuple[Run, ...]:
-        """Return the runs of queries whose outputs this rank has after the ring and a merge in its group."""
+        """Return the positions of the queries whose outputs this rank has after the ring, as runs."""
         state, whole = self.rank_state, self.attending.q
         table = state.route_table
         return table.shards(whole)[state.rank] if state.group.gathers else table.runs(whole)[state.ring_rank]
@@ -427,7 +427,7 @@ class Plan:
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 
     def label(self, direction: Direction, which: CallId) -> Tensor | None:
-        """Return the label of a pass's messages on CPUs: kind of call, number, direction. None on other devices."""
+        """Return the label of a pass's messages, of kind of call, number and direction, on CPUs; else None."""
         if self.device.type != "cpu":
             return None
         return torch.frombuffer(bytearray(which.label(direction, self.digest)), dtype=torch.uint8)

@@ -64,13 +64,13 @@ class RankState:
 
     @cached_property
     def group(self) -> RankGroup:
-        """Return the ranks that this one exchanges heads or blocks with; itself alone if it does neither."""
+        """Return the group in which this rank exchanges heads or blocks: itself alone if it does neither."""
         group, place = self.groups.of(self.rank)
         return RankGroup(self.topology, self.groups.members(group), place, self.groups.gathers)
 
     @cached_property
     def groups(self) -> Groups:
-        """Return which ranks are a group, and which a ring."""
+        """Return the division of all ranks into groups, which exchange heads or blocks, and rings."""
         return self.strategy.groups(self.topology)
 
     @property
@@ -80,18 +80,18 @@ class RankState:
 
     @property
     def ring_peers(self) -> range:
-        """Return the ranks of its ring."""
+        """Return the ranks of this rank's ring."""
         return self.groups.ring(self.groups.of(self.rank)[1])
 
     @property
     def pools(self) -> tuple[BufferPool, BufferPool]:
-        """Return two pools of buffers: of messages around the ring, and of messages within the rank's group."""
+        """Return the pools of buffers for messages: (around the ring, within this rank's group)."""
         return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
-        """Return the ranks that share this one's communicators: all of its ring, or those on one link.
+        """Return, for each link, the ranks of the communicator that serves it: the whole ring or, `by_link`, a part.
 
-        `apart`: also where all of its ring share the one between nodes, that inside the node is of the node's alone.
+        apart: without `by_link`, give the link inside the node a communicator of the node's ranks only.
         """
         ring, groups = self.ring_peers, self.route_table.ring_topology
         in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
@@ -203,7 +203,7 @@ class RankState:
         self._check_stream(device)
 
     def check_open(self) -> None:
-        """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
+        """Raise RuntimeError if this ring has ended: its other ranks would not take part in anything collective."""
         if self.is_closed:
             raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
         if self.transport.board is not None:

@@ -104,7 +104,7 @@ class Request(NamedTuple):
 
 
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
-    """Return the sequences of queries and of keys; a single sequence stands for both."""
+    """Return the tokens of (queries, keys); one `Tokens` stands for both sides."""
     return tokens if isinstance(tokens, tuple) else (tokens, tokens)
 
 
@@ -114,7 +114,7 @@ def has_gradients(inputs: Inputs) -> bool:
 
 
 def check_kinds(inputs: Inputs, request: Request) -> None:
-    """Raise ValueError for an argument of a wrong type, which other checks could not read."""
+    """Raise ValueError for an argument of a wrong type, before other checks read it."""
     for name, x in zip(Inputs._fields, inputs, strict=True):
         if x is None and name in Inputs._field_defaults:
             continue
@@ -165,7 +165,7 @@ def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
 
 
 def token_dim(name: str, x: object, dim: object) -> int:
-    """Return which dimension of `x` is meant, from 0. Raise ValueError for one that it lacks, or for no tensor."""
+    """Return the number of the dimension `dim` of `x`, from 0. Raise ValueError if `x` lacks it or is no tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
     if unreadable(x) and not x.is_meta:

@@ -43,7 +43,7 @@ Visits = Callable[[Required | None, Side, int], Required]
 
 
 class PassKey(NamedTuple):
-    """What a pass has its schedule by: side `moving` travels, with partial results if the pass `reduces`.
+    """The key of a pass's schedule: side `moving` travels, with partial results if the pass `reduces`.
 
     place: which of several rings, where groups gather blocks. visits: which of all visits it has, if not all.
     """
@@ -57,7 +57,7 @@ class PassKey(NamedTuple):
 
 
 class Pairs:
-    """The tiles of every pair of ranks; `runs[side][rank]` is what each holds."""
+    """The tiles of every pair of ranks; `runs[side][rank]` are the tokens that a rank holds of side "q" or "kv"."""
 
     def __init__(self, attending: Attending, runs: Mapping[str, Sequence[tuple[Run, ...]]]) -> None:
         lengths, mask = (attending.q.length, attending.kv.length), attending.mask
@@ -75,7 +75,7 @@ class Pairs:
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-        """Return the work of these queries on these keys."""
+        """Return the tiles in which queries at the positions `q_runs` attend to keys at the positions `k_runs`."""
         if not q_runs or not k_runs:
             return ()
         return tuple(
@@ -85,11 +85,11 @@ class Pairs:
         )
 
     def of_visit(self, moving: Side, owner: int, rank: int) -> tuple[Tile, ...]:
-        """Return the work of side `moving` of rank `owner` with the other side of rank `rank`."""
+        """Return the tiles of rank `owner`'s block of side `moving` with rank `rank`'s block of the other side."""
         return self.of_ranks(owner, rank) if moving == "q" else self.of_ranks(rank, owner)
 
     def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
-        """Return the work of rank q's queries on rank k's keys."""
+        """Return the tiles in which rank `q`'s queries attend to rank `k`'s keys."""
         if (q, k) not in self._of_ranks:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
@@ -121,7 +121,7 @@ class RouteTable:
     With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block has the tokens of that group. Only
     `shards` counts ranks of the context-parallel group; all other methods count ranks of the ring.
 
-    Where groups gather blocks, that is so for the side that stays. Blocks of the side that moves belong to single
+    Where groups gather blocks, this holds for the side that stays. Blocks of the side that moves belong to single
     ranks, at one `place` in their groups: every such ring has routes of its own.
     """
 
@@ -157,7 +157,7 @@ class RouteTable:
 
     @property
     def schedule_name(self) -> str:
-        """Return the name of the schedule, for masks that leave most of the work."""
+        """Return the name of the schedule used unless a mask leaves out much of the work."""
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
@@ -201,7 +201,10 @@ class RouteTable:
         return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending, moving: Side = "kv", place: int = 0) -> Pairs:
-        """Return the tiles of every pair of ranks of a ring; where groups gather blocks `place` says which ring."""
+        """Return the tiles of every pair of ranks of a ring, computed at the first call.
+
+        moving, place: the side that moves, and which of several rings; read only where groups gather blocks.
+        """
         gathers = self.groups.gathers
         key = (attending, moving, place) if gathers else (attending, "kv", 0)
         if key not in self._pairs:
@@ -216,7 +219,7 @@ class RouteTable:
         return self._pairs[key]
 
     def route(self, ring_rank: int, key: PassKey) -> Route:
-        """Return one rank's route of a pass."""
+        """Return the route of one rank of the ring in a pass: its visits, its transfers and its tiles."""
         pairs = self.pairs(key.attending, key.moving, key.place)
         if (ring_rank, key) not in self._routes:
             schedule, moving, local = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
@@ -258,7 +261,7 @@ class RouteTable:
     def schedule(
         self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, visits: Visits | None = None
     ) -> Schedule:
-        """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
+        """Return the schedule of a pass; by "auto" a sparse one if it sends less over the scarcer link."""
         return self._schedule(PassKey(attending, moving, reduces, parts, visits=visits))
 
     def _schedule(self, key: PassKey) -> Schedule:

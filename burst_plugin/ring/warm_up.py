@@ -31,10 +31,10 @@ _CALL = CallId(0, "warm-up")
 
 
 def warm_up(plan: Plan, inputs: Inputs) -> None:
-    """Run both passes of a call in the threads that will, unless they have been; the backward pass with gradients.
+    """Run the passes of a call in the threads that will run them, unless passes of their kind have run there.
 
-    With these tensors, in the buffers of the ring; their values do not matter, nor do results. No other rank takes
-    part, and a failure leaves the ring as it was.
+    There is a backward pass if any tensor needs a gradient. They use these tensors, whose values do not matter, and
+    the buffers of the ring. No other rank takes part, and a failure leaves the ring as it was.
     """
     warm_up_forward(plan, inputs)
     if has_gradients(inputs):

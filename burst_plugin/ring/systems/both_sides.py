@@ -32,7 +32,7 @@ from burst_plugin.types import SIDES, Side
 
 
 def half_of_visits(required: Required | None, moving: Side, ranks: int) -> Required:
-    """Return the rows required in the visits that side `moving` travels for."""
+    """Return the required rows of those visits for which side `moving` travels, where both sides move."""
     if required is None:
         required = [dict.fromkeys(range(ranks))] * ranks
 
@@ -55,13 +55,13 @@ def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HalvedPass(PassPlan):
-    """The half of a pass that moves keys and values, with the `other` half, which moves queries."""
+    """A pass in which both sides move: this plan moves keys and values, and `other` moves queries."""
 
     other: PassPlan = field(kw_only=True)
 
     @property
     def rings(self) -> tuple[PassPlan, ...]:
-        """Return both halves."""
+        """Return the plans of both halves."""
         return (self, self.other)
 
 

@@ -61,12 +61,12 @@ class GroupExchange:
     # ---------------------------------------------------------------------------------------------- forward, in order
 
     def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return the inputs that the backward pass keeps."""
+        """Return the inputs for the backward pass to keep, once this rank's group has exchanged heads, if it does."""
         yield from ()
         return inputs
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return the inputs that the ring reads, from the inputs that the backward pass keeps."""
+        """Gather what the ring reads in the forward pass, from the inputs that `inputs` returned."""
         yield from ()
         return inputs
 
@@ -85,7 +85,7 @@ class GroupExchange:
     def upstream(
         self, dout: Tensor, dlse: Tensor | None, with_lse: bool
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Return the gradients of the outputs of `merged`, from the gradients of out and lse.
+        """Return the gradients of the outputs of `merged`, from the gradients of the call's out and lse.
 
         `with_lse` says whether lse was asked for, on all ranks. None is the gradient of an lse that nothing uses.
         """
@@ -93,7 +93,7 @@ class GroupExchange:
         return dout, dlse
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
-        """Return the operands that the ring reads in the backward pass."""
+        """Gather the operands that the ring reads in the backward pass, from this rank's `own`."""
         yield from ()
         return own
 
@@ -110,7 +110,7 @@ class GroupExchange:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def move(self, pieces: Sequence[ExchangedTensor], sides: Sequence[Side]) -> Generator[None, None, None]:
-        """Send pieces, each of a side, between the ranks of the group, all in one message to each of the others."""
+        """Exchange `pieces`, each of one of `sides`, within the group, with one message to each other rank."""
         log = None if self.profile is None else self.profile.begin_pass("exchange", pieces[0].local.device)
         transport = self.transport if log is None else log.watch(self.transport)
         packings = [
@@ -236,35 +236,35 @@ class ExchangedTensor(ABC):
     traffic: ClassVar[Traffic]
 
     def local_heads(self, member: int) -> Tensor:
-        """Return the heads of another rank of the group, of the local rows."""
+        """Return another member's heads of this rank's local rows."""
         heads = self.joint.shape[2]
         return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
-        """Return shape and type of a message with the rows of a member."""
+        """Return the shape and the type of a message with the rows of `member`."""
         batch, _, heads, dim = self.joint.shape
         return (batch, self.block.counts[member], heads, dim), self.joint.dtype
 
     @property
     @abstractmethod
     def result(self) -> Tensor:
-        """Return the side that the exchange fills."""
+        """Return the tensor that the exchange fills: `joint` or `local`."""
 
     @abstractmethod
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the one of the two that the rows in the message belong to."""
+        """Return whose rows a message holds: the number of its sender or of its receiver."""
 
     @abstractmethod
     def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message to a member."""
+        """Fill `message`, which is sent to member `receiver`."""
 
     @abstractmethod
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put a member's message where it belongs."""
+        """Put the received `message` of member `sender` into the result."""
 
     @abstractmethod
     def stay(self, place: int) -> None:
-        """Put what this rank, the member at `place`, has for itself where it belongs."""
+        """Copy into the result what this rank, the member at `place`, has for itself."""
 
     @abstractmethod
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
@@ -275,11 +275,11 @@ class ExchangedTensor(ABC):
 
     @abstractmethod
     def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put the messages of all other members where they belong."""
+        """Put the received messages of all other members into the result, at once."""
 
     @abstractmethod
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Put this rank's own rows where they belong, in one launch; see `stay`."""
+        """Copy into the result what this rank has for itself, at the given rows; see `stay`."""
 
     def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
@@ -295,13 +295,13 @@ class ExchangedTensor(ABC):
 
 
 class ToHeads(ExchangedTensor):
-    """A message has the sender's rows of the receiver's heads."""
+    """The exchange before the ring: each message holds the sender's rows of the receiver's heads."""
 
     traffic = Traffic.GATHER
 
     @property
     def result(self) -> Tensor:
-        """Return the rows of the whole group, of this rank's heads."""
+        """Return `joint`, the whole group's rows of this rank's heads."""
         return self.joint
 
     def whose_rows(self, sender: int, receiver: int) -> int:
@@ -336,13 +336,16 @@ class ToHeads(ExchangedTensor):
 
 
 class ToTokens(ExchangedTensor):
-    """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
+    """The exchange after the ring: each message holds the receiver's rows of the sender's heads.
+
+    Results of a head that several members share are added up.
+    """
 
     traffic = Traffic.REDUCE
 
     @property
     def result(self) -> Tensor:
-        """Return this rank's rows, of all heads."""
+        """Return `local`, this rank's rows of all heads."""
         return self.local
 
     def whose_rows(self, sender: int, receiver: int) -> int:

@@ -49,7 +49,7 @@ from burst_plugin.types import OTHER_SIDE, Side
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MeshExchange(GroupExchange):
-    """One rank's part in what its group gathers before a pass, and reduces after it."""
+    """One rank's part in gathering inputs within its group before the ring, and reducing results after it."""
 
     what: ClassVar[str] = "the exchange of blocks"
 

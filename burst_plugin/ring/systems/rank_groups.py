@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class GroupBlock(NamedTuple):
-    """What a group holds: its runs, and where each member's rows are among them."""
+    """The tokens that a group holds, as runs, and where the rows of each member are among them."""
 
     runs: tuple[Run, ...]
     spans: tuple[tuple[Span, ...], ...]
@@ -92,12 +92,12 @@ class RankGroup:
 
     @property
     def head_shares(self) -> int:
-        """Return into how many shares the heads are cut, one for each rank."""
+        """Return the number of shares the heads are cut into, one per rank; 1 where ranks gather blocks instead."""
         return 1 if self.gathers else self.degree
 
     @property
     def ring_place(self) -> int:
-        """Return which of several rings this rank goes around, where they have other blocks than each other."""
+        """Return the number of the ring that this rank goes around, where rings have different blocks."""
         return self.place if self.gathers else 0
 
     @property
@@ -111,13 +111,13 @@ class RankGroup:
         return [member for member in range(self.degree) if member != self.place]
 
     def heads_of(self, heads: int) -> slice:
-        """Return which of so many heads this rank works on."""
+        """Return which of `heads` heads this rank works on, as a slice."""
         if self.gathers:
             return slice(0, heads)
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
-        """Return [H] of all heads from [H / degree] of this rank's share; `others` is what the rest gets."""
+        """Return [H] of all heads: `mine` [H / degree] at this rank's heads, the value `others` elsewhere."""
         all_heads = mine.new_full((len(mine) * self.degree,), others)
         all_heads[self.heads_of(len(all_heads))] = mine
         return all_heads
@@ -129,5 +129,5 @@ class RankGroup:
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
-        """Return a message to or from another rank of the group."""
+        """Return a message of `data` to or from another member of the group."""
         return Message(self.peers[member], self._channels[traffic][member], data)

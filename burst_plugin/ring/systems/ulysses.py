@@ -36,7 +36,7 @@ from burst_plugin.types import Side
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadExchange(GroupExchange):
-    """One rank's part in the exchange of heads, in one pass."""
+    """One rank's part in the exchange of heads (DeepSpeed-Ulysses) before and after the ring, in one pass."""
 
     what: ClassVar[str] = "the exchange of heads"
 
@@ -71,7 +71,7 @@ class HeadExchange(GroupExchange):
     def upstream(
         self, dout: Tensor, dlse: Tensor | None, with_lse: bool
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Return the gradients of out and lse, as the ring takes them; zeros for an lse that only others use."""
+        """Return the gradients of out and lse for this rank's heads; zeros for an lse that only other ranks use."""
         tensors = [dout]
         if with_lse:
             batch, length, heads, _ = dout.shape
@@ -83,7 +83,7 @@ class HeadExchange(GroupExchange):
         return dout, rows[0].squeeze(3).transpose(1, 2) if rows else None
 
     def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
-        """Return the gradients of the inputs; `shared_bias` says that heads share theirs."""
+        """Return the gradients of the inputs; `shared_bias` says that all heads share one bias."""
         group = self.group
         dq, dk, dv, dsink, dbias = grads[:5]
         tensors = [dq, dk, dv]
