@@ -199,7 +199,7 @@ def default_schedule_name(topology: Topology) -> str:
 
 
 class Draw(Protocol):
-    """A schedule function: draws a schedule, or a sample of one."""
+    """A function that makes a schedule, or a sample of one, for a topology."""
 
     def __call__(
         self, topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
@@ -228,5 +228,5 @@ def sample(name: str, topology: Topology, reduces: bool) -> Schedule:
 
 
 def sample_ranks(name: str, topology: Topology) -> int:
-    """Return how many ranks stand for all: rank 0 alone, or all ranks of node 0 where ranks of a node differ."""
+    """Return how many ranks a sample of the schedule has: rank 0, or all of node 0 where its ranks differ."""
     return topology.ranks_per_node if name in _DIFFERS_IN_NODE and topology.levels == 2 else 1

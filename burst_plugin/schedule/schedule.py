@@ -71,7 +71,7 @@ class Schedule:
         return block % self.ranks
 
     def block(self, owner: int, part: int) -> int:
-        """Return the number of a part of a rank's block."""
+        """Return the number by which the schedule knows one part of a rank's block."""
         return owner + part * self.ranks
 
     @property
@@ -80,7 +80,7 @@ class Schedule:
         return (*self.gather, *self.reduce)
 
     def hops(self, rank: int) -> dict[Link, dict[Traffic, int]]:
-        """Return how many blocks `rank` sends, by link and traffic."""
+        """Return how many blocks `rank` sends, for each kind of link and of traffic."""
         sent = Counter((t.link, t.traffic) for t in self.transfers if t.src == rank)
         return {link: {traffic: sent[link, traffic] for traffic in Traffic} for link in Link}
 
@@ -108,7 +108,7 @@ class Schedule:
         return shares
 
     def of_rank(self, rank: int) -> RankSchedule:
-        """Return the part of one rank: its visits, and the transfers that it sends or receives, step by step."""
+        """Return the schedule of one rank: its visits, and its transfers, step by step."""
         own = [t for t in self.transfers if rank in (t.src, t.dst)]
         visits, tails = list(self.visits[rank]), self.tail_visits(rank)
         visit_steps = len(visits)

@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rank does at one step, in this order: wait for `due`, post `issue`, work on `visit` if any."""
+    """What a rank does at a step: wait for transfers `due`, post transfers `issue`, work on block `visit`, if any."""
 
     visit: int | None
     due: tuple[Transfer, ...]
@@ -65,6 +65,6 @@ class RankSchedule(NamedTuple):
 
     @property
     def rows(self) -> dict[int, Rows | None]:
-        """Return, by block that this rank receives, the rows that it receives, None for all."""
+        """Return the rows that this rank receives of each block that it receives, by block; None for all rows."""
         arrivals = (t for step in self.steps for t in step.due if t.dst == self.rank)
         return {t.block: t.rows for t in arrivals if t.traffic is Traffic.GATHER}
