@@ -55,7 +55,13 @@ def type_runs(types: Tensor) -> tuple[TypeRuns, ...]:
 def batch_mask(
     batch: Mapping[str, Any], positions: Tensor, valid: Tensor, padded: int, trees: Sequence[PrefixTree]
 ) -> Mask | None:
-    """Return the mask of a whole batch: padding, document bounds or trees; None for none of these."""
+    """Return the mask of a whole batch: its padding with its documents or prefix trees; None if it has none of these.
+
+    batch: read for `cu_seq_lens_q` and `attention_mask`, either of which may be absent.
+    positions, valid: [B, S], the positions of tokens in their documents, and which tokens are real.
+    padded: the length that sequences are padded to.
+    trees: the prefix tree of each row, or one for all rows; none for batches without trees.
+    """
     masks: list[Mask] = []
     if not bool(valid.all()):
         masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))

@@ -52,7 +52,7 @@ class Region(NamedTuple):
         )
 
     def rectangles(self) -> Iterator[Region]:
-        """Yield the region without spans: itself, or a rectangle for each two of its spans that attend."""
+        """Yield regions without spans that make up this one: itself, or one for each pair of spans that attend."""
         spans, whole = self.within, self._replace(within=None)
         if spans is None:
             yield whole
@@ -65,7 +65,7 @@ class Region(NamedTuple):
                     yield part
 
     def met_by(self, first: int, last: int) -> Iterator[Region]:
-        """Yield the region, or a part for each span of its keys; their queries hold all of `first ... last`."""
+        """Yield the parts of the region that queries `first ... last` meet: itself, or one per span of its keys."""
         if self.within is None:
             yield self
             return
@@ -89,7 +89,7 @@ class Region(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it holds no pair."""
+        """Return whether the region holds no (query, key) pair."""
         crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
         return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
@@ -148,7 +148,7 @@ class Mask(ABC):
 
     @property
     def shifts(self) -> bool:
-        """Return whether queries attend to keys at unrelated positions, so that distances mean nothing."""
+        """Return whether queries attend to keys at unrelated positions: each side has documents of its own."""
         return False
 
     @property
@@ -183,7 +183,7 @@ class TreeMask(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What both of two masks allow; made by `&`."""
+    """The intersection of two masks, made by `&`: a query attends where both allow it."""
 
     one: Mask
     other: Mask
@@ -223,7 +223,7 @@ class Both(Mask):
         return self.one.documents or self.other.documents
 
     def of_row(self, row: int) -> Mask:
-        """Return both masks of that row."""
+        """Return the intersection of both masks for one batch row."""
         return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
 
     @property
@@ -232,29 +232,29 @@ class Both(Mask):
         return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
 
     def of_head_group(self, group: int) -> Mask:
-        """Return both masks of that group."""
+        """Return the intersection of both masks for one group of heads."""
         if self.head_groups is None:
             return self
         return Both(self.one.of_head_group(group), self.other.of_head_group(group))
 
     @property
     def compares_positions(self) -> bool:
-        """Return whether either mask does."""
+        """Return whether the distance of query and key matters in either mask."""
         return self.one.compares_positions or self.other.compares_positions
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether both masks do."""
+        """Return whether both masks let a query attend to a later key."""
         return self.one.looks_ahead and self.other.looks_ahead
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether both masks are."""
+        """Return whether all batches of a run share both masks."""
         return self.one.is_fixed and self.other.is_fixed
 
     @property
     def shifts(self) -> bool:
-        """Return whether either mask does."""
+        """Return whether either mask lets queries attend to keys at unrelated positions."""
         return self.one.shifts or self.other.shifts
 
     @property

@@ -30,7 +30,7 @@ class Full(Mask):
     is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region."""
+        """Return the rectangle of all queries and all keys, one region."""
         return (Region(0, q_len, 0, kv_len),)
 
 
@@ -59,7 +59,7 @@ class SlidingWindow(Mask):
         return self.right != 0
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region."""
+        """Return one region: all queries and keys, banded by the window."""
         return (Region(0, q_len, 0, kv_len, None if self.left is None else -self.left, self.right),)
 
 
@@ -71,7 +71,7 @@ class Causal(Mask):
     is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region."""
+        """Return one region: all queries and keys, up to the diagonal."""
         return (Region(0, q_len, 0, kv_len, None, 0),)
 
 
@@ -83,7 +83,7 @@ class CausalBottomRight(Mask):
     is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region."""
+        """Return one region: all queries and keys, up to the diagonal that ends at the last of both."""
         return (Region(0, q_len, 0, kv_len, None, kv_len - q_len),)
 
 
@@ -98,7 +98,7 @@ class PrefixLM(Mask):
         object.__setattr__(self, "prefix", whole_number("PrefixLM(prefix={})", self.prefix, expected))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the prefix, and what comes after it. Raise ValueError if it is longer than the keys."""
+        """Return the prefix and the causal region after it. Raise ValueError for a prefix beyond the keys."""
         if self.prefix > kv_len:
             raise ValueError(
                 f"PrefixLM(prefix={self.prefix}) goes beyond the {kv_len} keys that all ranks have together; give a "
@@ -142,7 +142,7 @@ class BidirectionalSpans(Mask):
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether there are spans."""
+        """Return whether the mask has any spans, whose tokens attend to later ones."""
         return bool(self.spans)
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -252,7 +252,7 @@ class Keys(Mask):
             object.__setattr__(self, "length", whole_number("Keys(length={})", self.length, expected))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region per index range."""
+        """Return one region per range of keys. Raise ValueError for a mask of another length."""
         if self.length not in (None, kv_len):
             raise ValueError(
                 f"the mask says which of {self.length} keys are real, but there are {kv_len}, those of all ranks: "
@@ -276,7 +276,7 @@ class QueriesBefore(Mask):
     is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region."""
+        """Return one region: the queries before `stop`, with all keys; no region if `stop` is 0."""
         return (Region(0, min(self.stop, q_len), 0, kv_len),) if self.stop else ()
 
 
@@ -315,7 +315,7 @@ class _Several(Mask):
 
 @dataclass(frozen=True)
 class PerRow(_Several):
-    """A mask of its own for every batch row."""
+    """A mask that differs by batch row: one mask for each."""
 
     def __post_init__(self) -> None:
         expected = "give a list of masks, one for every batch row"
@@ -328,11 +328,11 @@ class PerRow(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Return the number of masks."""
+        """Return the number of batch rows, each with its mask."""
         return len(self.masks)
 
     def of_row(self, row: int) -> Mask:
-        """Return the mask of that row."""
+        """Return the mask of one batch row."""
         return self.masks[row]
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -342,7 +342,7 @@ class PerRow(_Several):
 
 @dataclass(frozen=True)
 class PerHeadGroup(_Several):
-    """A mask of its own for every group of heads: of G masks the first is for the first 1 / G of the query heads.
+    """A mask that differs by group of heads: of G masks the first is for the first 1 / G of the query heads.
 
     Query heads that share keys and values are next to each other, so that with as many masks as key/value heads each
     mask is for all that share one. Attention has a ring pass for each group.
@@ -361,11 +361,11 @@ class PerHeadGroup(_Several):
 
     @property
     def head_groups(self) -> int | None:
-        """Return the number of masks."""
+        """Return the number of groups of heads, each with its mask."""
         return len(self.masks)
 
     def of_head_group(self, group: int) -> Mask:
-        """Return the mask of that group."""
+        """Return the mask of one group of heads."""
         return self.masks[group]
 
     @property
@@ -374,7 +374,7 @@ class PerHeadGroup(_Several):
         return next((mask.rows for mask in self.masks if mask.rows is not None), None)
 
     def of_row(self, row: int) -> Mask:
-        """Return the masks of that row."""
+        """Return the masks of all groups of heads for one batch row."""
         return PerHeadGroup(tuple(mask.of_row(row) for mask in self.masks))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -395,7 +395,7 @@ def key_padding(valid: Tensor) -> PerRow:
 
 
 def document_starts(mask: Mask) -> set[int]:
-    """Return where documents of a row start, and its first real token is, by the mask of one batch row."""
+    """Return the positions where documents of one batch row start, and of its first real token if it has padding."""
     if isinstance(mask, Both):
         return document_starts(mask.one) | document_starts(mask.other)
     if isinstance(mask, Documents):
@@ -404,7 +404,7 @@ def document_starts(mask: Mask) -> set[int]:
 
 
 def check_padding(mask: Mask, what: str) -> None:
-    """Raise ValueError for padding in the middle of a document, which would be in its `what`, such as windows."""
+    """Raise ValueError for padding in the middle of a document, which would count in its `what`, such as windows."""
     for row in range(mask.rows or 1):
         of_row = mask.of_row(row)
         inside = _begins_of_keys(of_row) - document_starts(of_row)

@@ -112,7 +112,7 @@ class PrefixTree(TreeMask):
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Return the bounds of what the roots begin."""
+        """Return the bounds of the root nodes' trees as `cu_seqlens`: each root begins a document."""
         roots = [node.start for node, parent in zip(self._nodes, self.parents, strict=True) if parent == _NO_PARENT]
         return (*roots, self.length)
 
@@ -173,7 +173,7 @@ class PrefixTree(TreeMask):
         return self.within(self.beside_trees(q_len, kv_len))
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region of everything. Raise ValueError if nodes do not add up to the sequence."""
+        """Return one region of all queries and keys. Raise ValueError if nodes do not add up to the sequence."""
         if q_len != kv_len:
             raise ValueError(
                 f"PrefixTree is of one sequence that attends to itself, but there are {q_len} queries and {kv_len} "

@@ -24,7 +24,7 @@ RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `schedule.
 
 
 def find_required_rows(regions: Sequence[Regions], local: Shards, moving: Shards) -> RequiredRows | None:
-    """Return the rows of every moving block that every rank works on; `regions` have the local side as queries.
+    """Return, for every rank, the rows of each moving block that it needs; `regions` have the local side as queries.
 
     Runs are of one stride. Return None, so that blocks go to all ranks, if three ranks, looked at for all, require
     most rows of every block; or if too many runs meet.

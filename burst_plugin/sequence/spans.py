@@ -15,7 +15,10 @@ from burst_plugin.types import Rows, merged
 
 
 class SpanPlaces:
-    """The places of tokens in spans, (start, stop) in ascending order, among all tokens in spans."""
+    """Numbers the tokens that lie in spans, and only these: the place of a token is its number among them, from 0.
+
+    spans: (start, stop) of positions, in ascending order.
+    """
 
     def __init__(self, spans: Rows) -> None:
         self._spans = spans
@@ -23,7 +26,7 @@ class SpanPlaces:
         self._before = list(accumulate((stop - start for start, stop in spans), initial=0))
 
     def place(self, position: int) -> int:
-        """Return how many tokens in spans come before a position."""
+        """Return how many tokens in spans come before a position, which is the place of a token there."""
         number = bisect_right(self._starts, position) - 1
         if number < 0:
             return 0
@@ -31,7 +34,7 @@ class SpanPlaces:
         return self._before[number] + min(position, stop) - start
 
     def of_runs(self, runs: Sequence[Run]) -> tuple[list[Run], list[tuple[int, int]]]:
-        """Return, for the tokens of `runs` that are in spans, the runs of their places, and their rows, in order."""
+        """Select the tokens of `runs` that are in spans; return the runs of their places, and their row ranges."""
         found: list[Run] = []
         rows: list[tuple[int, int]] = []
         offset = 0
@@ -52,7 +55,7 @@ class SpanPlaces:
 
 
 def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
-    """Return a part of rows, by their places among all rows in `rows`, ranges (start, stop) in order."""
+    """Return the row ranges at `places`: the rows of all ranges in `rows`, (start, stop) in order, count from 0."""
     found, offset = [], 0
     for start, stop in rows:
         first, last = max(start, start + places.start - offset), min(stop, start + places.stop - offset)
@@ -63,6 +66,6 @@ def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
 
 
 def inside(run: Run, start: int, stop: int) -> tuple[int, int]:
-    """Return (first row, number of rows) of a run at positions `start:stop`; the number may be below 0."""
+    """Return (first row, number of rows) of the part of a run at positions `start:stop`; a number below 1 is none."""
     first = max(0, -((run.start - start) // run.stride))
     return first, min(run.length, -((run.start - stop) // run.stride)) - first

@@ -82,16 +82,16 @@ class Tile(NamedTuple):
 
     @property
     def q(self) -> slice:
-        """Return the query rows."""
+        """Return the query rows as a slice."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def k(self) -> slice:
-        """Return the key rows."""
+        """Return the key rows as a slice."""
         return slice(self.k_start, self.k_stop)
 
     def rows(self, side: Side) -> slice:
-        """Return the rows of side "q" or "kv"."""
+        """Return the query rows for side "q", or the key rows for side "kv", as a slice."""
         return self.q if side == "q" else self.k
 
     @property
@@ -120,7 +120,7 @@ def _pairs_up_to(upper: int, rows: int, columns: int) -> int:
 
 
 class Regions:
-    """The regions of a mask, found by the position of queries."""
+    """An index of a mask's regions, which finds regions by the positions of queries."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         cut = [part for each in regions for part in (each.rectangles() if not _is_by_order(each) else (each,))]
@@ -212,7 +212,7 @@ def _taken(spans: Rows, regions: Sequence[Region], q_runs: Sequence[Run], k_runs
 
 
 def split_taken(tile: Tile) -> Iterator[Tile]:
-    """Yield a tile of rows that are taken together as tiles of one range of rows each, in any bands."""
+    """Yield a tile whose rows come from several ranges as tiles of one range of queries and of keys each."""
     if tile.taken is None:
         yield tile
         return
@@ -256,7 +256,7 @@ def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, 
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """Yield the tiles that a band leaves of a full tile of one piece, without empty rows and columns."""
+    """Cut a band out of a full tile of one piece; yield the tiles that it leaves, without empty rows and columns."""
     parts = _banded(tile, lower, upper)
     return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
 
@@ -364,7 +364,7 @@ def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
 
 
 def cut(tile: Tile, most: int) -> Iterator[Tile]:
-    """Yield `tile` in full, causal and anticausal tiles of at most `most` pieces; drawn at the top of this file."""
+    """Cut `tile` into full, causal and anticausal tiles of at most `most` pieces; drawn at the top of this file."""
     lower, upper = tile.band
     if lower is None or upper is None:
         yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
