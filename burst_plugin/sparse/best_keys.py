@@ -17,15 +17,15 @@ _CHUNK = 1 << 22  # numbers that are put in order at once
 
 
 class BestKeys(ABC):
-    """At most `count` keys for each of some queries, by their rows."""
+    """The `count` best keys so far of each of several queries, by their scores."""
 
     @abstractmethod
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Take keys into account: scores [rows, keys], positions [keys], int64, and which count, all if None."""
+        """Offer keys to some queries: scores [rows, keys], positions int64 [keys], which are allowed (None: all)."""
 
     @abstractmethod
     def positions(self) -> Tensor:
-        """Return the positions of the keys of each row in their order, int32 [rows, count], -1 for none."""
+        """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""
 
 
 def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device, repeats: bool = False) -> BestKeys:
@@ -38,14 +38,14 @@ def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device, r
 
 
 class BestOfFloat32(BestKeys):
-    """Keys as one int64 each, which compares as they do: the score's bits above, how far from the end below."""
+    """Keeps each key as one int64 that sorts as the key does: score bits above, distance from the end below."""
 
     def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
         self._repeats = repeats
         self._best = torch.full((rows, count), _NO_KEY, dtype=torch.int64, device=device)
 
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Take keys into account; see `BestKeys.add`."""
+        """Offer keys to some queries; see `BestKeys.add`."""
         bits = scores.view(torch.int32)
         ordered = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)  # as integers, as scores compare
         found = ordered.mul_(2**32).add_(_LAST - positions)
@@ -77,7 +77,7 @@ class BestOfFloat32(BestKeys):
 
 
 class BestOfFloat64(BestKeys):
-    """Keys as a score and a position each, sorted by one, then by the other."""
+    """Keeps each key as a score and a position, sorted by score, then by position."""
 
     def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
         self._repeats = repeats
@@ -85,7 +85,7 @@ class BestOfFloat64(BestKeys):
         self._positions = torch.full((rows, count), _LAST, dtype=torch.int64, device=device)
 
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Take keys into account; see `BestKeys.add`."""
+        """Offer keys to some queries; see `BestKeys.add`."""
         positions = positions.expand_as(scores)
         if allowed is not None:
             scores, positions = scores.masked_fill(~allowed, -torch.inf), positions.masked_fill(~allowed, _LAST)

@@ -120,15 +120,15 @@ class BlockParts(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor, device: torch.device) -> BlockParts:
-        """Return the parts of rows whose blocks start at `starts`, int64 [rows], on the CPU."""
+        """Return the parts of blocks that rows form; `starts` [rows], int64, CPU: where each row's block starts."""
         found, numbers, counts = torch.unique_consecutive(starts, return_inverse=True, return_counts=True)
         edges = array("q", (counts.cumsum(0) - counts).tolist())
         return cls(edges, numbers.to(device), found.to(device))
 
     def maxima(self, scores: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return blocks by their starts, [blocks], and the maximum on each of scores of the rows from `first` on.
+        """Return the starts of blocks, [blocks], and the maximum of each block's scores, for rows from `first` on.
 
-        Scores are [queries, H, rows].
+        scores: [queries, H, rows]. The maxima are [queries, H, blocks].
         """
         stop = first + scores.shape[2]
         low, high = bisect_right(self.edges, first) - 1, bisect_left(self.edges, stop)
@@ -166,15 +166,15 @@ class BlockSelection(RankSelection):
 
     @property
     def queries(self) -> torch.Size:
-        """Return the shape of the selections: each head of each query selects by itself, [B, S_local, H]."""
+        """Return the shape of the units that select on their own: each head of each query, [B, S_local, H]."""
         return self.given.q.shape[:3]
 
     def places(self, repeats: bool = True) -> BestKeys:
-        """Return places for the best blocks of each query and head; blocks come in parts."""
+        """Return an empty `BestKeys` for all queries and heads; parts of one block may be offered apart."""
         return super().places(repeats)
 
     def parts(self, owner: int) -> list[BlockParts]:
-        """Return for each row of the mask the parts of blocks that this rank gets of an owner."""
+        """Return, for each row of the mask, the parts of blocks that this rank receives from an owner."""
         known, device = self._blocks.known, self._keys.device
         key = (BlockParts, self._rank, owner, self._size, device)
         if key not in known:

@@ -59,7 +59,7 @@ class Entries:
     def known(
         cls, cp: ContextParallel, rate: int, overlaps: bool, *, mask: Mask | None, tokens: Tokens, batch: int
     ) -> Entries:
-        """Return the entries that layers of a forward share."""
+        """Return the `Entries` for these arguments, made once and shared by the layers of a forward."""
         plans: dict[Any, Any] = cp.plans
         known: dict[Any, Entries] = plans.setdefault(cls, {})
         key = (rate, overlaps, mask, tokens, batch)
@@ -83,7 +83,7 @@ class Entries:
         return self._on(device)[0].last
 
     def at_last_tokens(self, made: Tensor) -> Tensor:
-        """Return entries [B, n, D] of this rank at the last tokens of their windows, [B, S_local, D], and zeros."""
+        """Place entries [B, n, D] of this rank at their windows' last tokens, [B, S_local, D], zeros elsewhere."""
         last = self.last_tokens(made.device)
         places = torch.where(last < 0, self._held, last).unsqueeze(2).expand_as(made)
         everywhere = made.new_zeros((len(made), self._held + 1, made.shape[2])).scatter(1, places, made)

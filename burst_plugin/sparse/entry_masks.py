@@ -45,7 +45,7 @@ class EntryMask(Mask):
     looks_ahead = False
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return a rectangle for the queries after each group of windows, and smaller ones for those inside."""
+        """Return, for each group of windows, a rectangle for queries after it and smaller ones for queries inside."""
         found = []
         for each in self.stairs:
             after = Region(each.end + self.rate * each.windows, each.stop, each.slot, each.slot + each.windows)
@@ -73,7 +73,7 @@ class EntryMask(Mask):
 
 @dataclass(frozen=True)
 class TokensAndEntries(Mask):
-    """Queries of a batch row attend to `length` tokens by one mask, and to entries, which come after, by another."""
+    """A mask for tokens followed by entries: queries attend to `length` tokens by one mask, to entries by another."""
 
     length: int
     of_tokens: Mask

@@ -99,7 +99,7 @@ class LossTiles:
         self._selection, self._at = selection, at
 
     def rows(self, length: int) -> Iterator[slice]:
-        """Yield which queries are worked on together, of a sequence of `length` keys."""
+        """Yield slices of this rank's queries, as many as fit into memory at once with `length` keys."""
         held, heads, dim = self._q.shape[1:]
         each = self._teacher.q.shape[2] + heads
         if self._selection is not None:

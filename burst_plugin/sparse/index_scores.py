@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ScoreTiles:
-    """How large tiles are for a number of heads, a type (float32 or float64) and a device.
+    """The size of the tiles in which scores are computed, for a number of heads, float32 or float64, and a device.
 
     queries, keys: at most so many are in a tile.
     """

@@ -168,7 +168,7 @@ def keys_of_pools(
 class PoolEnds(NamedTuple):
     """Which rows of an owner's block are the last tokens of pools, in ascending order, and where these pools start.
 
-    rows: on the host. columns: the rows again, where keys are, int64 [pools]. starts: in the whole sequence, int64.
+    rows: on the host. columns: a copy of the rows on the keys' device, int64 [pools]. starts: the positions in the
     """
 
     rows: array[int]
@@ -195,7 +195,7 @@ class PoolSelection(RankSelection):
         self._mask, self._size = selection.mask, selection.asked.block
 
     def taken(self, to: int) -> Tensor:
-        """Return the keys [B, pools, D] of the pools that end among the rows of this rank that a rank gets."""
+        """Return the keys [B, pools, D] of pools that end among the rows of this rank which rank `to` needs."""
         keys, ends = self._keys, self._ends(to, self._rank)
         rows = positions(cut_runs((Run(0, keys.shape[1]),), self._blocks.rows(to, self._rank)), keys.device)
         most = max(len(each.rows) for each in ends)
@@ -204,7 +204,7 @@ class PoolSelection(RankSelection):
         return keys.gather(1, at.unsqueeze(2).expand(-1, -1, keys.shape[2]))
 
     def arriving(self, owner: int) -> int:
-        """Return for how many pools in a batch row, at most, this rank gets keys of an owner."""
+        """Return how many pools' keys in a batch row this rank receives from an owner, at most."""
         return max(len(each.rows) for each in self._ends(self._rank, owner))
 
     def _ends(self, to: int, owner: int) -> list[PoolEnds]:

@@ -105,7 +105,7 @@ def selected(given: Indexed, asked: SelectionOptions, cp: ContextParallel | Virt
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
-    """What an indexer has computed of tokens: queries [B, S, H, D], keys [B, S, D] and perhaps weights [B, S, H]."""
+    """What an indexer has computed from tokens: queries [B, S, H, D], keys [B, S, D], perhaps weights [B, S, H]."""
 
     q: Tensor
     k: Tensor
@@ -135,7 +135,7 @@ class Indexed:
 
 
 class SelectionOptions(NamedTuple):
-    """What a call asks for; see `select_keys`.
+    """The options of a call that selects keys; see `select_keys`.
 
     kind: of selection. block: of how many keys one is selected, or a block of keys.
     forced: how many blocks before a query are selected in any case, its own included.
@@ -202,7 +202,7 @@ class _Blocks:
 
 @dataclass(frozen=True, eq=False)
 class SelectionCall:
-    """A call that ranks are to agree on."""
+    """A selection that ranks are about to agree on."""
 
     blocks: _Blocks
     tokens: Tokens
@@ -265,7 +265,10 @@ def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: Sele
 
 
 def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
-    """Return the blocks of a sequence under a mask, which layers share."""
+    """Return which keys of a sequence each rank holds and needs under `mask`, worked out once for all layers.
+
+    plans: where the results of earlier calls are kept.
+    """
     known: dict[Any, _Blocks] = plans.setdefault(_Blocks, {})
     if (tokens, mask) not in known:
         if len(known) >= _KNOWN:
@@ -294,14 +297,14 @@ def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed)
 
 
 class RankSelection:
-    """One rank's part: blocks come, and its queries select among their keys."""
+    """One rank's part of a selection: blocks of keys arrive from all ranks, and its queries select among them."""
 
     what: ClassVar[str] = "selection of keys"
     units: ClassVar[str] = "keys"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for what this kind of selection does not have."""
+        """Raise ValueError for options that this kind of selection does not support."""
 
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         self._rank, self._state, self.given = state.rank, state, given
@@ -312,7 +315,7 @@ class RankSelection:
         self._keys = given.k.detach()
 
     def program(self, call: CallId) -> Generator[None, None, Tensor]:
-        """Return the selected keys, int32 [B, S_local, count]."""
+        """Run this rank's part; return the positions of the selected keys, int32 [B, S_local, count]."""
         ranks, device = len(self._blocks.shards), self._keys.device
         messages = Messages(self._state, device, self.what, "forward", call)
         best = self.places()
@@ -327,11 +330,11 @@ class RankSelection:
 
     @property
     def queries(self) -> torch.Size:
-        """Return the shape of what selects by itself: queries [B, S_local]."""
+        """Return the shape of the units that select on their own: queries, [B, S_local]."""
         return self.given.q.shape[:2]
 
     def places(self, repeats: bool = False) -> BestKeys:
-        """Return places for what each query selects; `repeats` as for `best_keys`."""
+        """Return an empty `BestKeys` for all queries of this rank; `repeats` as for `best_keys`."""
         return best_keys(self.queries.numel(), self.count, self.tiles.dtype, self._keys.device, repeats)
 
     def _begun(self, messages: Messages, step: int, moving: Tensor) -> Generator[None, None, dict[int, list[Tensor]]]:
@@ -351,18 +354,18 @@ class RankSelection:
         return exchange
 
     def taken(self, to: int) -> Tensor:
-        """Return the keys [B, n, D] of this rank that another rank gets, or itself."""
+        """Return the keys [B, n, D] of this rank that rank `to` needs, which may be this rank."""
         keys, rows = self._keys, self._blocks.rows(to, self._rank)
         if rows == ((0, keys.shape[1]),):
             return keys
         return torch.cat([keys[:, :0], *(keys[:, start:stop] for start, stop in rows)], 1)
 
     def arriving(self, owner: int) -> int:
-        """Return how many keys of an owner this rank gets."""
+        """Return how many keys this rank receives from an owner."""
         return row_count(self._blocks.rows(self._rank, owner))
 
     def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
-        """Select among the keys [B, n, D] of an owner."""
+        """Let this rank's queries select among the keys [B, n, D] of an owner."""
         blocks, (batch, held) = self._blocks, self.given.q.shape[:2]
         if not keys.shape[1] or not held:
             return
@@ -377,7 +380,7 @@ class RankSelection:
                     self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), block, best)
 
     def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
-        """Select for some queries of a batch row among the keys of a block."""
+        """Let some queries of a batch row select among the keys of a block."""
         scores_of = self.scores_of(row, rows)
         keys, places = mask.packed(block.keys), mask.packed(block.places)
         held, each = self.given.q.shape[1], self.tiles.keys

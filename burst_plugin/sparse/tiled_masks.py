@@ -45,9 +45,9 @@ def _cut(tile: Tile, start: int, stop: int) -> Tile | None:
 
 
 class ChunkMask:
-    """Which keys of a block a chunk of `queries` attends to, by tiles of `by_chunk`.
+    """The mask of a chunk of `queries` on the keys of a block, made of the tiles that `by_chunk` returned for it.
 
-    ranges: the rows of the block that any of them attends to, one after another the packed columns.
+    ranges: the rows of the block that any query attends to; side by side they are the packed columns.
     """
 
     def __init__(self, tiles: Sequence[Tile], queries: int) -> None:
@@ -58,7 +58,7 @@ class ChunkMask:
         self._offsets = list(accumulate((stop - start for start, stop in self.ranges), initial=0))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return the rows of x that packed columns stand for; x has one row for each row of the block."""
+        """Select the rows of x, one per row of the block, that packed columns stand for."""
         parts = [x[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -69,7 +69,7 @@ class ChunkMask:
                 yield start, min(last, start + size), column + start - first
 
     def allowed(self, start: int, stop: int, device: torch.device) -> Tensor | None:
-        """Return who attends to packed columns `start:stop`, bool [queries, columns]; None if all do."""
+        """Return which queries attend to packed columns `start:stop`, bool [queries, columns]; None if all do."""
         tiles = list(self._within(start, stop))
         everything = (0, self._queries, 0, stop - start, FULL)
         if any(tile[:5] == everything for tile in tiles):

@@ -124,7 +124,7 @@ class Windows:
         return found
 
     def place_of(self, tokens: Tensor) -> Tensor:
-        """Return the places of tokens among all that their ranks hold, int64, of the same shape."""
+        """Return the places of tokens among all tokens of their ranks, int64, of the same shape."""
         chunks = self._chunk_of(tokens)
         found: Tensor = self._offsets[chunks] + tokens - self._starts[chunks]
         return found
