@@ -236,11 +236,11 @@ class Strategy:
 
     @property
     def group_size(self) -> int:
-        """Return how many ranks send each other something before and after the ring: heads, or blocks."""
+        """Return how many ranks form a group, which exchanges heads or blocks around the ring; 1 for no groups."""
         return self.degree * self.mesh_degree
 
     def groups(self, topology: Topology) -> Groups:
-        """Return which ranks are a group, and which a ring."""
+        """Return the division of ranks into groups, which exchange heads or blocks, and rings."""
         gathers, apart = self.mesh_degree > 1, self.ulysses_placement == "context_first"
         return Groups(topology, self.group_size, apart, "mesh_degree" if gathers else "ulysses_degree", gathers)
 
@@ -318,7 +318,7 @@ class Strategy:
 
     @cached_property
     def compared(self) -> Mapping[str, object]:
-        """Return the options that must be equal on all ranks, as ranks compare them: kernel objects by name."""
+        """Return the options that must be equal on all ranks, in a form to compare: kernel objects by name."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["compared"]}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
@@ -331,7 +331,7 @@ class Strategy:
         return self.parts if isinstance(self.parts, int) else self.parts[DIRECTIONS.index(direction)]
 
     def schedule_for(self, topology: Topology) -> str:
-        """Return the name of the schedule to run on `topology`."""
+        """Return the name of the schedule for `topology`: the option `schedule`, or a choice if it is "auto"."""
         return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 

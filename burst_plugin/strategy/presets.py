@@ -249,7 +249,7 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_groups(groups: Groups) -> None:
-    """Raise ValueError, which lists the presets without groups, if no ring can be made of such groups."""
+    """Raise ValueError if no ring can be made of such groups; the message lists presets without groups."""
     try:
         _ = groups.ring_topology
     except ValueError as error:
@@ -266,5 +266,5 @@ def presets_with(**options: Any) -> str:
 
 
 def presets_without_groups() -> str:
-    """Return the names of the presets for any number of ranks, heads and tokens, for a message."""
+    """Return, for a message, the names of the presets that suit any number of ranks, heads and tokens."""
     return presets_with(ulysses_degree=1, mesh_degree=1, parts=1)
