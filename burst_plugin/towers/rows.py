@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """One rank's part. sends, recvs: by rank, which of the rows here go there, and where rows from there belong.
+    """One rank's plan for moving rows. sends, recvs: by rank, which rows go there, and where rows from there belong.
 
     rows, held: the number of rows that this rank has before, and after.
     """
@@ -41,7 +41,10 @@ class RowPlan:
 
 
 def row_plan(state: RankState, encoded: Sequence[Tensor], held: Sequence[Tensor]) -> RowPlan:
-    """Return the plan of a rank. encoded, held: for each rank the numbers of its rows, int64 on the CPU, in order."""
+    """Return one rank's plan for moving rows of features from the ranks that encoded them to their holders.
+
+    encoded, held: for each rank the numbers of its rows, int64 on the CPU, in order.
+    """
     rank, total = state.rank, sum(map(len, encoded))
     encoder, holder, place = (torch.full((total,), -1, device="cpu") for _ in range(3))
     for other, (here, there) in enumerate(zip(encoded, held, strict=True)):
@@ -114,7 +117,7 @@ def to_holders(
 def counts_of_all(
     cp: ContextParallel, prepare: Callable[[], tuple[T, Tensor]], sizes: Sequence[int]
 ) -> tuple[T, list[list[int]]]:
-    """Return the first result of `prepare`, and the numbers of every rank; collective.
+    """Run `prepare` and exchange numbers; return its first result and the numbers of every rank; collective.
 
     Args:
         cp: the ring.

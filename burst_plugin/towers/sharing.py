@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return for each rank the numbers of the items that it encodes, ascending; item n has `work[n]`.
+    """Divide items among ranks by their work; return for each rank the numbers of its items, ascending.
 
     The item with most work is given out first, each time to the rank with least: no rank has more than 4/3 of the
     best possible maximum (Graham 1969).
