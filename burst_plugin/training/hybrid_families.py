@@ -32,7 +32,7 @@ _NO_ATTENTION: Layer = MappingProxyType({"attends": False, "qk_norm": False, "qu
 
 @dataclass(frozen=True, kw_only=True)
 class HybridFamily:
-    """What models of one `model_type` share: `defaults` of keys that are left out, and which layers there are.
+    """What models of one `model_type` share: which layers they have, and `defaults` of keys that files leave out.
 
     wide_norms, in_chunks: see `ModelShape`.
     """
@@ -44,7 +44,7 @@ class HybridFamily:
 
 
 def dense(width: int, more: int = 0) -> Layer:
-    """Return an MLP of this width, with `more` parameters that are in no product."""
+    """Return a layer's MLP of this width, with `more` parameters that take part in no matrix product."""
     return {**_NO_MLP, "ffn": width, "extra": more}
 
 
@@ -126,7 +126,7 @@ def _interleaved(config: Config, layers: int) -> list[str]:
 
 
 def is_sparse(config: Config, layer: int) -> bool:
-    """Return whether a layer, counted from 0, has experts, as Qwen's files and DeepSeek's say it."""
+    """Return whether layer number `layer`, from 0, has experts, by the keys that Qwen's and DeepSeek's files use."""
     if layer in (config.get("mlp_only_layers") or ()):
         return False
     step = config.get("decoder_sparse_step") or 1

@@ -35,11 +35,11 @@ class LatentSizes:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Return the numbers per token that travel on a ring: latents, and the keys that heads share."""
+        """Return the numbers that travel per token on a ring: (of latents, of the keys that heads share)."""
         return self.rank, self.shared_dim
 
     def up_weights(self, heads: int) -> int:
-        """Return how many weights make keys and values of latents."""
+        """Return how many weights the projection from latents to keys and values has."""
         return self.rank * heads * (self.own_dim + self.value_dim)
 
     def weights(self, hidden: int, heads: int) -> int:

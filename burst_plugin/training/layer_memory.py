@@ -35,7 +35,7 @@ Moment = dict[str, float]
 
 
 class Widths:
-    """Bytes of a rank's tensors, by the kinds of tensors that the module lists."""
+    """The bytes of one rank's tensors in a layer, by the kinds of tensors that this module lists."""
 
     def __init__(self, model: ModelShape, setting: Setting) -> None:
         tokens, tensor = setting.micro_batch * setting.local_tokens, setting.tensor
@@ -62,7 +62,7 @@ class Widths:
 
 
 def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
-    """Return a model that has the heads of one chunk only, and the setting with `head_chunks=1` for it."""
+    """Return (a model with the heads of one chunk only, its setting with `head_chunks=1`)."""
     chunks = setting.head_chunks
     if chunks == 1:
         return model, setting
@@ -71,7 +71,7 @@ def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Set
 
 
 def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
-    """Return the shapes of one rank's attention in the ring, after heads were exchanged; of one chunk of heads."""
+    """Return the shapes of one rank's attention on the ring, after an exchange of heads, for one chunk of heads."""
     model, setting = chunk_of_heads(model, setting)
     tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)

@@ -47,7 +47,7 @@ BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, wh
 
 
 def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> bool:
-    """Return whether states and saved tensors alone exceed the memory of a GPU or a host, which is found out fast."""
+    """Return whether states and saved tensors alone exceed a GPU's or a host's memory, a quick test."""
     if sum(_host(model, setting, cluster).values()) > cluster.host_gib * GIB:
         return True
     waits = (0.0 if setting.offload else sum(_kept(model, setting))) + sum(_of_tower(model, setting).values())
@@ -69,12 +69,12 @@ class TrainingMemory:
 
     @property
     def gpu_bytes(self) -> float:
-        """Return the bytes of a GPU, all parts together."""
+        """Return the bytes that all parts take on a GPU together."""
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> float:
-        """Return the bytes of a host, all parts together."""
+        """Return the bytes that all parts take on a host together."""
         return sum(self.host.values())
 
 

@@ -61,14 +61,14 @@ class NextStep:
     states: float = 0.0
 
     def needed(self, keep_attention: str | float = "none") -> float:
-        """Return the bytes that a step needs besides what is there, with an option of `Strategy`."""
+        """Return the bytes that a step needs beyond what is allocated now, with this value of `keep_attention`."""
         setting = replace(self.setting, keep=kept_share(keep_attention))
         parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
         return self.states + sum(nbytes for part, nbytes in parts.items() if part not in _STATES)
 
 
 def kept_options(step: NextStep) -> dict[str, Any]:
-    """Return the fastest options with which a step fits; those that take least memory if none does."""
+    """Return the fastest options with which a step fits in memory; if none does, the ones that need the least."""
     return dict(next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1]))
 
 
@@ -78,10 +78,10 @@ def kept_options_of_unknown(kept_bytes: float, free: float) -> dict[str, Any]:
 
 
 def rank_of(options: Mapping[str, Any]) -> int:
-    """Return the place of options in the order of what they cost, for ranks to agree on the dearest."""
+    """Return the place of options in the order of their cost, for ranks to agree on the dearest; see `options_at`."""
     return _IN_ORDER.index({**options})
 
 
 def options_at(rank: int) -> dict[str, Any]:
-    """Return the options of a place."""
+    """Return the options at a place in the order of their cost; see `rank_of`."""
     return dict(_IN_ORDER[rank])

@@ -20,7 +20,7 @@ _ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer:
-    """One kind of mixer, with its sizes.
+    """The sizes and costs of one kind of mixer, for the planner.
 
     kind: as people call it. parameters: all of them; weights: the weights of projections, which multiply every token.
     tensors: the inputs of the kernel, (name, heads, numbers of each head); the first is as wide as its output.
@@ -61,7 +61,10 @@ def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
 def delta_rule(
     *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
 ) -> TokenMixer:
-    """Return a gated delta net; `keys` and `values` are (heads, dim), `width` is the width of its convolution."""
+    """Return the sizes and costs of a gated delta net.
+
+    keys, values: (heads, dim). width: the width of its convolution. kind: its name.
+    """
     (key_heads, key_dim), (heads, value_dim) = keys, values
     key_size, value_size = key_heads * key_dim, heads * value_dim
     channels = 2 * key_size + value_size
@@ -178,7 +181,7 @@ def selective_scan(
 
 
 def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
-    """Return lightning attention, whose kernel is PyTorch's in float32."""
+    """Return the sizes and costs of lightning attention, whose kernel runs in PyTorch, in float32."""
     inner = heads * head_dim
     weights = 5 * hidden * inner  # to q, k, v and the gate, and back
     within_chunks = heads * _CHUNK * FP32
@@ -203,7 +206,7 @@ def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
 
 
 def short_convolution(*, hidden: int, width: int, has_bias: bool) -> TokenMixer:
-    """Return a gated short convolution, as LFM2 has it."""
+    """Return the sizes and costs of a gated short convolution, as LFM2 has it."""
     weights = 4 * hidden * hidden
     return TokenMixer(
         kind="short convolution",

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What models of one `model_type` share.
+    """What all models of one `model_type` have in common.
 
     defaults: what transformers takes keys for that are left out.
     features: fields of `ModelFeatures` that do not depend on the config.json.

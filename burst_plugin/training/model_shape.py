@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def by_kind(self) -> tuple[ModelShape, ...]:
-        """Return the model as it would be with the layers of each kind alone."""
+        """Return, for each kind of layers, the model as if all its layers were of this kind."""
         return self.kinds or (self,)
 
     @property
     def attention_layers(self) -> int:
-        """Return how many layers attend."""
+        """Return the number of layers with attention."""
         return sum(kind.layers for kind in self.by_kind if kind.attends)
 
     @property
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Return how many weights a layer's projections have, to q, k, v, the gate of queries and back."""
+        """Return how many weights a layer's projections have: to queries, keys, values and gate, and back."""
         if not self.attends:
             return 0
         if self.latent is not None:
@@ -120,14 +120,14 @@ class ModelShape:
 
     @property
     def active_mlp_parameters(self) -> int:
-        """Return how many of `mlp_parameters` a token meets."""
+        """Return how many of `mlp_parameters` are used for one token."""
         if not self.experts:
             return self.mlp_parameters
         return self.hidden * (self.matrices * (self.active * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Return how many parameters one layer has, norms included; the largest, where they are not alike."""
+        """Return the number of parameters of one layer, norms included; of the largest if layers differ."""
         if self.kinds:
             return max(kind.layer_parameters for kind in self.kinds)
         norms = self.hidden * ((self.attends or self.mixer is not None) + bool(self.ffn))
@@ -137,7 +137,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Return how many parameters the embedding has, and the head as well."""
+        """Return the number of parameters of the embedding, which is also the number of the head's."""
         return self.vocab * self.hidden
 
     @property
@@ -155,7 +155,7 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Return how wide the MLP is for one token: experts that see it side by side."""
+        """Return the width of the MLP that one token passes: of all its experts together."""
         return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
 
 

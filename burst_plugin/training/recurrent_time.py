@@ -49,7 +49,7 @@ def _placed(topology: Topology, ulysses: int) -> _Placed:
 
 
 def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
-    """Return the messages of one pass of a layer on a tensor-parallel rank's heads, hop by hop."""
+    """Return the messages of one pass of a recurrent layer, hop by hop, for a tensor-parallel rank's heads."""
     if setting.context == 1:
         return []
     placed = _placed(setting.topology, setting.ulysses)
@@ -93,7 +93,7 @@ def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> lis
 
 
 def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) -> bool:
-    """Return whether ranks can share the heads of all mixers with heads, at least one; other mixers send states."""
+    """Return whether `context` ranks can share the heads of every mixer that has any; False if none has."""
     by_heads = [mixer for mixer in mixers if mixer.by_heads]
     heads = [[count // tensor for _, count, _ in mixer.tensors] for mixer in by_heads]
     return bool(by_heads) and context > 1 and all(can_share(context, each) for each in heads)

@@ -83,22 +83,22 @@ class Setting:
 
     @property
     def microbatches(self) -> int:
-        """Return how many micro-batches a pipeline, or a data-parallel rank, works through in a step."""
+        """Return the number of micro-batches that a data-parallel rank, or its pipeline, runs in a step."""
         return self.batch // (self.data * self.micro_batch)
 
     @property
     def tokens_at_once(self) -> int:
-        """Return how many tokens all ranks of a model work on at once: the tokens of a micro-batch."""
+        """Return the tokens of a micro-batch, on which all ranks of a model work at once."""
         return self.micro_batch * self.tokens
 
     @property
     def local_tokens(self) -> int:
-        """Return how many tokens of a sequence a rank's attention has; tensor-parallel ranks share them elsewhere."""
+        """Return the tokens of a sequence in one rank's attention; elsewhere tensor-parallel ranks share them."""
         return -(-self.tokens // self.context)
 
     @property
     def topology(self) -> Topology:
-        """Return the context-parallel ranks on their nodes."""
+        """Return the topology of the context-parallel ranks."""
         return Topology(self.context // self.inner, self.inner)
 
     @property
@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def kept_share(self) -> float:
-        """Return the largest share of a rank's tokens whose attention is kept; ranks differ: see `again_share`."""
+        """Return the largest share of its tokens whose attention any rank keeps; see `again_share` for the others."""
         if self.recompute != "full":
             return 1.0
         return max(self._kept_chunks(place) for place in range(self.ring_size)) / 2
@@ -181,7 +181,7 @@ def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
 
 
 def layout_in_words(setting: Setting) -> str:
-    """Return how a model and a sequence are cut."""
+    """Return text on how the model and the sequence are divided among GPUs."""
     cut = f"TP {setting.tensor} x CP {setting.context} x PP {setting.pipeline} x DP {setting.data}"
     nodes = setting.context // setting.inner
     if nodes > 1:

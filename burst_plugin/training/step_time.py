@@ -56,12 +56,12 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
 
 
 def tokens_per_second(setting: Setting, seconds: float) -> float:
-    """Return the tokens per second and GPU of steps that take so long."""
+    """Return the tokens per second and GPU if a step takes so many seconds."""
     return setting.batch * setting.tokens / seconds / setting.gpus
 
 
 def bound_by(seconds: dict[str, float]) -> str:
-    """Return the part of a step that takes the most time, and its share, as text."""
+    """Return text that names the part of a step with the most time, and its share."""
     groups = {
         "attention": ("attention",),
         "linear layers": ("linear", "head"),

@@ -18,12 +18,12 @@ _BACKWARD = 2.5  # times the operations of a forward pass of attention
 
 
 def busiest_units(media: Media, setting: Setting) -> int:
-    """Return how many units the rank encodes that has most of them, of one micro-batch; none is left out."""
+    """Return the number of units of a micro-batch on the rank that encodes the most."""
     return -(-media.units * setting.micro_batch // setting.context)
 
 
 def imbalance(media: Media, setting: Setting) -> float:
-    """Return the work of the busiest rank over the mean."""
+    """Return the tower's work on the busiest rank over the mean of all ranks; 1 is even."""
     return busiest_units(media, setting) * setting.context / (media.units * setting.micro_batch)
 
 
@@ -49,7 +49,7 @@ def saved_by_layer(media: Media, units: int) -> float:
 
 
 def kept_by_layers(media: Media, setting: Setting) -> float:
-    """Return the bytes that layers of the tower keep for their backward pass, and projectors behind single ones."""
+    """Return the bytes that the tower's layers, and projectors behind single layers, keep for the backward pass."""
     if media.frozen:
         return 0.0
     units, tower = busiest_units(media, setting), media.tower
@@ -59,13 +59,13 @@ def kept_by_layers(media: Media, setting: Setting) -> float:
 
 
 def kept_bytes(media: Media, setting: Setting) -> float:
-    """Return the bytes that the tower keeps while the language model is at work: of its layers and its projector."""
+    """Return the bytes that the tower's layers and projector keep while the language model runs."""
     of_projector = BF16 * busiest_units(media, setting) * media.rows * media.tower.row_kept[0]
     return kept_by_layers(media, setting) + (0.0 if media.frozen else of_projector)
 
 
 def at_work(media: Media, setting: Setting) -> dict[str, float]:
-    """Return the tensors of a layer of the tower in its backward pass, beside what layers keep; nothing if frozen."""
+    """Return the bytes of a tower layer's tensors in its backward pass, beside what layers keep; {} if frozen."""
     if media.frozen:
         return {}
     units, tower = busiest_units(media, setting), media.tower
@@ -80,7 +80,7 @@ def at_work(media: Media, setting: Setting) -> dict[str, float]:
 
 
 def flops(media: Media) -> tuple[float, float]:
-    """Return the operations of one unit forward: of products with weights, and of attention within the unit."""
+    """Return the forward FLOPs of one unit: (products with weights, attention within the unit)."""
     tower, patches = media.tower, media.patches
     tokens = patches + tower.others
     linear = tokens * tower.layers * tower.layer_weights + patches * tower.patch_weights

@@ -55,13 +55,13 @@ class Tower:
 
     @property
     def layer_weights(self) -> int:
-        """Return the weights of a layer that each patch meets."""
+        """Return the number of a layer's weights by which each patch is multiplied."""
         return 4 * self.hidden**2 + self.matrices * self.hidden * self.ffn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """The images of a sequence, all alike: units that a tower treats alone, each with so many rows of features.
+    """The images of a sequence, all alike: `units` that a tower encodes one by one, each as `rows` of features.
 
     frozen: the tower is not trained.
     """
@@ -73,17 +73,17 @@ class Media:
 
     @property
     def patches(self) -> int:
-        """Return the patches of a unit."""
+        """Return the number of patches in one unit."""
         return self.rows * self.tower.merged
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a sequence that features take the place of."""
+        """Return how many tokens of a sequence are replaced by features."""
         return self.units * self.rows
 
     @property
     def trained(self) -> int:
-        """Return how many parameters are trained."""
+        """Return the number of the tower's parameters that are trained."""
         return 0 if self.frozen else self.tower.parameters
 
 

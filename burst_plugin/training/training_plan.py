@@ -59,7 +59,7 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What is to be trained, on what, with what."""
+    """The task of a training plan: a model, the tokens of a sequence, a cluster, a framework's space, and a batch."""
 
     model: ModelShape
     tokens: int
@@ -78,24 +78,24 @@ class Candidate:
 
     @classmethod
     def of(cls, goal: Goal, setting: Setting) -> Candidate:
-        """Return a setting with its memory and seconds, whether or not it fits."""
+        """Return the candidate of a setting, with its memory and seconds, whether or not it fits."""
         return cls(
             setting, memory(goal.model, setting, goal.cluster), step_seconds(goal.model, setting, goal.cluster)
         )
 
     @property
     def step_s(self) -> float:
-        """Return the seconds per step."""
+        """Return the seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Return how many tokens a GPU trains per second."""
+        """Return how many tokens each GPU trains per second."""
         return tokens_per_second(self.setting, self.step_s)
 
 
 def settings(goal: Goal) -> Iterator[Setting]:
-    """Yield every setting of the space; whether it fits is another question."""
+    """Yield every setting that `goal` allows for its model and cluster, whether or not it fits in memory."""
     for setting in _layouts(goal):
         of_heads = ring_shapes(goal.model, setting).ulysses_degrees if goal.model.attends else [1]
         degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
@@ -186,7 +186,7 @@ def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
 
 
 def fits(needed: TrainingMemory, cluster: Cluster) -> bool:
-    """Return whether a GPU and a host of the cluster have so much memory."""
+    """Return whether a GPU and a host of the cluster have the memory that is needed."""
     return needed.gpu_bytes <= cluster.gpu_gib * GIB and needed.host_bytes <= cluster.host_gib * GIB
 
 
@@ -279,7 +279,7 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 
 
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
-    """Return, for each lever that a plan switches on, a sentence on the plan without that lever."""
+    """Return, for each lever that a plan uses, a sentence on how the plan would be without it."""
     by_lever = {}
     for name, off in LEVERS.items():
         if getattr(chosen.setting, name) == off:
