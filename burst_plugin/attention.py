@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Terms(TypedDict, total=False):
-    """The keywords of `burst_attention`, except the two that decide how many tensors it returns."""
+    """The keyword arguments of `burst_attention`, except the two that decide how many tensors it returns."""
 
     mask: Mask
     softmax_scale: float | None

@@ -60,7 +60,7 @@ def as_number(value: object) -> float | None:
 
 
 def whole_number(pattern: str, value: object, expected: str, least: int | None = 0) -> int:
-    """Return `value` as an int. Raise ValueError, which says what is `expected`, for others, or below `least`."""
+    """Return `value` as an int. Raise ValueError, which names what is `expected`, for others and below `least`."""
     found = as_whole(value)
     if found is None or (least is not None and found < least):
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")

@@ -206,7 +206,7 @@ class ContextParallel:
 
     @property
     def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the process groups that this ring has made so far, with the time-out that the given one had then."""
+        """Return the process groups made by this ring so far, each with the given group's time-out at its making."""
         return tuple(self.connections.communicators.created)
 
     def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:

@@ -51,7 +51,7 @@ class HeldTokens(NamedTuple):
         return self.layout.shard(whole, self.dim, (rank, len(self.lengths)), self.tokens)
 
     def summed_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of the sum of all ranks' `whole`, added in the order of ranks; collective."""
+        """Add up the ranks' tensors `whole`, in rank order; return this rank's tokens of the sum; collective."""
         if self.group is None:
             return self.part(whole, self.rank)
         parts = [self.part(whole, rank).movedim(self.dim, 0) for rank in range(len(self.lengths))]
@@ -64,7 +64,10 @@ class HeldTokens(NamedTuple):
 
 
 class WholeSequence(torch.autograd.Function):
-    """The whole sequence of all ranks' tokens; its gradient is this rank's part, of the sum over ranks if `sums`."""
+    """An autograd function that gathers the whole sequence from all ranks' tokens.
+
+    Its gradient is this rank's part of the whole gradient, summed over ranks if `sums`.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, held: HeldTokens, sums: bool) -> Tensor:
@@ -78,7 +81,7 @@ class WholeSequence(torch.autograd.Function):
 
 
 class Rows(NamedTuple):
-    """This rank's local rows that are exchanged with every rank, in rank order: `counts` of each."""
+    """The local rows that this rank exchanges with every rank, in rank order; `counts` says how many with each."""
 
     rows: Tensor  # int64, on the host
     counts: list[int]
@@ -92,7 +95,7 @@ class Shift(NamedTuple):
     group: dist.ProcessGroup | None
 
     def move(self, local: Tensor, *, back: bool = False) -> Tensor:
-        """Return rows, the first dimension of `local`, where they arrive, and zeros elsewhere; collective."""
+        """Return the rows that moved to this rank, where they arrive in a tensor like `local`, else 0; collective."""
         sent, put = (self.arriving, self.leaving) if back else (self.leaving, self.arriving)
         source = local.index_select(0, sent.rows.to(local.device))
         arrived = source.new_empty((len(put.rows), *source.shape[1:]))
@@ -106,7 +109,7 @@ class Shift(NamedTuple):
 
 
 class ShiftedRows(torch.autograd.Function):
-    """Rows of other ranks. The backward pass sends gradients where rows came from."""
+    """An autograd function that moves rows between ranks, and in the backward pass gradients back."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shift: Shift) -> Tensor:
@@ -158,7 +161,7 @@ def _by_rank(rows: Tensor, other: Tensor, ranks: int) -> Rows:
 
 
 def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, device: torch.device) -> Tensor:
-    """Return which tokens a shift by `by` places would give a value of another document or of padding, or none.
+    """Return which tokens would get, in a shift by `by` places, a value of another document or padding, or no value.
 
     bool [1 or B, S_local], of the rows of `mask`. Raises ValueError for a mask with a prefix tree.
     """

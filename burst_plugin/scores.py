@@ -63,7 +63,7 @@ class Scores:
         return self if self.scale is not None else replace(self, scale=1.0 / math.sqrt(qk_dim))
 
     def of_heads(self, heads: slice) -> Scores:
-        """Return the scores of some of the query heads."""
+        """Return the scores for some of the query heads, with the slopes of these heads only."""
         return self if self.alibi_slopes is None else replace(self, alibi_slopes=self.alibi_slopes[heads])
 
     @property

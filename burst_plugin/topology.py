@@ -65,7 +65,7 @@ class Topology:
 
     @property
     def levels(self) -> int:
-        """Return 2 if there are several nodes of several ranks, so that using both links apart pays, else 1."""
+        """Return 2 if there are several nodes with several ranks each, which have links of both kinds; else 1."""
         return 2 if self.nodes > 1 and self.ranks_per_node > 1 else 1
 
     def node(self, rank: int) -> int:
@@ -107,7 +107,7 @@ class Topology:
 
     @property
     def ulysses_degrees(self) -> list[int]:
-        """Return the sizes of Ulysses groups into which it can be divided, inside nodes or of whole nodes."""
+        """Return the sizes of Ulysses groups into which the ranks can be divided: within nodes, or of whole nodes."""
         inside = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         return [*inside, *(n * self.ranks_per_node for n in range(2, self.nodes + 1) if self.nodes % n == 0)]
 
@@ -158,7 +158,7 @@ class Topology:
 
 
 class Groups(NamedTuple):
-    """Ranks in groups of `size`; those at one place in all groups are a ring.
+    """The division of ranks into groups of `size`, and rings: the ranks at one place in all groups are a ring.
 
     apart: whether rings are of neighbours, and the ranks of a group as far apart as can be, or the other way round.
     option: by which the size was asked for.
@@ -177,7 +177,7 @@ class Groups(NamedTuple):
 
     @property
     def ring_size(self) -> int:
-        """Return the ranks of a ring, which is how many groups there are."""
+        """Return the number of ranks in a ring, which is the number of groups."""
         return self.topology.ranks // self.size
 
     def of(self, rank: int) -> tuple[int, int]:

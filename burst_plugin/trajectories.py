@@ -62,7 +62,7 @@ class Edges:
 
 
 class Folded(NamedTuple):
-    """Rollouts as one sequence: ids and position_ids [1, S], int64, the mask, and the edges."""
+    """Rollouts folded into one sequence: ids and position_ids [1, S], int64, its mask, and its edges."""
 
     ids: Tensor
     position_ids: Tensor

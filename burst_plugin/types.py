@@ -71,7 +71,7 @@ def row_count(rows: Iterable[tuple[int, int]]) -> int:
 
 
 def union(several: Iterable[Rows | None]) -> Rows | None:
-    """Return the rows that are in any of these; None is all rows."""
+    """Return the rows that any of several sets of rows has; None stands for all rows."""
     several = list(several)
     known = [rows for rows in several if rows is not None]
     return merged(chain.from_iterable(known)) if len(known) == len(several) else None

@@ -159,7 +159,7 @@ class VirtualRing:
         return out, lse
 
     def next_call(self) -> CallId:
-        """Return which call of this ring the next one is."""
+        """Begin the next call of this ring, and return its identity."""
         self._number += 1
         return CallId(self._number)
 
@@ -217,7 +217,7 @@ class VirtualRing:
 
 
 class VirtualRingAttention(torch.autograd.Function):
-    """The ring of all ranks of this process as one step of autograd: `RingAttention`, with the tensors of each rank.
+    """The autograd function of attention on a virtual ring: `RingAttention`, with the tensors of all ranks.
 
     Inputs, outputs and gradients are flat: all tensors of rank 0, then all of rank 1, and so on.
     """
@@ -259,6 +259,6 @@ class VirtualRingAttention(torch.autograd.Function):
 
 
 def by_rank(flat: Sequence[Any], ranks: int) -> list[tuple[Any, ...]]:
-    """Return the items of each rank, equally many for each."""
+    """Split a flat sequence into equally many items for each rank."""
     count = len(flat) // ranks
     return [tuple(flat[count * rank : count * (rank + 1)]) for rank in range(ranks)]
