@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 _INSTEAD = "leave loss_chunk out, for whole logits"
 _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods
@@ -151,6 +153,7 @@ class LazyLogits(Tensor):
 
     _compute: Callable[[], Tensor]
     _steps: int
+    _hooks: list[Callable[[Tensor], Any]]  # of others, such as DeepSpeed's engine, for the gradient of the values
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> LazyLogits:
@@ -159,7 +162,7 @@ class LazyLogits(Tensor):
         found: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
         )
-        found._compute, found._steps = compute, _optimizer_steps().made
+        found._compute, found._steps, found._hooks = compute, _optimizer_steps().made, []
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -167,8 +170,7 @@ class LazyLogits(Tensor):
 
     def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
         """Return lazy logits whose values are computed by `step`, which keeps the shape, from the values of these."""
-        compute = self._compute
-        return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(compute()))
+        return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(self.computed()))
 
     def computed(self) -> Tensor:
         """Return the values as an ordinary tensor."""
@@ -181,7 +183,18 @@ class LazyLogits(Tensor):
             )
         if made is None or (torch.is_grad_enabled() and not made[0] and not is_late):
             made = self._made = torch.is_grad_enabled(), self._compute()
+            for hook in self._hooks if made[1].requires_grad else ():
+                made[1].register_hook(hook)  # type: ignore[no-untyped-call]
         return made[1]
+
+    def _note_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook for the gradient of the values, whenever they are computed."""
+        self._hooks.append(hook)
+        made: tuple[bool, Tensor] | None = vars(self).get("_made")
+        if made is not None and made[1].requires_grad:
+            handle: RemovableHandle = made[1].register_hook(hook)  # type: ignore[no-untyped-call]
+            return handle
+        return RemovableHandle(OrderedDict())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,6 +202,8 @@ class LazyLogits(Tensor):
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            return args[0]._note_hook(args[1])
         if func is Tensor.detach and not torch.is_grad_enabled():  # as in autograd functions, such as hooks of ZeRO-3
             return args[0].then(_unchanged)
         if func in _LATER and len(args) == 1 and not kwargs:
