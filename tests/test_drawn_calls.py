@@ -36,7 +36,7 @@ def test_attention_is_exact_whatever_is_asked_for(selects: bool, monkeypatch: py
     monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
     outcomes: Counter[str] = Counter()
 
-    @settings(DRAWN, max_examples=SOAK or (60 if selects else FEW))
+    @settings(DRAWN, max_examples=SOAK or (100 if selects else FEW))
     @given(calls(selects))
     def check(case: Drawn) -> None:
         note(case.line)
