@@ -112,9 +112,9 @@ EXPERTS = replace(EXPERTS, config={**EXPERTS.config, **MAMBA})
 
 
 def test_losses_of_routers_weigh_valid_tokens_alike() -> None:
-    (expected,) = run_ranks(test_router_losses._gradients, 1, EXPERTS)
+    (expected,) = run_ranks(test_router_losses._gradients, 1, EXPERTS, test_router_losses.CASES)
     run = replace(EXPERTS, cp=4, strategy=Strategy(layout="contiguous"))
-    for found in run_ranks(test_router_losses._gradients, 4, run, timeout_s=120.0):
+    for found in run_ranks(test_router_losses._gradients, 4, run, test_router_losses.CASES, timeout_s=120.0):
         assert found.keys() == expected.keys()
         for kind, grads in found.items():
             assert test_router_losses._error(grads, expected[kind]) < 1e-5, kind
