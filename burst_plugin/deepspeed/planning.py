@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK
-from burst_plugin.huggingface.auto_memory import layer_code
 from burst_plugin.training.memory import BUCKET
 from burst_plugin.training.model_shape import ModelShape
-from burst_plugin.training.setting import Setting, strategy_options
+from burst_plugin.training.setting import Code, Setting, strategy_options
 from burst_plugin.training.training_plan import Space
 
 _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
@@ -20,7 +19,7 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 def space(fused_norms: bool) -> Space:
     """Return DeepSpeed's `Space` with models of transformers; without Liger their norms are single operations."""
     return Space(
-        code=layer_code(fused_norms),
+        code=Code.of_modules(fused_norms),
         zeros=(1, 3),
         tensor=False,
         pipeline=False,

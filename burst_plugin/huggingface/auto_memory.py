@@ -21,13 +21,12 @@ from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO
 from burst_plugin.training.memory import GIB
 from burst_plugin.training.memory_choice import (
+    SHARES,
     NextStep,
-    kept_options,
-    kept_options_of_unknown,
     loss_chunk,
     mlp_chunk,
-    options_at,
-    rank_of,
+    share_of_unknown,
+    share_that_fits,
 )
 from burst_plugin.training.model_shape import shape_of
 from burst_plugin.training.setting import Code, Setting
@@ -55,17 +54,6 @@ _LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a model: the t
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
     """Note how gradients and optimizer's states of a model on a ring are held, which memory options depend on."""
     _STATES[cp] = states
-
-
-def layer_code(fused_norms: bool) -> Code:
-    """Return what the layers of transformers keep; without Liger their norms are single operations."""
-    return Code(
-        plain_norms=not fused_norms,
-        mlp_kept=4,
-        logit_bytes=12,
-        sums_weights=True,
-        plain_mixers=True,  # for which Liger has no kernels
-    )
 
 
 def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> None:
@@ -101,10 +89,10 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     step = _step(model, shard, tokens)
     is_open = was_chosen or not (before.kept_share or before.offload)
     if is_open and recomputes(model) and attention_can_be_kept():
-        found = rank_of(_options(model, step, tokens))
+        place = SHARES.index(_share(model, step, tokens))
         if was_chosen:  # for shorter batches, or another model
-            found = max(found, rank_of({"keep_attention": before.keep_attention}))
-        cp.choose(**options_at(_most(cp, found)))
+            place = max(place, SHARES.index(before.keep_attention))
+        cp.choose(keep_attention=SHARES[_most(cp, place)])
     if is_first or cp.strategy != before:
         _say(cp, model, step, tokens)
 
@@ -122,12 +110,12 @@ def recomputes(model: Any) -> bool:
     return bool(model.is_gradient_checkpointing if found is None else found)
 
 
-def _options(model: Any, step: NextStep | None, tokens: int) -> dict[str, Any]:
+def _share(model: Any, step: NextStep | None, tokens: int) -> str | float:
     if step is not None:
-        return kept_options(step)
+        return share_that_fits(step)
     config = model.config.get_text_config()
     layers, hidden = (getattr(config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
-    return kept_options_of_unknown(tokens * layers * hidden * model.dtype.itemsize, _free_bytes(model.device))
+    return share_of_unknown(tokens * layers * hidden * model.dtype.itemsize, _free_bytes(model.device))
 
 
 def _most(cp: ContextParallel, rank: int) -> int:
@@ -152,7 +140,7 @@ def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     setting = Setting(
         tokens=shard.tokens.length,
-        code=layer_code(fused_norms=False),
+        code=Code.of_modules(fused_norms=False),
         context=cp.ranks,
         inner=cp.topology.ranks_per_node,
         data=max(1, world // cp.ranks),

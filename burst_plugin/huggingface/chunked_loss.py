@@ -31,7 +31,7 @@ from burst_plugin.frameworks.wrapping import hooks_of_others
 from burst_plugin.huggingface.auto_memory import tokens_of
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
-_READ = "_burst_plugin_logits_read"  # of a model whose logits were read with a gradient
+_READ = "_burst_plugin_logits_read"  # of a model whose logits something has read
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
 _LOSS = "ForCausalLM"
 _INSTEAD = "leave loss_chunk out, for whole logits"
@@ -66,12 +66,12 @@ def _needs_no_chunks(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _can_be_read(model: PreTrainedModel) -> bool:
-    """Return whether a head computes logits outside of the model's forward: FSDP has its weight there, or a unit."""
+    """Return whether the head can be called after the model's forward: FSDP lets go of weights outside its units."""
     sharded = any(isinstance(each, DTensor) or hasattr(each, "_fsdp_flattened") for each in model.parameters())
-    return not sharded or is_unit(model.get_output_embeddings())
+    return not sharded or _is_unit(model.get_output_embeddings())
 
 
-def is_unit(module: Any) -> bool:
+def _is_unit(module: Any) -> bool:
     """Return whether FSDP gathers the weights of a module by itself, whenever it is called."""
     return isinstance(module, FSDPModule | FullyShardedDataParallel)
 
@@ -129,7 +129,7 @@ def restore_head(model: PreTrainedModel) -> None:
 
 
 class ChunkedLoss:
-    """The loss function of one forward, which has taken the head of the model. loss: the loss that it returned.
+    """The loss function of one forward, which has taken the `head` of the model. loss: the loss that it returned.
 
     needed: whether it is an error if a model does not compute its loss by it; else it may take whole logits.
     """
@@ -142,14 +142,14 @@ class ChunkedLoss:
         self._vocabulary = 0  # once the head has computed logits
         self._model = model
         _check_own_loss(model, chunk)
-        self._head = model.get_output_embeddings()
-        owners = [] if self._head is None else [*_owners(model, self._head)]
+        self.head = model.get_output_embeddings()
+        owners = [] if self.head is None else [*_owners(model, self.head)]
         if not owners:
             raise ValueError(
                 f"loss_chunk={chunk} is not supported with {type(model).__name__}, which has no head that "
                 f"get_output_embeddings() returns; {_INSTEAD}"
             )
-        hooks = hooks_of_others(self._head, _GATHERING)
+        hooks = hooks_of_others(self.head, _GATHERING)
         if hooks:
             raise ValueError(
                 f"loss_chunk={chunk} is not supported with {type(model).__name__}: its head has hooks, which would "
@@ -161,18 +161,13 @@ class ChunkedLoss:
             owner._modules[name] = stand_in
         model._loss_function = self
 
-    @property
-    def head(self) -> Any:
-        """Return the head of the model."""
-        return self._head
-
     def readable(self, logits: Any) -> Any:
         """Return logits as a tensor that is computed when it is read; return other values as they are."""
         if not isinstance(logits, DeferredLogits):
             return logits
         if logits.made is not None or not self._vocabulary:
-            return logits.after(self._head)(logits.hidden) if logits.made is None else logits.made
-        whole = partial(self._whole, logits.after(self._head), logits.hidden)
+            return logits.after(self.head)(logits.hidden) if logits.made is None else logits.made
+        whole = partial(self._whole, logits.after(self.head), logits.hidden)
         shape = torch.Size([*logits.hidden.shape[:-1], self._vocabulary])
         return LazyLogits.of(shape, self._dtype, logits.device, whole)
 
@@ -191,12 +186,12 @@ class ChunkedLoss:
 
     def _is_shared(self) -> bool:
         """Return whether ranks have a share of the head's weight each, which they gather together."""
-        return any(hasattr(each, "ds_id") for each in self._head.parameters()) or is_unit(self._head)
+        return any(hasattr(each, "ds_id") for each in self.head.parameters()) or _is_unit(self.head)
 
     def restore(self) -> None:
         """Put the head and the model's own loss function back."""
         for owner, name in self._owners:
-            owner._modules[name] = self._head
+            owner._modules[name] = self.head
         del self._model._loss_function
         if self._own_loss is not None:
             self._model._loss_function = self._own_loss
@@ -229,7 +224,7 @@ class ChunkedLoss:
         self, logits: DeferredLogits, labels: Tensor, ignore_index: int, count: Tensor | float = 1
     ) -> Tensor:
         """Call the head, which computes the loss of all tokens in place of their logits."""
-        head: Any = self._head
+        head: Any = self.head
         own = head.__dict__.get("forward")
         project = head.forward
         if own is None and type(head).forward is torch.nn.Linear.forward:

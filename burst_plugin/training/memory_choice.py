@@ -1,8 +1,8 @@
 """What `memory="auto"` chooses: sizes of chunks, and how much of attention is kept while layers are computed again.
 
     step = NextStep(model=shape, setting=setting, cluster=cluster, free=free_bytes)
-    kept_options(step)                                 # {"keep_attention": "all"}
-    step.needed(**kept_options(step))                  # bytes
+    share_that_fits(step)                              # "all", 0.5 or "none"
+    step.needed(share_that_fits(step))                 # bytes
 
 Chunks are large enough for the full speed of a matrix product. Attention is kept as far as the planner's model of the
 run leaves room for it. Nothing moves to the host by itself: hosts have room, or not, whatever a plan says.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy.validation import kept_share
@@ -23,13 +22,10 @@ from burst_plugin.training.setting import Setting
 _LEAST_ROWS, _MOST_ROWS = 512, 4096  # of a chunk
 _BYTES_PER_LOGIT = 8  # of a chunk, with its gradient
 _SHARE_OF_LOGITS = 1 / 64  # of a GPU's memory, for the logits of a chunk
-_STATES = ("weights", "gradients", "optimizer")  # of a plan, which knows neither frozen weights nor the moment
+STATES = ("weights", "gradients", "optimizer")  # of a plan, which knows neither frozen weights nor the moment
 _SURE_SHARE = 0.1  # of the free memory, that is there for attention whatever else a step needs
-_IN_ORDER: tuple[dict[str, Any], ...] = (
-    {"keep_attention": "all"},
-    {"keep_attention": 0.5},
-    {"keep_attention": "none"},
-)
+SHARES: tuple[str | float, ...] = ("all", 0.5, "none")
+"""Values of `keep_attention` to choose among, the fastest first."""
 
 
 def loss_chunk(vocabulary: int, gpu_bytes: float | None) -> int:
@@ -64,24 +60,14 @@ class NextStep:
         """Return the bytes that a step needs beyond what is allocated now, with this value of `keep_attention`."""
         setting = replace(self.setting, keep=kept_share(keep_attention))
         parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
-        return self.states + sum(nbytes for part, nbytes in parts.items() if part not in _STATES)
+        return self.states + sum(nbytes for part, nbytes in parts.items() if part not in STATES)
 
 
-def kept_options(step: NextStep) -> dict[str, Any]:
-    """Return the fastest options with which a step fits in memory; if none does, the ones that need the least."""
-    return dict(next((options for options in _IN_ORDER if step.needed(**options) <= step.free), _IN_ORDER[-1]))
+def share_that_fits(step: NextStep) -> str | float:
+    """Return the fastest value of `keep_attention` with which a step fits in memory; "none" if no value does."""
+    return next((share for share in SHARES if step.needed(share) <= step.free), SHARES[-1])
 
 
-def kept_options_of_unknown(kept_bytes: float, free: float) -> dict[str, Any]:
-    """Return the options for a model that the planner does not know, whose attention takes `kept_bytes`."""
-    return {"keep_attention": "all" if kept_bytes <= _SURE_SHARE * free else "none"}
-
-
-def rank_of(options: Mapping[str, Any]) -> int:
-    """Return the place of options in the order of their cost, for ranks to agree on the dearest; see `options_at`."""
-    return _IN_ORDER.index({**options})
-
-
-def options_at(rank: int) -> dict[str, Any]:
-    """Return the options at a place in the order of their cost; see `rank_of`."""
-    return dict(_IN_ORDER[rank])
+def share_of_unknown(kept_bytes: float, free: float) -> str | float:
+    """Return the value of `keep_attention` for a model of no known plan, whose attention takes `kept_bytes`."""
+    return SHARES[0] if kept_bytes <= _SURE_SHARE * free else SHARES[-1]

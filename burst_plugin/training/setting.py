@@ -36,6 +36,14 @@ class Code:
     waiting: int = 4
     workspace: int = 4
 
+    @classmethod
+    def of_modules(cls, fused_norms: bool) -> Code:
+        """Return what layers written as PyTorch modules keep. Norms of mixers are single operations in any case.
+
+        fused_norms: whether all other norms are one kernel each.
+        """
+        return cls(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True, plain_mixers=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

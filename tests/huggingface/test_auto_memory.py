@@ -28,22 +28,13 @@ pytestmark = pytest.mark.huggingface
 BATCH = draw(1, rows=2, length=32)[0]
 ROWS = 8  # of a chunk, of 32 tokens on each of two ranks
 OPTIONS = ("loss_chunk", "mlp_chunk", "keep_attention")
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-}
 NAMES = ("llama", "gemma2", "mixtral")
 
 
 def _model(name: str) -> Any:
     if name == "mixtral":  # with experts, which do not come in chunks
-        config = transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+        shape = llama().to_diff_dict()
+        config = transformers.MixtralConfig(**{**shape, "num_local_experts": 4, "num_experts_per_tok": 2})
         return build(Run(model=config))
     return build(Run(model=deepcopy(llama() if name == "llama" else families()[name])))
 

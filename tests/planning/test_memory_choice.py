@@ -10,11 +10,11 @@ import pytest
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import Strategy
 from burst_plugin.training.memory import GIB
-from burst_plugin.training.memory_choice import NextStep, kept_options, loss_chunk, mlp_chunk, options_at, rank_of
+from burst_plugin.training.memory_choice import NextStep, loss_chunk, mlp_chunk, share_that_fits
 from burst_plugin.training.model_shape import MODELS
 from burst_plugin.training.setting import Code, Setting
 
-CODE = Code(plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True)
+CODE = Code.of_modules(fused_norms=False)
 
 
 def step(tokens: int, free_gib: float, gpu_gib: float = 80.0) -> NextStep:
@@ -44,18 +44,12 @@ def test_attention_is_kept_as_far_as_there_is_room() -> None:
     needs = [step(2**20, 80).needed(share) for share in ("none", 0.5, "all")]
     kept = needs[2] - needs[0]
     assert kept == pytest.approx(32 * 2**17 * 32 * (128 * 2 + 4), rel=0.01), "out and lse of 32 layers"
-    chosen = [kept_options(step(2**20, need / GIB + 0.1)) for need in needs]
-    assert chosen == [{"keep_attention": share} for share in ("none", 0.5, "all")]
+    chosen = [share_that_fits(step(2**20, need / GIB + 0.1)) for need in needs]
+    assert chosen == ["none", 0.5, "all"]
 
 
 def test_nothing_moves_to_the_host_by_itself() -> None:
-    assert kept_options(step(2**20, 1)) == {"keep_attention": "none"}
-
-
-def test_ranks_agree_on_the_one_with_least_room() -> None:
-    orders = [options_at(rank) for rank in range(3)]
-    assert [rank_of(options) for options in orders] == [0, 1, 2]
-    assert [options["keep_attention"] for options in orders] == ["all", 0.5, "none"]
+    assert share_that_fits(step(2**20, 1)) == "none"
 
 
 NOTHING_SET = Strategy()

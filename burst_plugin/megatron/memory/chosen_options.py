@@ -19,7 +19,7 @@ from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.training.memory import GIB, memory
-from burst_plugin.training.memory_choice import NextStep, kept_options, loss_chunk
+from burst_plugin.training.memory_choice import STATES, NextStep, loss_chunk, share_that_fits
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
 
@@ -65,7 +65,7 @@ def _chosen(strategy: Strategy, values: tuple[tuple[str, Any], ...], gpu_bytes: 
         if gpu_bytes is None:
             options["keep_attention"] = "all"
         elif step is not None:
-            options |= kept_options(step)
+            options["keep_attention"] = share_that_fits(step)
     return replace(strategy, **options)
 
 
@@ -111,8 +111,8 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
         offload_optimizer=bool(sizes["optimizer_cpu_offload"]),
     )
     cluster = Cluster(gpu_gib=gpu_bytes / GIB)
-    states = memory(model, setting, cluster).gpu
-    missing = sum(states[name] for name in ("weights", "gradients", "optimizer"))
+    parts = memory(model, setting, cluster).gpu
+    missing = sum(parts[name] for name in STATES)
     return NextStep(model=model, setting=setting, cluster=cluster, free=gpu_bytes, states=missing)
 
 
