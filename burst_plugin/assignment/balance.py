@@ -37,7 +37,7 @@ _MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
 _VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 _SENT_INTER = 2000  # at 50 GB/s
 _SENT_INTRA = 250  # at 400 GB/s
-_BARE = 0.2  # of computing or sending, whichever is shorter, is not hidden behind the other
+_BARE = 0.5  # of computing or sending, whichever is shorter, is not hidden behind the other
 
 
 def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[int]:
@@ -178,9 +178,11 @@ class _ByDocument:
         return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
-        """Yield documents assigned to nodes and ranks."""
+        """Yield documents assigned to nodes and ranks: with few cuts, and with all NICs sending what nodes share."""
         ring = self.table.ring_topology
-        yield iter((assign_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
+        degree = self.table.cp_ranks // ring.ranks
+        for spread in (False, True)[: 1 + (min(ring.nodes, ring.ranks_per_node) > 1)]:
+            yield iter((assign_documents(self.documents, self.length, ring, degree, spread),))
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:

@@ -9,7 +9,8 @@ of its query and of its key added up:
 
 The longest documents have the most work per token, so a rank takes some from either end of the line of all documents
 in order of their lengths: so many that its work is even, too. Nodes may also take whole documents from the beginning,
-and the rest from anywhere in the line, where that cuts shorter documents.
+and the rest from anywhere in the line, where that cuts shorter documents. Of a document that nodes share, each rank
+of these nodes may take a part, so that all NICs send it.
 
 Where a document is cut, ranks get the rest of it from the outside in: tokens of its beginning and as many of its
 end, which is even work for queries and for keys. Short ones are just cut in two.
@@ -21,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
 from burst_plugin.sequence.layout import Tokens
@@ -52,7 +54,7 @@ class _DocumentShare(NamedTuple):
 
 
 def assign_documents(
-    documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1
+    documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1, spread: bool = False
 ) -> Tokens:
     """Return an assignment of tokens that gives all ranks equally many tokens and about equal work.
 
@@ -61,6 +63,8 @@ def assign_documents(
             documents have no work.
         length: the tokens of the sequence.
         topology: the topology of the ring, whose ranks are groups of `degree` ranks; a group works on all its tokens.
+        spread: whether the long documents that are cut between nodes are shared by all ranks of their nodes, so that
+            all NICs send them; otherwise by as few ranks as possible.
     """
     ranks = topology.ranks * degree
     bounds = [rank * length // ranks for rank in range(ranks + 1)]
@@ -71,11 +75,27 @@ def assign_documents(
     line = _in_order(documents, length, topology.ranks)
     for node, pieces in enumerate(_deal(line, list(map(sum, by_node)), _NODE_SLACK, anywhere=True)):
         of_node = dict(pieces)
-        for number, held in enumerate(_deal(pieces, by_node[node], _RANK_SLACK)):
+        shared = [piece for piece in pieces if spread and piece[0].folds and piece[1] < piece[0].length]
+        of_all, left = _shared_by_all(shared, by_node[node])
+        by_rank = _deal([piece for piece in pieces if piece not in shared], left, _RANK_SLACK)
+        for number, held in enumerate(map(add, of_all, by_rank)):
             for document, tokens in held:
                 shares[document].append(_DocumentShare(of_node[document], node, tokens, node * per_node + number))
     chunks = sorted(chunk for document, shared in shares.items() for chunk in _placed(document, shared))
     return _tokens(chunks, bounds, degree)
+
+
+def _shared_by_all(pieces: Sequence[_Piece], rooms: Sequence[int]) -> tuple[list[list[_Piece]], list[int]]:
+    """Return each rank's part of every piece, in proportion to the ranks' rooms, and the room that is left."""
+    held, left = [list[_Piece]() for _ in rooms], list(rooms)
+    for document, tokens in pieces:
+        whole = sum(left)
+        bounds = [tokens * before // whole for before in accumulate(left, initial=0)]
+        for rank, (start, stop) in enumerate(pairwise(bounds)):
+            left[rank] -= stop - start
+            if stop > start:
+                held[rank].append((document, stop - start))
+    return held, left
 
 
 def _in_order(documents: Sequence[tuple[int, int]], length: int, ranks: int) -> list[_Piece]:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from burst_plugin.ring.systems.rank_groups import GroupBlock, group_block
+from burst_plugin.schedule.direct import sent_early
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.schedule.steps import RankSchedule, Required
@@ -278,7 +279,7 @@ class RouteTable:
         else:
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
-                SCHEDULES[name](self._ring_topology, reduces, required).in_parts(parts)
+                sent_early(SCHEDULES[name](self._ring_topology, reduces, required).in_parts(parts), lengths)
                 if name in SPARSE
                 else self.dense(reduces, parts).pruned(required)
                 for name in names

@@ -11,14 +11,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.schedule.steps import Required, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.types import Rows, union
+from burst_plugin.types import Rows, row_count, union
 
 
 def direct(
@@ -58,6 +59,27 @@ def direct(
         by_link=over_counterparts,
         phases=tuple(range(steps.count)),
     ).with_tail(Link.INTER)
+
+
+def sent_early(schedule: Schedule, lengths: Sequence[int]) -> Schedule:
+    """Return the schedule with operands posted at its first step and partial results awaited at its last, if few.
+
+    Then no rank waits for one that is behind. Memory allows it where no rank sends or receives more rows than the two
+    blocks of `lengths` that a ring of whole blocks has in flight.
+    """
+    moved: Counter[tuple[str, int]] = Counter()
+    for t in schedule.gather:
+        rows = lengths[schedule.owner(t.block)] if t.rows is None else row_count(t.rows)
+        moved["out", t.src] += rows
+        moved["in", t.dst] += rows
+    if max(moved.values(), default=0) > 2 * max(lengths):
+        return schedule
+    last = max((t.due for t in schedule.reduce), default=0)
+    return replace(
+        schedule,
+        gather=tuple(t._replace(issue=0) if t.src == schedule.owner(t.block) else t for t in schedule.gather),
+        reduce=tuple(t._replace(due=last) if t.dst == schedule.owner(t.block) else t for t in schedule.reduce),
+    )
 
 
 def _visitors_by_node(topology: Topology, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[int]]:

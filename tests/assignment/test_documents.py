@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from burst_plugin import Tokens, Topology
+from burst_plugin.assignment.document_costs import DocumentCosts
 from burst_plugin.assignment.documents import assign_documents
 from burst_plugin.sequence.layout import in_chunks, positions, token_count
 
@@ -27,14 +28,18 @@ def test_it_deals_as_its_page_draws() -> None:
     assert [sum(pairs[at] for at in held) for held in held_by(tokens, 2)] == [54, 50]
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("nodes", "per_node", "degree"), [(1, 4, 1), (2, 3, 1), (4, 1, 1), (3, 2, 2), (1, 1, 4)])
-def test_every_token_is_held_and_ranks_hold_equally_many(seed: int, nodes: int, per_node: int, degree: int) -> None:
+def test_every_token_is_held_and_ranks_hold_equally_many(
+    seed: int, nodes: int, per_node: int, degree: int, spread: bool
+) -> None:
     """Documents with gaps between them, down to a few tokens in all, and ranks without any."""
     drawn, topology, ranks = random.Random(seed), Topology(nodes, per_node), nodes * per_node * degree
     bounds = list(accumulate(drawn.choice((0, 1, 3, 20, 200)) for _ in range(2 * drawn.randrange(1, 9))))
     length = bounds[-1] + drawn.randrange(1, 30)
-    tokens = assign_documents(list(zip(bounds[::2], bounds[1::2], strict=True)), length, topology, degree)
+    documents = list(zip(bounds[::2], bounds[1::2], strict=True))
+    tokens = assign_documents(documents, length, topology, degree, spread)
     held = held_by(tokens, ranks)
     assert sorted(at for places in held for at in places) == list(range(length))
     assert [len(places) for places in held] == [
@@ -67,6 +72,22 @@ def test_a_short_document_is_cut_in_two_and_the_smaller_part_comes_first() -> No
     """Of 3960, 100 and 3940 tokens: so 40 keys cross."""
     tokens = assign_documents([(0, 3960), (3960, 4060), (4060, 8000)], 8000, Topology(2, 1))
     assert (tokens.holders, tokens.bounds) == ((1, 0), (0, 4000, 8000))
+
+
+def test_a_document_of_two_nodes_may_be_sent_by_all_their_ranks() -> None:
+    """Of three of 4000 tokens two nodes of two ranks share one; work stays even."""
+    documents, topology = list(pairwise((0, 4000, 8000, 12000))), Topology(2, 2)
+    most, holders = [], []
+    for spread in (False, True):
+        tokens = assign_documents(documents, 12000, topology, spread=spread)
+        runs = in_chunks(tokens.holders or (), tokens.bounds)
+        costs = DocumentCosts(topology, [runs.runs(rank, 4, tokens) for rank in range(4)], documents)
+        assert costs.work().max() < 1.05 * costs.work().double().mean()
+        most.append(costs.most_rows_moved()[0])
+        of_documents = [{at // 4000 for at in held} for held in held_by(tokens, 4)]
+        holders.append(max(sum(number in each for each in of_documents) for number in range(3)))
+    assert (holders[0] < 4, holders[1]) == (True, 4)
+    assert most[1] < 0.6 * most[0]
 
 
 def test_runs_are_few() -> None:

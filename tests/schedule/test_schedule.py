@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from burst_plugin import Link, Schedule, ScheduleError, Topology, Traffic, Transfer, direct, flat_ring, two_level_ring
+from burst_plugin.schedule.direct import sent_early
 from burst_plugin.schedule.rings import SCHEDULES
 
 TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 4), (5, 3), (16, 8), (64, 8)]
@@ -181,6 +182,24 @@ def test_direct_crosses_behind_the_work_on_another_node() -> None:
     first = [t for t in schedule.gather if t.link is Link.INTER and t.due == 1]
     assert len(first) == 8, "only what comes first has nothing but a part of the home node's work to hide behind"
     assert sorted({(t.issue, t.due) for t in schedule.reduce if t.link is Link.INTER}) == [(4, 6), (6, 8), (8, 9)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 4), Topology(3, 2)])
+def test_few_rows_are_sent_at_once_and_awaited_at_last(topology: Topology, parts: int) -> None:
+    """Every rank requires 10 rows of every block; what counterparts send on follows when they have it."""
+    required = [dict.fromkeys(range(topology.ranks), ((0, 10),)) for _ in range(topology.ranks)]
+    schedule = direct(topology, required=required).in_parts(parts)
+    most = max(schedule.most_rows_moved([100] * topology.ranks))
+    early = sent_early(schedule, [100] * topology.ranks).validate(required)
+    last = max(t.due for t in schedule.reduce)
+    for t in early.gather:
+        assert (t.issue == 0) or t.src != early.owner(t.block)
+    for t in early.reduce:
+        assert t.due == last or t.dst != early.owner(t.block)
+    assert early != schedule
+    assert early.hops(0) == schedule.hops(0)
+    assert sent_early(schedule, [most // 4] * topology.ranks) is schedule, "more than two blocks"
 
 
 def test_there_is_no_tail_inside_one_node_or_where_nothing_is_reduced() -> None:
