@@ -33,6 +33,7 @@ from burst_plugin.deepspeed.arguments import (
     strategy_for,
 )
 from burst_plugin.deepspeed.config import BLOCK, Block, warn_of_near_misses
+from burst_plugin.deepspeed.cpu import leave_out_shared_memory
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
 from burst_plugin.deepspeed.loaders import ShardedLoader
@@ -150,6 +151,8 @@ def install_adapter() -> Adapter:
         from burst_plugin import huggingface
 
         adapter.report.append(huggingface.register())
+    if get_accelerator().device_name() == "cpu":
+        adapter.report.append(leave_out_shared_memory())
     warn_if_untested("deepspeed", _TESTED)
     return adapter
 
