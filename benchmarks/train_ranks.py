@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.memory import PeakMemory, keep_freed_memory
 from benchmarks.report.files import ROOT, cpus
-from burst_plugin import ContextParallel, burst_attention
+from burst_plugin import ContextParallel, Strategy, burst_attention
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
@@ -166,10 +166,12 @@ def _seen(parameters: int, context: Any) -> Seen:
     return Seen(parameters, context.describe()["kernel"], sent)
 
 
-def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
+def train_megatron(job: Job, step_ended: Callable[[], None], memory: str | None = None) -> Seen:
     """Train the quickstart's model by its step; without context parallelism attention is the same kernel on one rank.
 
     Megatron's own writes out every score, which would not compare.
+
+    memory: `--burst-memory` beside Megatron's own full recomputation; None for a run without either.
     """
     if job.device == "cpu":
         from burst_plugin.megatron import cpu
@@ -183,7 +185,10 @@ def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
     texts = dict.fromkeys(("data", "out", "pattern"), "")
     rest = {"learning_rate": 1e-4, "seed": 1, "backward": "auto", "reference": False, **texts}
     settings = Settings(seq_length=job.seq, **sizes, **rest)
-    ring = example.use_burst(settings) if job.context_parallel_size > 1 else None
+    if memory is not None:
+        ring = _recomputed(example, job, memory)
+    else:
+        ring = example.use_burst(settings) if job.context_parallel_size > 1 else None
     model = example.build_model(settings, "reference" if ring is None else "burst")
     alone = _OneRank()
     if ring is None:
@@ -195,10 +200,42 @@ def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
     options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=bf16, params_dtype=dtype)
     optimizer = get_megatron_optimizer(options, [model])
     batches = _batches(job.seq)
+    losses = []
     for _ in range(WARM_UP + job.steps):
-        example.train_step(settings, model, optimizer, batches, job.microbatches)
+        losses.append(example.train_step(settings, model, optimizer, batches, job.microbatches)[0])
         step_ended()
-    return _seen(_parameters(model), alone.context if ring is None else ring.contexts()[0])
+    seen = _seen(_parameters(model), alone.context if ring is None else ring.contexts()[0])
+    return seen._replace(losses=tuple(losses))
+
+
+def _recomputed(example: Any, job: Job, memory: str) -> Any:
+    """Have the quickstart's layers recomputed as a whole, with a larger vocabulary, and install with this memory."""
+    import burst_plugin.megatron
+    from burst_plugin.megatron.memory.chosen_options import with_chosen
+
+    config = example.transformer_config
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    example.transformer_config = lambda *args: replace(config(*args), **recompute)
+    example.ByteTokenizer.vocab_size = job.vocabulary
+    arguments = argparse.Namespace(  # that Megatron would have parsed
+        **recompute,
+        num_layers=job.layers,
+        hidden_size=job.hidden,
+        ffn_hidden_size=-(-job.hidden * 8 // 3 // 16) * 16,
+        num_attention_heads=job.heads,
+        num_query_groups=job.kv_heads,
+        kv_channels=job.hidden // job.heads,
+        padded_vocab_size=job.vocabulary,
+        seq_length=job.seq,
+        micro_batch_size=1,
+        tensor_model_parallel_size=1,
+        context_parallel_size=job.context_parallel_size,
+        pipeline_model_parallel_size=1,
+        world_size=job.ranks,
+        swiglu=True,
+    )
+    strategy = Strategy(memory=memory, ranks_per_node=job.ranks // job.nodes)  # type: ignore[arg-type]
+    return burst_plugin.megatron.install(with_chosen(strategy, arguments))
 
 
 class _OneRank(nn.Module):
@@ -306,5 +343,17 @@ BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (
     for offload in (False, True)
 )
 BURST_DEFAULT = replace(BURST, name="burst-default", train=partial(train_deepspeed, offload=False, default=True))
-SAVING_MEMORY = (BURST_DEFAULT, BURST, ALST, BURST_OFFLOAD, ALST_OFFLOAD)  # for one long sequence on all ranks alone
+MEGATRON_DEFAULT, MEGATRON_RECOMPUTED = (
+    replace(MEGATRON, name=f"Megatron-{name}", train=partial(train_megatron, memory=memory))
+    for name, memory in (("default", "auto"), ("recomputed", "off"))
+)
+SAVING_MEMORY = (
+    BURST_DEFAULT,
+    BURST,
+    ALST,
+    BURST_OFFLOAD,
+    ALST_OFFLOAD,
+    MEGATRON_DEFAULT,
+    MEGATRON_RECOMPUTED,
+)  # for one long sequence on all ranks alone
 EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *SAVING_MEMORY)
