@@ -199,7 +199,7 @@ def train_megatron(job: Job, step_ended: Callable[[], None], memory: str | None 
     dtype = torch.bfloat16 if bf16 else torch.float32
     options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=bf16, params_dtype=dtype)
     optimizer = get_megatron_optimizer(options, [model])
-    batches = _batches(job.seq)
+    batches = _batches(job.seq, 256 if memory is None else job.vocabulary)
     losses = []
     for _ in range(WARM_UP + job.steps):
         losses.append(example.train_step(settings, model, optimizer, batches, job.microbatches)[0])
@@ -251,11 +251,11 @@ class _OneRank(nn.Module):
         return out.transpose(0, 1).flatten(2)
 
 
-def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
+def _batches(seq: int, vocabulary: int) -> Iterator[dict[str, Tensor]]:
     """Yield batches of one sequence as Megatron's GPT dataset gives them, of tokens drawn at random."""
     generator = torch.Generator().manual_seed(1)
     while True:
-        tokens = torch.randint(256, (1, seq + 1), generator=generator)
+        tokens = torch.randint(vocabulary, (1, seq + 1), generator=generator)
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(1, seq)}
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
