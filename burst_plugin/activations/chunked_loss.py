@@ -4,11 +4,12 @@
     losses = linear_cross_entropy(hidden, head, labels)  # [T], float32
     log_probs, entropy = token_log_probs(hidden, head, tokens)
 
-For a loss of every token the forward pass keeps two numbers of each. The backward pass computes the logits of a chunk
-once more, has the head turn their gradient into gradients of the hidden states and of its parameters, and adds the
-latter up in float32: a parameter gets one gradient, rounded once, as without chunks. A sum or a mean of losses has
-but one factor yet to come, so that the forward pass turns each chunk's logits into gradients at once, and no logits
-are computed twice. In a process group whose ranks have a share of the vocabulary each (`group`), a chunk's sums are
+Where every token has a loss of its own, the forward pass keeps the hidden states and two numbers per token: the
+log-sum-exp and the entropy. The backward pass computes the logits of a chunk once more, has the head turn their
+gradient into gradients of the hidden states and of its parameters, and adds the latter up in float32: a parameter
+gets one gradient, rounded once, as without chunks. For a sum or a mean of losses the forward pass lacks but one
+factor, the gradient of that scalar, so it turns each chunk's logits into gradients at once, and no logits are
+computed twice. In a process group whose ranks have a share of the vocabulary each (`group`), a chunk's sums are
 reduced over the group.
 """
 
@@ -43,16 +44,17 @@ _UNLISTED = "pass parameters=[...] with all that it trains"
 class Head:
     """The head of a language model, on `chunk` tokens at a time.
 
-    project: the head, a module such as `nn.Linear`, or any function of hidden states [N, H] to logits [N, V], of one
-        row each. It is called once per chunk, in the backward pass again.
+    project: the head, a module such as `nn.Linear`, or any function of hidden states [N, H] to logits [N, V], row by
+        row. It is called once per chunk, in the backward pass again.
     chunk: rows of logits at a time, at least 1.
-    softcap: logits z become softcap * tanh(z / softcap).
+    softcap: logits z become softcap * tanh(z / softcap); None for no cap.
     scale: the factor on logits, after the cap; one over the temperature.
-    group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks. `project`
-        returns a rank's share. The gradient of hidden states comes from this share: adding up over the group is
-        the head's own affair. Collective.
+    group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks, or None if
+        every rank has all of it. With a group, `project` returns this rank's share of the logits, losses are
+        collective, and the gradient of hidden states is of this share alone: the head itself has to add it up.
     parameters: the tensors besides hidden states that get a gradient; needed if `project` is a function and no
         module. Tensors that need no gradient may be among them.
+    listed: the tensors in `parameters`, or if that is None the parameters of the module `project`.
 
     Raises ValueError for options that are not valid.
 
@@ -97,7 +99,7 @@ class Head:
         return logits if self.scale == 1.0 else logits * self.scale
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Yield the rows of each chunk as a slice; if there are no rows, yield one empty slice.
+        """Yield the chunks of `rows` rows as slices, one after the other; if there are no rows, one empty slice.
 
         So a head without rows still has gradients, of 0, which other ranks wait for.
         """
@@ -105,7 +107,10 @@ class Head:
             yield slice(start, min(start + self.chunk, rows))
 
     def first_token(self, share: int) -> int:
-        """Return the first token of this rank's share of the vocabulary, of `share` tokens."""
+        """Return the id of the first token in this rank's share of the vocabulary: 0 without a `group`.
+
+        share: the number of tokens in each rank's share.
+        """
         return 0 if self.group is None else dist.get_rank(self.group) * share
 
 
@@ -168,10 +173,22 @@ def linear_cross_entropy(
 
 
 def token_log_probs(hidden: Tensor, head: Head, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each of `tokens`, and the entropy of the distribution that it was drawn from.
+    """Return the log-probability of each of `tokens`, and the entropy of the head's distribution at each position.
 
-    Both have the shape of `tokens` and gradients. For all else, and errors, see `linear_cross_entropy`; every token
-    counts, so that the caller has to mask the padding of a batch.
+    At most `head.chunk` rows of logits exist at a time. Every token counts: the caller has to mask padding.
+
+    Args:
+        hidden: [..., H], the hidden states before the head, at the positions that predict `tokens`.
+        head: the head, with the cap and the temperature of the distribution.
+        tokens: [...], whole numbers.
+
+    Returns:
+        Both with gradients and of the shape of `tokens`; in float32, or float64 if `hidden` is.
+
+    Raises:
+        ValueError: for shapes that do not go together, and in the backward pass if the head has trained parameters
+            that are not in its `parameters`.
+        RuntimeError: in the backward pass, if a tensor or module that the head reads has changed since.
 
     Example:
         log_probs, entropy = token_log_probs(hidden, Head(model.lm_head, chunk=1024), tokens)

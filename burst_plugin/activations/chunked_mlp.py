@@ -1,9 +1,10 @@
 """An MLP on chunks of tokens: its intermediate [tokens, ffn] never exists whole, in neither direction.
 
-Tokens do not meet in an MLP, nor in a norm, for which the same serves. The forward pass keeps nothing but the input;
-the backward pass computes one chunk again, differentiates it, and goes on to the next (Blockwise Parallel
-Transformer, arXiv 2305.19370; TiledMLP in ALST, 2506.13996). Parameter gradients are summed over chunks in float32
-and reach autograd once, so that hooks which reduce them over ranks run once for each parameter, as without chunks.
+Tokens do not meet in an MLP, nor in a norm, which runs in chunks by the same functions. The forward pass keeps
+nothing but the input; the backward pass computes one chunk again, differentiates it, and goes on to the next
+(Blockwise Parallel Transformer, arXiv 2305.19370; TiledMLP in ALST, 2506.13996). Parameter gradients are summed over
+chunks in float32 and reach autograd once, so that hooks which reduce them over ranks run once for each parameter, as
+without chunks.
 """
 
 from __future__ import annotations
@@ -90,12 +91,13 @@ def chunked_mlp(
     Args:
         mlp: takes and returns one tensor, with a row for each token. It is called again in the backward pass, with
             the random state and under the autocast of the forward pass.
-        hidden: [B, S, H], [S, B, H] or [tokens, H]; it is all that is kept.
+        hidden: [B, S, H], [S, B, H] or [tokens, H]; the only activation kept for the backward pass.
         parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
             among them, and one may be there twice, as tied weights are.
-        chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
-        adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
-            buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
+        chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H], or [chunk, H]
+            if `hidden` has two dimensions.
+        adds_itself: takes a parameter, and returns whether the backward pass of `mlp` adds its gradient up by itself,
+            in a buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
         module: the module that `mlp` runs, if `mlp` is a function; by default the modules that it refers to. The

@@ -1,4 +1,4 @@
-"""What a model gets in place of logits, so that its loss comes in chunks; and logits that wait to be read."""
+"""Stand-ins for logits where a loss comes in chunks: `DeferredLogits` in the model, `LazyLogits` in its outputs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ _OTHERS = (
 
 
 class DeferredLogits:
-    """Logits to come: hidden states, and the steps that a model takes from its head's output to the loss.
+    """A stand-in for logits between a model's head and its loss: hidden states, and the steps to take on logits.
 
-    weight: the weight of the head, if the head got it as an argument.
-    head: what makes whole logits of hidden states, where they may be made; None where they may not.
+    Casts, tanh, and products and quotients with one number are elementwise: they are noted as `steps`, which the loss
+    takes chunk by chunk. Anything else is done with whole logits, or refused.
 
-    Steps are elementwise, so that they can be taken chunk by chunk. Anything else is done with whole logits; without
-    a `head` it is refused, by a ValueError that begins with `refusal`.
+    hidden: the input of the head, [..., H].
+    refusal: how the ValueError begins that is raised where something needs whole logits, and `head` is None.
+    weight: the weight of the head, if the head got it as an argument; else None.
+    steps: functions of logits, in the order in which the model applies them.
+    head: the function from hidden states to the head's output; None where whole logits must not be made.
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class DeferredLogits:
     __hash__ = object.__hash__
 
     def after(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return the function from hidden states to logits that begins with `project`.
+        """Return a function from hidden states to logits, which runs `project` and then the noted steps.
 
-        It does not refer to this object: the hidden states would be there as long as the loss's graph, for no one.
+        project: the function from hidden states to the head's output. The returned function does not refer to this
+        object, so that the graph of a loss does not keep the hidden states alive.
         """
         steps = self.steps
 
@@ -61,7 +65,7 @@ class DeferredLogits:
         return logits
 
     def whole(self) -> Tensor:
-        """Return the whole logits. Raise ValueError where making them in full is refused."""
+        """Return the whole logits, computed at the first call. Raise ValueError if there is no `head` to do so."""
         return self._whole("reading them")
 
     @property
@@ -144,11 +148,12 @@ for _name in _OTHERS:
 
 
 class LazyLogits(Tensor):
-    """Logits of a loss that was computed in chunks: a tensor that is computed when something reads its values.
+    """The logits that a model returns beside a loss computed in chunks: a tensor, computed when its values are read.
 
-    Its shape, type and device are known without. `compute` makes the values, with a graph where gradients are wanted,
-    as long as no optimizer has made a step: after it the weights are others, and reading raises RuntimeError.
-    Autograd functions take it as it is, and would lose its gradient: that is an error in the backward pass.
+    Shape, type and device are known without computing. Values are computed with a graph where gradients are enabled,
+    and kept. If they are first read after an optimizer's step, which has changed the weights, that is a RuntimeError.
+    Autograd functions take this tensor without reading it, and would lose its gradient: that is a RuntimeError in the
+    backward pass.
     """
 
     _compute: Callable[[], Tensor]
@@ -157,7 +162,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> LazyLogits:
-        """Return the tensor of a shape, a type and a device whose values `compute` makes."""
+        """Return lazy logits of a shape, type and device, whose values `compute` returns when they are read."""
         trains = torch.is_grad_enabled()
         found: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
@@ -169,11 +174,18 @@ class LazyLogits(Tensor):
         return found
 
     def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
-        """Return lazy logits whose values are computed by `step`, which keeps the shape, from the values of these."""
+        """Return lazy logits whose values are `step` of the values of these logits.
+
+        step: a function of whole logits that keeps their shape.
+        dtype: the type of what `step` returns; None if it keeps the type.
+        """
         return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(self.computed()))
 
     def computed(self) -> Tensor:
-        """Return the values as an ordinary tensor."""
+        """Return the values as an ordinary tensor, computed at the first call.
+
+        Raises RuntimeError if the first call comes after an optimizer's step.
+        """
         made: tuple[bool, Tensor] | None = vars(self).get("_made")
         is_late = self._steps != _optimizer_steps().made
         if made is None and is_late:

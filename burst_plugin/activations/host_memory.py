@@ -1,8 +1,8 @@
-"""Activations that wait for the backward pass in host memory: copied there behind the next layer, and back in time.
+"""Activations that wait for the backward pass in host memory: copied there while the next layer computes, and back.
 
 On GPUs copies run on a stream of their own, to pages of pinned memory, and keep at most `_UNDER_WAY` tensors on the
-GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the one before is
-on its way back. On CPUs the same is done with plain copies.
+GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the input of the
+layer before it is on its way back. On CPUs the same is done with plain copies.
 
 A tensor has its pages until nothing can ask for it any more: a graph that is kept fetches it again. All copies of a
 device, out and back, run on the same stream. So another tensor may have the pages at once, while the copy from them
@@ -32,9 +32,13 @@ _BY_DEVICE: dict[torch.device, HostMemory] = {}
 
 
 class Parked:
-    """A tensor in host memory; `source` is the one on the device, until it is copied.
+    """A tensor that waits in host memory, to be brought back to its device.
 
+    pages: the pages of host memory that hold its bytes. device: where the tensor was, and comes back to.
     like: a tensor without memory that has its shape, strides and type.
+    copied: the CUDA event after the copy to the host; None on CPUs.
+    returning: the new tensor on the device and the event after the copy to it; None if no copy back has begun.
+    was_fetched: whether it has been brought back at least once.
     """
 
     def __init__(self, source: Tensor, pages: list[Tensor], memory: HostMemory) -> None:
@@ -52,7 +56,7 @@ class Parked:
 
     @property
     def before(self) -> Parked | None:
-        """Return the last tensor that was parked before this one and is not fetched yet, if it is still needed."""
+        """Return the last tensor parked before this one that is still needed and not fetched yet, or None."""
         before = None if self._before is None else self._before()
         while before is not None and before.was_fetched:
             before = None if before._before is None else before._before()
@@ -71,7 +75,8 @@ class Parked:
 class HostMemory:
     """Parks tensors of one device in host memory, and fetches them back to the device.
 
-    parked_bytes, fetched_bytes: the bytes copied so far, to the host and back. latest: the tensor parked last.
+    parked_bytes, fetched_bytes: the bytes copied so far, to the host and back.
+    latest: a weak reference to the tensor parked last; None at first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,9 +92,11 @@ class HostMemory:
         self.parked_bytes = self.fetched_bytes = 0
 
     def expect(self, nbytes: Iterable[float], times: float, ranks: int) -> None:
-        """Raise MemoryError if this host has no room for tensors of these bytes, `times` each, of all its ranks.
+        """Raise MemoryError if this host has no room for what its ranks will park in a step.
 
-        ranks: how many are on this host at least. What a step is known to park is checked before it does.
+        nbytes: the bytes of each tensor that one layer of a rank parks.
+        times: how many layers' tensors are parked at once.
+        ranks: the ranks on this host; if the launcher says that there are more, that number counts.
         """
         needed = times * sum(map(whole_pages, nbytes))
         if needed > max(self._expected, self._pages.nbytes):
@@ -97,7 +104,11 @@ class HostMemory:
             self._expected = needed
 
     def park(self, x: Tensor) -> Parked:
-        """Start to copy a tensor to the host; its memory on the device is free once nothing else refers to it."""
+        """Start to copy a tensor to the host, and return the `Parked` that `fetch` takes.
+
+        Its memory on the device is free after the copy, once nothing else refers to it. Raises MemoryError if the
+        host has no room, and RuntimeError if a tensor was modified in place while it was copied.
+        """
         self._end_unwanted()
         while len(self._leaving) >= _UNDER_WAY:
             self._end_copy(self._leaving.popleft())
@@ -117,7 +128,7 @@ class HostMemory:
         return parked
 
     def fetch(self, parked: Parked) -> Tensor:
-        """Return a tensor that was parked, on its device, and start to copy back the one before it."""
+        """Return a parked tensor on its device again, and start to copy back the one that was parked before it."""
         self._end_unwanted()
         if parked in self._leaving:
             self._leaving.remove(parked)
@@ -157,7 +168,10 @@ class HostMemory:
         parked.let_go()
 
     def take_back(self, pages: list[Tensor], returning: tuple[Tensor, Any] | None) -> None:
-        """Reuse the pages of a parked tensor that is gone, and discard its copy back to the device, if begun."""
+        """Reuse the pages of a parked tensor that nothing refers to any more, and discard a copy back to the device.
+
+        returning: the tensor on the device and the event after the copy to it; None if no copy back has begun.
+        """
         if returning is not None:
             self._unwanted.append(returning)
         self._pages.give_back(pages)
@@ -180,12 +194,18 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def offload_while_alive(owner: object) -> None:
-    """Have checkpoints of this process park the tensors that they save, as long as `owner` lives."""
+    """Have checkpoints of this process park their inputs and kept outputs in host memory as long as `owner` lives.
+
+    There may be several owners, any objects; they are not kept alive.
+    """
     _OWNERS.add(owner)
 
 
 def host_memory(device: torch.device) -> HostMemory | None:
-    """Return the `HostMemory` where tensors of a device are parked; None if they are not parked."""
+    """Return the `HostMemory` that parks tensors of a device; None if nothing is to be parked.
+
+    That is so outside the life of an owner given to `offload_while_alive`.
+    """
     if not _OWNERS:
         return None
     if device not in _BY_DEVICE:
@@ -194,13 +214,21 @@ def host_memory(device: torch.device) -> HostMemory | None:
 
 
 def park_inputs_of(kind: Any) -> None:
-    """Park the inputs that an autograd function saves, such as a checkpoint's; harmless when repeated."""
+    """Replace `kind.apply` by a function that also parks the inputs which this autograd function saves; only once.
+
+    kind: a subclass of `torch.autograd.Function`, such as a reentrant checkpoint's. Inputs under 1 MiB, parameters,
+    and tensors that need no gradient are saved as usual; so is everything outside the life of an owner given to
+    `offload_while_alive`.
+    """
     if not hasattr(kind.apply, _MARK):
         kind.apply = staticmethod(_parking(kind.apply))
 
 
 def park_inputs_of_frames() -> None:
-    """Park the inputs of PyTorch's checkpoints that are not reentrant; harmless when repeated."""
+    """Patch PyTorch's checkpoints that are not reentrant so that they park the inputs which they save; only once.
+
+    Nothing is parked outside the life of an owner given to `offload_while_alive`.
+    """
     frame: Any = checkpoint._CheckpointFrame
     if not hasattr(frame, "save_inputs"):  # before torch 2.13
         park_inputs_of(checkpoint._NoopSaveInputs)  # type: ignore[attr-defined]

@@ -82,7 +82,8 @@ class _Checkpoint:
 class KeptTensors:
     """The tensors that a call other than attention received from other ranks in the first run of a checkpoint.
 
-    what: the call, in words.
+    what: a description of the call, by which its recomputation is recognized.
+    found: the tensors, in whatever form the caller stores them; None until it has stored them in the first run.
     """
 
     def __init__(self, what: str) -> None:
@@ -116,12 +117,13 @@ class _CheckpointRun:
 
 
 def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
-    """Return a context that hides operations from all modes that watch them, if one is a selective checkpoint's.
+    """Return a context that hides operations from all dispatch modes if one of them is a selective checkpoint's.
 
-    A selective checkpoint notes every operation of the forward pass, keeps what its policy says, and expects the same
-    operations again when the layer is recomputed. A ring does not make the same ones twice: its buffers may be there
-    already, and ranks compare notes at some calls only. It also sums up into what a kernel returned, which a policy
-    may have kept. So attention is recomputed as a whole, or not at all. The modes: `torch/utils/checkpoint.py`.
+    Otherwise the context does nothing. A selective checkpoint notes every operation of the forward pass, keeps what
+    its policy says, and expects the same operations again when the layer is recomputed. A ring does not make the same
+    ones twice: its buffers may be there already, and ranks compare their calls only now and then. It also sums up
+    into tensors that a kernel returned, which a policy may have kept. So attention is recomputed as a whole, or not
+    at all. The modes are in `torch/utils/checkpoint.py`.
     """
     if not torch._C._len_torch_dispatch_stack():  # which is asked at every call
         return nullcontext()
@@ -132,9 +134,9 @@ def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
 
 
 class KeptCalls(_Checkpoint):
-    """The attention calls of a function that an autograd function runs again in its backward pass, all kept.
+    """The kept outputs of the attention calls of a function that an autograd function runs in both of its passes.
 
-    In between their outputs are tensors that the autograd function saves:
+    Between the two runs the autograd function saves these outputs like other tensors:
 
         with kept.first_run():
             out = function(x)
@@ -166,9 +168,13 @@ class KeptCalls(_Checkpoint):
 
 
 def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
-    """Return the `KeptOutputs` of the next attention call, to fill or to read; None if nothing is kept.
+    """Return the `KeptOutputs` of the next attention call in a checkpoint, to fill or, if it is recomputed, to read.
 
-    Checkpoints keep the strategy's share of the sequence, unless a selective one has all saved.
+    None if nothing is kept, and outside both checkpoints and `KeptCalls`. Checkpoints keep the outputs at the end of
+    the sequence, the share `strategy.kept_share` of its tokens; a selective checkpoint keeps all if its policy, asked
+    with q, k and v of `inputs`, saves attention.
+
+    Raises RuntimeError if a recomputation makes other calls than the first run.
     """
     runs = _THREAD.runs
     if not runs:
@@ -193,9 +199,11 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
 
 
 def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
-    """Return the `KeptTensors` of the next call other than attention, to fill or to read; None if nothing is kept.
+    """Return the `KeptTensors` of a call other than attention in a checkpoint, to fill or, if recomputed, to read.
 
-    Raises RuntimeError if a recomputation makes another call than `what`.
+    None if `strategy.kept_share` is 0, and outside checkpoints.
+
+    what: a description of the call. Raises RuntimeError if a recomputation makes another call than the first run.
     """
     runs = _THREAD.runs
     if not runs:
@@ -230,9 +238,10 @@ class _FollowedFunction:
 
 
 def follow_torch(needed: bool = False) -> None:
-    """Follow the checkpoints of PyTorch; harmless when repeated.
+    """Patch PyTorch's checkpoints, reentrant or not, to keep attention and offload inputs; harmless when repeated.
 
-    Raises ValueError if it is `needed`, and checkpoints of this release are made in another way.
+    How much is kept, and whether inputs are offloaded, is the strategy's choice. Raises ValueError if `needed`, and
+    checkpoints of this release of PyTorch are made in a way that the patches do not reach.
     """
     follow_checkpoint_class(checkpoint.CheckpointFunction)
     park_inputs_of_frames()
@@ -245,7 +254,7 @@ def follow_torch(needed: bool = False) -> None:
 
 
 def attention_can_be_kept() -> bool:
-    """Return whether checkpoints of this release of PyTorch are known, so that they can keep attention."""
+    """Return whether checkpoints of this release of PyTorch can keep attention, after patching them."""
     follow_torch()
     return _are_followed()
 
@@ -293,7 +302,11 @@ def _follow_not_reentrant() -> None:
 
 
 def follow_checkpoint_class(kind: Any) -> None:
-    """Follow the checkpoints of an autograd function of `forward(ctx, run_function, ...)`; harmless when repeated."""
+    """Patch a checkpoint's autograd function to keep attention and offload inputs; harmless when repeated.
+
+    kind: a class such as Megatron's `CheckpointFunction`, whose `forward(ctx, run_function, ...)` runs the function;
+    its `forward`, `backward` and `apply` are replaced, and return the results of the originals.
+    """
     original, original_backward = kind.forward, kind.backward
     if hasattr(original, _MARK):
         return
@@ -317,7 +330,10 @@ def follow_checkpoint_class(kind: Any) -> None:
 
 
 def follow_checkpoint_function(module: ModuleType, name: str) -> None:
-    """Follow the checkpoints of a function `module.name(function, ...)`; harmless when repeated."""
+    """Patch a checkpoint that is a function, `module.name(function, ...)`, to keep attention; harmless when repeated.
+
+    The function that takes its place calls the original, and returns its result.
+    """
     original = getattr(module, name)
     if hasattr(original, _MARK):
         return

@@ -29,7 +29,10 @@ def whole_pages(nbytes: float) -> int:
 
 
 class Pages:
-    """A pool of pages of host memory, which are reused once their tensors are gone; `made` counts all pages."""
+    """A pool of pages of host memory, which are reused once their tensors are gone.
+
+    is_pinned: whether its pages are pinned, as fast copies from and to a GPU need. made: how many pages it has made.
+    """
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -42,7 +45,10 @@ class Pages:
         return self.made * PAGE_BYTES
 
     def take(self, nbytes: int) -> list[Tensor]:
-        """Return pages for `nbytes`. Raise MemoryError if the host has none left for all of its ranks."""
+        """Return pages for `nbytes` bytes: uint8 tensors of `PAGE_BYTES` each, old ones first.
+
+        Raises MemoryError if this host has no memory for the new ones on each of its ranks.
+        """
         count = whole_pages(nbytes) // PAGE_BYTES
         lacking = count - len(self._free)
         if lacking > 0:
@@ -53,18 +59,18 @@ class Pages:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[Tensor]) -> None:
-        """Take pages back. Copies from and to them have to be on one stream, the only one, or to have ended."""
+        """Add pages to the pool again; copies from and to them have to be over, or all on one stream."""
         self._free.extend(pages)
 
 
 def copy_to_pages(x: Tensor, pages: Sequence[Tensor]) -> None:
-    """Start to copy a dense tensor to pages."""
+    """Start to copy a dense tensor, in the order of its memory, to the pages that `take(x.nbytes)` gave."""
     for piece, page in _pairs(x, pages):
         page.copy_(piece, non_blocking=True)
 
 
 def copy_from_pages(x: Tensor, pages: Sequence[Tensor]) -> None:
-    """Start to copy pages to a dense tensor."""
+    """Start to copy to `x`, a dense tensor, from pages that `copy_to_pages` filled from one of equal strides."""
     for piece, page in _pairs(x, pages):
         piece.copy_(page, non_blocking=True)
 
@@ -93,7 +99,11 @@ _VERSIONS = {
 
 
 def check_room(needed: float, held: float, ranks: int) -> None:
-    """Raise MemoryError unless this host can give each of its `ranks` the `needed` bytes, of which it has `held`."""
+    """Raise MemoryError if this host cannot give each of its `ranks` the rest of the bytes that it needs.
+
+    needed, held: the bytes of host memory that one rank needs in all, and has already. Nothing is raised where the
+    available memory is unknown.
+    """
     available = available_bytes()
     if available is None or (needed - held) * ranks <= available:
         return
@@ -112,7 +122,10 @@ def ranks_here() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process and others may still take; None if it is not known."""
+    """Return the bytes of host memory that this process and others may still take; None if it is not known.
+
+    root: the folder that has `proc` and `sys`.
+    """
     found = [line.split() for line in _read(root / "proc/meminfo").splitlines()]
     left = [int(words[1]) * 1024 for words in found if words[:1] == ["MemAvailable:"]]
     return min([*left, *_left_by_cgroups(root)], default=None)

@@ -38,7 +38,12 @@ def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward pass found: autocast, generators of random numbers (for dropout), and all that it read."""
+    """The surroundings of a forward pass, for running it again: autocast, random numbers, and all that it read.
+
+    device: the type of the device, such as "cuda". autocast_dtype: None if autocast was off.
+    random_state: of the CPU's generator. of_devices: the numbers of devices, and the states of their generators.
+    read: a snapshot of the tensors and modules that it read.
+    """
 
     device: str
     autocast_dtype: torch.dtype | None
@@ -48,7 +53,10 @@ class Surroundings:
 
     @classmethod
     def of(cls, x: Tensor, read: Snapshot) -> Surroundings:
-        """Return the surroundings of a forward pass on `x`, taken before it runs."""
+        """Return the surroundings of a forward pass on the tensor `x`, taken before it runs.
+
+        read: a snapshot of the tensors and modules that it reads.
+        """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices, states = get_device_states(x)
@@ -60,9 +68,9 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the block as in the forward pass, with the same random numbers, and put the generators back after it.
+        """Run the `with` block under the forward pass's autocast and random state; restore the generators after it.
 
-        Raises RuntimeError if a tensor that the forward pass read has changed, as autograd does for saved tensors.
+        Raises RuntimeError if a tensor or module that the forward pass read has changed since.
         """
         self.read.check()
         devices, states = self.of_devices
@@ -74,15 +82,16 @@ class Surroundings:
 
 
 def adds_nothing_itself(parameter: Tensor) -> bool:
-    """Return False: gradients are left to autograd."""
+    """Return False, for any parameter: gradients are left to autograd. The default of `adds_itself`."""
     return False
 
 
 class GradientSums:
     """The gradients of parameters, added up over chunks in float32 and rounded once.
 
-    adds_itself: whether the differentiated function adds the gradient of a parameter up in a buffer of its own; the
-        gradient that autograd gets means nothing then, and is handed on as it is.
+    parameters: the tensors that get a gradient. Gradients are passed in and returned in this order.
+    adds_itself: takes a parameter, and returns whether the differentiated function adds its gradient up in a buffer
+        of its own; the gradient that autograd gets means nothing then, and is handed on as it is.
     """
 
     def __init__(
@@ -93,7 +102,7 @@ class GradientSums:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keep hooks of parameters from seeing the gradients of chunks: they see the sum, which autograd gets.
+        """Switch off the hooks of parameters in the `with` block: they get the sum later, not each chunk's part.
 
         The dictionaries of hooks are emptied, and not replaced: autograd keeps the dictionaries of computed tensors.
         """
@@ -107,11 +116,14 @@ class GradientSums:
                 hooks.update(content)
 
     def of_linears(self) -> AbstractContextManager[object]:
-        """Return a context that has `F.linear` add gradients to the sums before they are rounded."""
+        """Return a context that has `F.linear` add its parameters' gradients to the sums before rounding them.
+
+        Autograd gets no gradient for these parameters then. Under autocast `F.linear` stays as it is.
+        """
         return _Linears(self, {id(each) for each in self._parameters})
 
     def add(self, parts: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a chunk, None for parameters without one."""
+        """Add a chunk's gradients to the sums: one for each parameter, or None for a parameter without one."""
         for parameter, part in zip(self._parameters, parts, strict=True):
             if part is None:
                 continue
@@ -135,7 +147,7 @@ class GradientSums:
         return [None if total is None else total.to(parameter.dtype) for parameter, total in sums]
 
     def times(self, factor: Tensor) -> list[Tensor | None]:
-        """Return the sums times a scalar `factor`, in the types of the parameters; None without a gradient."""
+        """Return the sums times a scalar `factor`, in the parameters' types; None for those without gradients."""
         found: list[Tensor | None] = []
         for parameter in self._parameters:
             total = self._sums.get(id(parameter))
@@ -221,8 +233,9 @@ def summed_linear(
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; its backward pass adds gradients to the given sums before rounding them.
 
-    A sum is a function that returns a dense tensor in the form of x, weight or bias, in at least float32. Autograd
-    gets no gradient for a tensor that has a sum.
+    x_sum, weight_sum, bias_sum: functions that return the tensor to which the gradient of x, weight or bias is added:
+    dense, of the same shape, and in at least float32. Autograd gets no gradient for a tensor that has such a sum, and
+    the usual gradient where the sum is None.
     """
     out: Tensor = _Linear.apply(x, weight, bias, x_sum, weight_sum, bias_sum)  # type: ignore[no-untyped-call]
     return out
@@ -262,7 +275,7 @@ class _Linear(torch.autograd.Function):
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b, of low precision, to `total` without rounding the product."""
+    """Add the product of `a` [M, K] and `b` [K, N] to `total` [M, N] in place, computed in the type of `total`."""
     if not total.is_cuda or a.dtype != b.dtype or a.dtype == total.dtype:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
         return
@@ -275,7 +288,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, advice: str) -> None:
     """Raise ValueError if a result depends on a trained tensor that is not among the `inputs`, which get gradients.
 
-    what: names the computation, such as "an MLP in chunks"; advice: what to write instead. Both are for the message.
+    what: names the computation, such as "an MLP in chunks". advice: what to write instead. Both are for the message.
     """
     leaves = {id(each) for each in inputs}
     listed = {(each.grad_fn, each.output_nr) for each in inputs if each.grad_fn is not None}

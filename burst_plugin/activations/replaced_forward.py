@@ -1,4 +1,4 @@
-"""A module whose `forward` is replaced, and given back: what runs in chunks goes on to be the same module."""
+"""Replacing a module's `forward`, to run in chunks, and restoring it: hooks see the same module all along."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor
 class ReplacedForward:
     """Takes the place of the `forward` of one module, which keeps its hooks, name and parameters.
 
-    A subclass computes in `__call__`, on `chunk` tokens or heads at a time; `earlier` is the `forward` that
-    the module had.
+    A subclass computes in `__call__`; its user assigns it: `module.forward = Subclass(module, chunk)`.
+
+    chunk: how many tokens or heads the subclass works on at a time. earlier: the `forward` that the module had.
     """
 
     def __init__(self, module: torch.nn.Module, chunk: int) -> None:
@@ -40,7 +41,7 @@ class ReplacedForward:
         return (x, *rest), by_name
 
     def restore(self) -> None:
-        """Give the module back the `forward` that it had."""
+        """Give the module back the `forward` that it had before."""
         self._hook.remove()
         if self._was_set:
             self.module.forward = self.earlier
@@ -63,7 +64,10 @@ def restore_forward(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def in_place_of(module: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Shadow parameters or submodules of `module` by `values` in the block; they stay registered, also for ZeRO-3."""
+    """Have `module` return `values`, by name, in place of its parameters or submodules inside the `with` block.
+
+    The parameters and submodules stay registered, as ZeRO-3 needs.
+    """
     vars(module).update(values)
     try:
         yield

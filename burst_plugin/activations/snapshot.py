@@ -22,7 +22,11 @@ _ATTRIBUTES = ("training", "p", "merged", "merged_adapters", "disable_adapters",
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors, with their versions, and the attributes of modules that a function reads."""
+    """A record of all that a function reads in a forward pass, to find out later whether it has changed.
+
+    versions: (description, tensor, number of its modifications in place) for each tensor.
+    modules: for each module, the tensors that it holds, and the attributes that say how it computes.
+    """
 
     versions: tuple[tuple[str, Tensor, int], ...]
     modules: tuple[_ModuleState, ...]
@@ -35,8 +39,8 @@ class Snapshot:
 
         Args:
             function: a module, or a function whose closure, defaults, globals and object are searched.
-            tensors: tensors that it reads besides; other trained parameters of modules are left out, since the
-                function does not use them.
+            tensors: further tensors that it reads, such as listed parameters. Trained parameters of modules that are
+                not among them are left out, since the function does not use them.
             module: the only module that the function runs; by default all modules that it refers to.
         """
         modules, referenced = _referenced(function)
@@ -49,7 +53,7 @@ class Snapshot:
         return cls(tuple(unique.values()), states)
 
     def check(self) -> None:
-        """Raise RuntimeError if anything has changed since, naming it."""
+        """Raise RuntimeError if a tensor or a module has changed since the snapshot; the message names it."""
         for state in self.modules:
             state.check()
         for what, tensor, version in self.versions:

@@ -41,7 +41,11 @@ _BARE = 0.5  # of computing or sending, whichever is shorter, is not hidden behi
 
 
 def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[int]:
-    """Return how many (query, key) pairs each rank computes if side `local`, "q" or "kv", stays where it is."""
+    """Return how many (query, key) pairs each rank of the ring computes if side `local`, "q" or "kv", does not move.
+
+    table: the topology and strategy of the ring. attending: the tokens of both sides, and the mask between them,
+    whose work is added up over batch rows if their masks differ.
+    """
     return _shares(table, attending.of(local), _work(attending, local))
 
 
@@ -51,7 +55,11 @@ def _staying(table: RouteTable, mask: Mask) -> tuple[Side, ...]:
 
 
 def imbalance(table: RouteTable, attending: Attending) -> float:
-    """Return the work of the busiest rank over the mean of all ranks; 1 if all have equal work, or none."""
+    """Return the work of the busiest rank of the ring, in (query, key) pairs, over the mean of all its ranks.
+
+    It is 1 if all ranks have equal work, or none. Work depends on the side that moves: of all sides that may move,
+    the one with the least even work counts.
+    """
     sides = () if table.moving == {BOTH} else _staying(table, attending.mask)
     shares = [work_by_rank(table, attending, local) for local in sides]
     if BOTH in table.moving:
@@ -62,10 +70,15 @@ def imbalance(table: RouteTable, attending: Attending) -> float:
 def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:
     """Return the assignment of tokens to ranks for a sequence that attends to itself within `mask`.
 
-    The candidates are the layouts that suit the mask. If ranks have even work in none of these, also causal documents
-    dealt to nodes and ranks; for other masks, chunks assigned by their work, and chunks that leave documents inside
-    nodes. The candidate that takes the least time, by an estimate, is chosen; with `alike` only among candidates by
-    which all ranks hold equally many tokens.
+    The candidates are the layouts that suit the mask. If none of them gives ranks even work, there are more: for
+    causal documents, documents cut and assigned to nodes, and there to ranks; for other masks, chunks assigned by
+    their work, and chunks assigned so that documents stay inside nodes. Of all candidates the one with the least
+    estimated time is chosen.
+
+    Args:
+        table: the topology and strategy of the ring.
+        length: the tokens of the sequence.
+        alike: whether only candidates count by which all ranks hold equally many tokens.
 
     Raises ValueError if `alike` leaves no candidate.
     """

@@ -30,12 +30,16 @@ def assign_chunks(
     per_rank: int,
     cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the rank of every chunk, `per_rank` chunks for each rank.
+    """Return the rank of every chunk of a sequence; all ranks get equally many chunks, and about equal work.
 
     Args:
-        work: by each side that may stay, pairs of all tokens before each, int64 [S + 1].
-        topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its chunks.
-        cu_seqlens: bounds of documents; if given, chunks are assigned to nodes first, and then inside them.
+        work: by each side that may stay where it is, how many (query, key) pairs the queries ("q") or keys ("kv")
+            before each position have, int64 [S + 1].
+        topology: the nodes and ranks of the ring. A rank of the ring is a group of `degree` ranks, 1 without groups;
+            a group has the work of all its chunks.
+        per_rank: the number of chunks for each rank. All chunks are of about equal lengths.
+        cu_seqlens: bounds of documents, 0 first; if given, chunks are assigned to nodes first, so that documents stay
+            inside nodes, and then to the ranks of each node.
     """
     per_group, length = per_rank * degree, len(work["q"]) - 1
     count = topology.ranks * per_group

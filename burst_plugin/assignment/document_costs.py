@@ -25,9 +25,10 @@ from burst_plugin.topology import Topology
 
 
 def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
-    """Return where documents begin and end, of `length` tokens in all; None if the mask is not causal in each.
+    """Return (start, stop) of each document in a sequence of `length` tokens, if the mask is causal in documents.
 
-    They may be padded, but not all away: a mask without any work is None, too. Batch rows are alike.
+    Tokens outside all documents are padding. None for other masks, for a mask that allows nothing, and if batch rows
+    have different masks.
     """
     rows = {mask.of_row(row) for row in range(mask.rows or 1)}
     if len(rows) > 1:
@@ -40,9 +41,10 @@ def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
 
 @dataclass(frozen=True)
 class DocumentCosts:
-    """The costs of causal documents, by rank of a ring.
+    """The costs of an assignment of causal documents: what each rank of a ring computes, visits and sends.
 
-    runs: the tokens that each rank holds.
+    topology: the nodes and ranks of the ring.
+    runs: the tokens that each rank of the ring holds.
     documents: (start, stop) of each document, in ascending order.
     """
 
@@ -65,7 +67,7 @@ class DocumentCosts:
         return rank, document, start - begins[document], stop - begins[document]
 
     def work(self) -> Tensor:
-        """Return how many (query, key) pairs each rank has, [2, ranks]: first of its queries, then of its keys."""
+        """Return how many (query, key) pairs each rank has, int64 [2, ranks]: of its queries, then of its keys."""
         rank, document, start, stop = self._stretches
         lengths = torch.tensor([stop - start for start, stop in self.documents], dtype=torch.int64, device="cpu")
         before = (start + stop - 1) * (stop - start) // 2  # positions in the document, added up
@@ -81,11 +83,11 @@ class DocumentCosts:
         return flat.scatter_reduce_(0, rank * count + document, stop, "amax").view(-1, count)
 
     def rows_visited(self) -> Tensor:
-        """Return how many keys the queries of every rank meet, [ranks]."""
+        """Return how many keys the queries of each rank attend to, its own and other ranks', int64 [ranks]."""
         return self._last.sum(1)
 
     def most_rows_moved(self) -> tuple[int, int]:
-        """Return the most keys that a rank sends or receives: (between nodes, inside a node)."""
+        """Return the most keys that any rank sends, or receives, in a pass: (between nodes, inside a node)."""
         owner, document, start, stop = self._stretches
         nodes, width, ranks = self.topology.nodes, self.topology.ranks_per_node, self.topology.ranks
         required = (self._last[:, document].minimum(stop) - start).clamp_(min=0)  # by rank, of each stretch

@@ -62,7 +62,9 @@ def assign_documents(
         documents: (start, stop) of each document, in ascending order. Documents are causal; tokens outside all
             documents have no work.
         length: the tokens of the sequence.
-        topology: the topology of the ring, whose ranks are groups of `degree` ranks; a group works on all its tokens.
+        topology: the nodes and ranks of the ring.
+        degree: the ranks of the group that stands for each rank of the ring, and works on all its tokens together; 1
+            without groups.
         spread: whether the long documents that are cut between nodes are shared by all ranks of their nodes, so that
             all NICs send them; otherwise by as few ranks as possible.
     """
