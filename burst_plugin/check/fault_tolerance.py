@@ -76,7 +76,11 @@ class _Failing:
 
 
 def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], None], way: str) -> None:
-    """Run steps on a ring until the last rank fails by `way`, a key of `WAYS_TO_FAIL`. Raise this rank's error."""
+    """Run attention on a ring, forward and backward, until the last rank fails; raise the error that this rank meets.
+
+    directory: a folder in which the ranks find each other. send: is called with "fails" on the last rank just before
+    it fails. way: how it fails, a key of `WAYS_TO_FAIL`: "raises", "is killed" or "stops".
+    """
     is_victim = rank == ranks - 1
     with joined((rank, ranks, rank), _MEET_S, directory) as world:
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -99,7 +103,8 @@ def fail_together(rank: int, ranks: int, directory: Path, send: Callable[[Any], 
 def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
     """Let the last of several ranks fail in each known way, and yield a finding per way: whether the others noticed.
 
-    ranks: how many processes to start on this machine for each way, at most 4; with fewer than 2 nothing is shown.
+    ranks: how many processes to start on this machine for each way, at most 4, or 2 if `settings.quick`; with fewer
+    than 2 nothing is shown. device: of the type that they run on; on GPUs the ways are tried one after the other.
     """
     if ranks < 2:
         reason = "there is one rank, so no other could notice that it fails; start 2 or more, which may share a GPU"

@@ -15,6 +15,7 @@ OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
 class Finding:
     """One result of a check, a line of its section.
 
+    section: one of `SECTIONS`.
     verdict: `OK`, `FAILED`, or `NOT_SHOWN` for a check that this cluster, or this way of starting, cannot make.
     what: the kernel, schedule, link or rank that was looked at. text: figures and reasons, for people.
     figures: these figures for programs, times in seconds. seconds: how long the check took.
@@ -31,7 +32,7 @@ class Finding:
         return f"{self.section:<6} {self.verdict:<9} {self.what:<34} {self.text}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the finding for a JSON file."""
+        """Return the fields of the finding by name, as JSON files have them."""
         return asdict(self)
 
 
@@ -41,7 +42,7 @@ def failed(findings: Iterable[Finding]) -> bool:
 
 
 def table(findings: Iterable[Finding]) -> Iterator[str]:
-    """Yield a table: a row per section, with its verdict, its counts, its time, and the culprits."""
+    """Yield the lines of a table: for each section its verdict, counts and time, and its failed findings."""
     all_findings = list(findings)
     yield f"{'section':<9}{'verdict':<11}{'checks':>7}{'failed':>8}{'not shown':>11}{'time':>9}"
     for section in SECTIONS:
@@ -57,7 +58,7 @@ def table(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def shown_time(seconds: float) -> str:
-    """Return seconds in a unit that suits them, to three digits."""
+    """Return a time as text, such as "12.3 ms": in s, ms or us, to three digits."""
     for unit, least in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= least:
             return f"{seconds / least:.3g} {unit}" if seconds < 1000 * least else f"{seconds / least:.0f} {unit}"

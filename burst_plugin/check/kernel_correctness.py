@@ -34,7 +34,13 @@ _FAR_TENSORS = 12  # of that size, which a kernel may need for both passes
 
 
 class TileCase(NamedTuple):
-    """A tile: its name, band, (queries, keys), the feature that it takes; documents' (queries, keys), if several."""
+    """A tile to check kernels on.
+
+    name: for messages. rows: (queries, keys).
+    band: the diagonals where queries attend to keys, counted in each document if there are several.
+    feature: what a kernel has to support for this tile, as in `Kernel.features`; "" for nothing.
+    documents: (queries of each document, keys of each document), if the tile has several side by side; else None.
+    """
 
     name: str
     band: Band
@@ -109,7 +115,12 @@ def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
 
 
 class KernelTrial(NamedTuple):
-    """One run of a kernel to check: a tile, (query, key) heads, (query, value) dims, a type, and how it is run."""
+    """One run of a kernel on a tile, whose results are compared with the definition of attention.
+
+    heads: (query heads, key heads). dims: the sizes of a head of (queries and keys, values).
+    run: takes a kernel, a `Problem` and a `How`; returns out, lse, dq, dk and dv. how_run: how it differs from a
+    plain forward and backward pass, in words, "" if it does not.
+    """
 
     tile: TileCase
     heads: tuple[int, int]
@@ -125,7 +136,7 @@ class KernelTrial(NamedTuple):
         return f"{self.tile.name}, heads {q_heads}/{kv_heads} of {size}, {dtype}{self.how_run}"
 
     def errors(self, kernel: Kernel, device: torch.device) -> dict[str, float]:
-        """Run the kernel, and return the relative error of out, lse and each gradient, by name."""
+        """Run the kernel on random numbers, and return the relative errors of "out", "lse", "dq", "dk" and "dv"."""
         problem = Problem.draw(self.tile.rows, self.heads, self.dims, self.dtype, device)
         lengths = None if self.tile.documents is None else lengths_of(*self.tile.documents, device)
         how = How(self.tile.band, Scores(scale=self.dims[0] ** -0.5), lengths=lengths)
@@ -165,7 +176,12 @@ def _kernels(settings: Settings) -> list[Kernel]:
 
 
 def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding per kernel; collective. Each rank proves its own GPU; those without one divide the work."""
+    """Yield a finding for each kernel on whether it computes attention on every kind of tile; collective.
+
+    The kernels are those of this package, and one of your own if the settings name it. Each is tried with many tiles,
+    heads and types. Each rank with a GPU of its own makes all trials; other ranks divide them. A kernel that refuses
+    all of them is not shown.
+    """
     for kernel in _kernels(settings):
         start = time.perf_counter()
         all_trials = list(_trials(world.device, settings))
@@ -211,7 +227,7 @@ def _finding(
 
 
 def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding on whether the kernel is right behind 2**31 elements; collective. None without a GPU."""
+    """Yield a finding on whether the kernel is right on tensors of over 2**31 elements, none on CPUs; collective."""
     if world.device.type != "cuda":
         return
     if world.shares_gpu:
@@ -237,7 +253,7 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def far_errors(kernel: Kernel, device: torch.device, dtype: torch.dtype, elements: int) -> dict[str, float]:
-    """Return the errors of a kernel on the first and the last sequence of a large batch, by result.
+    """Return a kernel's errors of "out", "lse", "dq", "dk", "dv" on the first and last sequence of a large batch.
 
     elements: how many numbers of a tensor lie before the last sequence, to find offsets that overflow. q and v are
     one tensor, as are k and dout, so that it takes less memory.

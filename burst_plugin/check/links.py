@@ -35,10 +35,11 @@ class Edge(NamedTuple):
 
 
 class MeasuredLink(NamedTuple):
-    """What one kind of link carries.
+    """The measured speed of one kind of link, inside nodes or between them.
 
-    rate: with all ranks at work at once; of a NIC, if the ranks of a node share it. by_size: (bytes, seconds) of a
-    message. edges: every link by itself. is_shared: whether the ranks of a node share a NIC.
+    rate: of a rank with all ranks at work at once; of a NIC, if the ranks of a node share it.
+    by_size: for messages of several sizes (bytes, seconds). edges: the rate of every single link, measured by itself.
+    is_shared: whether the ranks of a node share a NIC.
     """
 
     link: Link
@@ -49,7 +50,13 @@ class MeasuredLink(NamedTuple):
 
 
 def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link, MeasuredLink]:
-    """Return the measured rates of each kind of link of the ring, equal on all ranks; collective."""
+    """Measure each kind of link of a ring, by transfers over its communicators; collective.
+
+    sizes: how long transfers take, their largest message, and how often each is timed.
+
+    Returns equal results on all ranks, without kinds that do not join any two ranks. Sets the ring's counts of
+    traffic to 0.
+    """
     cp.connect()
     links = [link for link in Link if len(_peers(cp.topology, 0, link)) > 1]
     measured = {link: _Wire(world, cp, link, sizes).measured() for link in links}
@@ -58,17 +65,21 @@ def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link,
 
 
 def slow_edges(edges: Sequence[Edge]) -> list[Edge]:
-    """Return the links whose rate is below `SLOW` times the median of the links of their kind, the slowest first."""
+    """Return the links whose rate is below `SLOW` times the median of all given ones, the slowest first.
+
+    edges: links of one kind, at least one.
+    """
     usual = median(edge.bytes_per_s for edge in edges)
     slow = (edge for edge in edges if edge.bytes_per_s < SLOW * usual)
     return sorted(slow, key=lambda edge: edge.bytes_per_s)
 
 
 def node_rates(topology: Topology, edges: Sequence[Edge]) -> tuple[float, ...]:
-    """Return the rate of the slowest NIC of each node, from links between nodes, each by itself.
+    """Return, for each node, the rate of the slowest NIC of its ranks in bytes per second.
 
-    A link is as slow as the slower NIC at its ends, so that a NIC has the rate of the faster one of its links. Of two
-    nodes either may be the slow one, and both have its rate.
+    edges: all links between nodes, each measured by itself. A link is as slow as the slower NIC at its ends, so a NIC
+    is taken to have the rate of the fastest of its links. Of two nodes either may be the slow one, and both get its
+    rate.
     """
     of_ranks = [0.0] * topology.ranks
     for edge in edges:

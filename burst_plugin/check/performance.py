@@ -37,7 +37,10 @@ _MOST_HEADS_ON_CPU = 4
 
 
 def check_performance(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield how fast the parts and the whole ring are; every rank yields equal findings; collective."""
+    """Yield findings on the speed of the kernel, the links, the whole ring and the host; collective.
+
+    Every rank yields equal findings.
+    """
     start = time.perf_counter()
     yield _kernel_finding(rates_of(world, settings), world, start)
     yield recurrent_finding(world, settings)
@@ -60,7 +63,10 @@ def check_performance(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def links_of(world: World, settings: Settings) -> tuple[Topology, dict[Link, MeasuredLink]]:
-    """Return the topology and the measured rate of each kind of link; measured at the first call, collective."""
+    """Return the topology and the measured rates of each kind of link, an empty mapping for one rank; collective.
+
+    They are measured once for each `world`.
+    """
     if "links" not in world.measured:
         cp = world.ring()
         links = measure_links(world, cp, settings.sizes(world.device)) if world.size > 1 else {}
@@ -98,7 +104,11 @@ def _bytes(count: float) -> str:
 
 
 class Rates(NamedTuple):
-    """A kernel's rates on the slowest rank, by rows; and each rank's forward FLOP per second on the longest tile."""
+    """The measured speed of one kernel, called `kernel`, on full tiles of several lengths.
+
+    by_rows: the rates of the slowest rank, for each length. by_rank: each rank's forward FLOP per second on the
+    longest.
+    """
 
     kernel: str
     by_rows: tuple[KernelRate, ...]
@@ -106,7 +116,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(world: World, settings: Settings) -> Rates:
-    """Return the kernel's rates, measured at the first call; collective."""
+    """Return the speed of the kernel that the settings ask for, measured once for each `world`; collective."""
     if "rates" not in world.measured:
         world.measured["rates"] = _measure_rates(world, settings)
     rates: Rates = world.measured["rates"]
@@ -210,7 +220,10 @@ def _kernel_seconds(world: World, settings: Settings) -> float:
 
 
 def thread_blocks_finding(world: World, settings: Settings) -> Finding:
-    """Measure the ring with several limits on NCCL's thread blocks, `max_ctas`; return the times as a finding."""
+    """Time the ring under several limits on NCCL's thread blocks, and return a finding on the times; collective.
+
+    The limits are values of the option `max_ctas` of `Strategy`.
+    """
     start = time.perf_counter()
     times = {ctas: _time_ring(world, settings, max_ctas=ctas).ring_s for ctas in _CTAS}
     best = min(times, key=times.__getitem__)

@@ -1,4 +1,4 @@
-"""Attention to be checked: tensors that are equal on all ranks, the definition in float64, and the errors."""
+"""Attention problems to check kernels and rings with: random tensors, exact results in float64, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ BOUNDS: Mapping[torch.dtype, float] = {
 
 
 class Problem(NamedTuple):
-    """q and dout [B, Sq, Hq, D], k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]; dout has the last dim of v."""
+    """An attention problem to check kernels and rings with: queries, keys, values, and the gradient of the output.
+
+    q: [B, Sq, Hq, D]. k: [B, Sk, Hkv, D]. v: [B, Sk, Hkv, Dv]. dout: [B, Sq, Hq, Dv].
+    """
 
     q: Tensor
     k: Tensor
@@ -37,7 +40,11 @@ class Problem(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Problem:
-        """Draw normal numbers, equal on all ranks: (queries, keys), (query heads, key heads), (dim, dim of v)."""
+        """Return a problem of normal random numbers for one sequence, B = 1, equal on all ranks and in all runs.
+
+        rows: (queries, keys). heads: (query heads, key heads). dims: the sizes of a head of (queries and keys,
+        values).
+        """
         source = torch.Generator("cpu").manual_seed(7)
         (queries, keys), (q_heads, kv_heads), (dim, v_dim) = rows, heads, dims
         shapes = (queries, q_heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim), (queries, q_heads, v_dim)
@@ -46,7 +53,11 @@ class Problem(NamedTuple):
 
 
 def definition(problem: Problem, allowed: Tensor) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk, dv in float64, from softmax and autograd; `allowed` [Sq, Sk] says what may meet."""
+    """Return out, lse, dq, dk and dv of a problem in float64, by softmax and autograd.
+
+    allowed: bool [Sq, Sk], True where a query may attend to a key. The results have the shapes of the problem's
+    tensors; lse has [B, Hq, Sq].
+    """
     q, k, v = (x.double().requires_grad_() for x in problem[:3])
     repeats = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
@@ -59,11 +70,14 @@ def definition(problem: Problem, allowed: Tensor) -> tuple[Tensor, ...]:
 
 
 def differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
-    """Return the relative 2-norm of the error of out, lse, dq, dk and dv, by name."""
+    """Return the relative errors, as 2-norms, of "out", "lse", "dq", "dk" and "dv".
+
+    results, expected: these five tensors in this order.
+    """
     return {name: difference(x, y) for name, x, y in zip(RESULTS, results, expected, strict=True)}
 
 
 def worst(errors: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and the value of the largest error; NaN is larger than any."""
+    """Return the name and the value of the largest of the `errors`; NaN counts as larger than any."""
     name = max(errors, key=lambda result: (math.isnan(errors[result]), errors[result]))
     return name, errors[name]

@@ -23,7 +23,11 @@ _POLL_S = 0.1
 
 
 class RankEnd(NamedTuple):
-    """How a rank ended: its result, or its error, "" for none; and the seconds since the processes were started."""
+    """How the process of a rank ended, with its result or its error.
+
+    value: what its function returned. error: what went wrong, "" for nothing. after_s: the seconds from the start of
+    the processes to this end.
+    """
 
     value: Any
     error: str
@@ -31,12 +35,14 @@ class RankEnd(NamedTuple):
 
 
 class RankProcesses:
-    """`ranks` processes that run `work(rank, ranks, directory, send, *arguments)`; as a context manager it ends them.
+    """A context manager that starts a process for each of `ranks` ranks, and kills any that still run at its exit.
 
-    `directory` is private to these processes and gone afterwards; what a rank passes to `send` is yielded by
-    `messages`. `work` has to be a function of a module, and its arguments and results such as can be pickled.
-    `limit_s`, which may be changed, is how many seconds after the start it stops listening. `ended` has the ends of
-    ranks that are known so far.
+    Each runs `work(rank, ranks, directory, send, *arguments)`. `work` has to be a function of a module; its
+    arguments, what it returns, and what it passes to `send` have to be picklable. `messages` yields what is sent.
+    `directory` is a folder for these processes alone, gone afterwards.
+
+    limit_s: how many seconds after the start `messages` stops to listen; may be changed meanwhile.
+    ended: by rank, the ends that `messages` has noticed so far.
     """
 
     def __init__(self, ranks: int, work: Callable[..., Any], *arguments: Any, limit_s: float) -> None:
@@ -75,7 +81,7 @@ class RankProcesses:
         return time.monotonic() - self._start
 
     def messages(self, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
-        """Yield (rank, message) until all ranks have ended, it is `enough`, or the limit has passed.
+        """Yield (rank, message) until all ranks have ended, `enough()` is true, or `limit_s` seconds have passed.
 
         Ranks that are missing in `ended` then still run.
         """

@@ -20,7 +20,11 @@ _PRICING_S = 600.0  # that pricing all plans may take
 
 
 def recommend_strategy(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield the strategy that suits the model, equal on all ranks, and write the profile; collective."""
+    """Yield a finding with the strategy that suits the model on this cluster, equal on all ranks; collective.
+
+    The first rank writes the profile, with this strategy, to `settings.profile` unless that is "". With one rank
+    nothing is recommended or written.
+    """
     start = time.perf_counter()
     profile = measured_profile(world, settings)
     if world.size == 1:
@@ -50,7 +54,7 @@ def _text(profile: ClusterProfile, path: str) -> str:
 
 
 def measured_profile(world: World, settings: Settings) -> ClusterProfile:
-    """Return the profile of this cluster, without a strategy yet; collective."""
+    """Return the measured speed of links and kernels as a profile without a strategy; collective."""
     topology, links = links_of(world, settings)
     rates = rates_of(world, settings)
     dtype = "bfloat16" if world.device.type == "cuda" else "float32"

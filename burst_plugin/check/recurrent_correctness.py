@@ -39,9 +39,13 @@ _DRAWN: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 class RecurrentCase(NamedTuple):
-    """A function with its tensors: `tokens` by name, the sizes of one token; `parameters` by name, their sizes.
+    """A recurrent function to check, with the names and sizes of the tensors that it takes.
 
-    A name may begin with "-" or "+" for numbers of that sign, or "%" for numbers from 0 to 1.
+    tokens: the tensors with a row for each token: by argument, the sizes of one row.
+    parameters: the other tensors: by argument, their sizes. In both, a name may begin with "-" or "+" for numbers of
+        that sign, or with "%" for numbers from 0 to 1.
+    has_heads: whether ranks can exchange its heads in place of states.
+    kind: what tells it apart from other cases of the same function, "" for nothing.
     """
 
     function: Callable[..., Tensor]
@@ -67,7 +71,10 @@ _windows.__name__, _convolution.__name__ = "with_tokens_before", "causal_convolu
 
 
 def recurrent_cases(heads: int) -> list[RecurrentCase]:
-    """Return one case for each recurrent function, with `heads` heads, an even number."""
+    """Return the cases to check: one or more for each function of `burst_plugin.recurrent`.
+
+    heads: how many heads functions with heads get, an even number.
+    """
     keys, values = (heads // 2, _DIM), (heads, _SIZE)
     delta = {"q": keys, "k": keys, "v": values, "-g": (heads,), "%beta": (heads,)}
     each, group = (heads, _DIM), (heads // 2, _SIZE)
@@ -98,7 +105,10 @@ def recurrent_cases(heads: int) -> list[RecurrentCase]:
 
 
 def check_recurrent(world: World) -> Iterator[Finding]:
-    """Yield one finding of all functions; collective."""
+    """Yield a finding on whether the functions of `burst_plugin.recurrent` compute as on one rank; collective.
+
+    All ranks of `world` are the ring, with states sent and then with heads exchanged. With one rank nothing is shown.
+    """
     if world.size == 1:
         yield Finding(CORRECTNESS, NOT_SHOWN, WHAT, "there is one rank, which sends no states; start 2 or more")
         return
@@ -141,7 +151,11 @@ def _errors(world: World) -> dict[str, float]:
 
 
 def case_errors(case: RecurrentCase, cp: ContextParallel, device: torch.device) -> dict[str, float]:
-    """Return the errors of a function's output and gradients on this rank, by name; collective."""
+    """Run the function of a case on the ring `cp`, and on one rank; return the differences by result; collective.
+
+    Returns the relative errors, as 2-norms, of this rank's part of the output, "out", and of gradients, such as "dq";
+    gradients of parameters are added up over ranks.
+    """
     tokens = Tokens(_TOKENS * cp.ranks)
     mask = Documents((0, 5, tokens.length - 3, tokens.length))
     source = torch.Generator("cpu").manual_seed(7)  # the same on every rank

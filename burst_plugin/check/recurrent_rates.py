@@ -1,4 +1,4 @@
-"""How fast this machine computes layers that carry a state: by the kernels of libraries, or PyTorch's here."""
+"""How fast ranks compute layers that carry a state: by kernels of libraries, or in PyTorch where there are none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _PYTORCH = "PyTorch"
 
 
 class RecurrentRate(NamedTuple):
-    """What the slowest rank computes of one kind of mixer: tokens per second of each pass, and operations in both."""
+    """The measured speed of a kernel for layers of one kind that carry a state, on the slowest rank.
+
+    kind: the layers, such as "Mamba-2". library: whose kernel it is, or "PyTorch" for this package's own.
+    flops_per_s: the operations of both passes, over the time of both.
+    """
 
     kind: str
     library: str
@@ -42,7 +46,10 @@ class _TimedMixer(NamedTuple):
 
 
 def recurrent_rates_of(world: World, settings: Settings) -> list[RecurrentRate]:
-    """Return the rates of a gated delta net and of Mamba-2, measured once; collective."""
+    """Return the speed of kernels for gated delta nets and Mamba-2, measured once for each `world`; collective.
+
+    It is measured on as many tokens as a rank has in the timed ring.
+    """
     if "recurrent rates" not in world.measured:
         sizes = settings.sizes(world.device)
         timed = [_delta_rule(sizes.tokens, world.device), _state_space(sizes.tokens, world.device)]
@@ -52,7 +59,7 @@ def recurrent_rates_of(world: World, settings: Settings) -> list[RecurrentRate]:
 
 
 def recurrent_finding(world: World, settings: Settings) -> Finding:
-    """Return the rates as a finding; collective."""
+    """Return a finding with the speed of kernels for gated delta nets and Mamba-2, by pass; collective."""
     start = time.perf_counter()
     rates = recurrent_rates_of(world, settings)
     shown = ", ".join(

@@ -39,10 +39,11 @@ _MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores 
 
 @dataclass(frozen=True)
 class RingCase:
-    """One way to run the ring: its name, options of `Strategy`, and the tokens, documents and rings of the call.
+    """One way to run the ring, which is compared with the definition of attention.
 
-    tokens: of the sequence. documents: their lengths, none for one causal sequence. recomputes: forward is run again
-    in the backward pass. rings: how many take turns.
+    name: for messages. options: of `Strategy`. tokens: of the sequence.
+    documents: the lengths of its documents, none for one causal sequence. cu_seqlens: their bounds.
+    recomputes: whether a checkpoint runs the forward pass again. rings: how many rings of these options take turns.
     """
 
     name: str
@@ -76,13 +77,13 @@ class RingCase:
 
 
 def heads_for(ranks: int) -> tuple[int, int]:
-    """Return query and key heads that all of `ranks` can exchange, grouped in pairs; both are even."""
+    """Return (query heads, key heads) that `ranks` ranks can exchange: even numbers, in the ratio 2 to 1."""
     q_heads = 8 if 8 % ranks == 0 else (4 if ranks % 2 else 2) * ranks
     return q_heads, q_heads // 2
 
 
 def ring_cases(world: World, tokens: int) -> Iterator[RingCase]:
-    """Yield the ways to run the ring on so many ranks, the plainest first."""
+    """Yield the ways to run a ring of all ranks of `world` on about `tokens` tokens, the plainest first."""
     ranks, nodes = world.size, _node_sizes(world.size)
     for per_node, (forward, backward) in product(nodes, product(SIDES, SIDES)):
         name = f"ring {ranks // per_node}x{per_node}, moves {forward}, {backward}"
@@ -115,8 +116,9 @@ def _node_sizes(ranks: int) -> list[int]:
 def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> Iterator[Finding]:
     """Yield a finding per way to run the ring, one for `close`, and on GPUs one for memory; collective.
 
-    is_bound: that the world's group is bound to a device; then some rings will do. An error in the middle of a pass
-    ends the section, since messages may still be under way.
+    is_bound: whether the process group of `world` is bound to a device (`device_id`); then only the first and the
+    last way are run. An error in the middle of a pass ends the section, since messages may still be under way. With
+    one rank nothing is shown.
     """
     if world.size == 1:
         reason = "there is one rank, which has no ring; start 2 or more, which may share a GPU"
@@ -212,7 +214,10 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
 
 
 def first_error(outcomes: list[Outcome]) -> str:
-    """Return the error of the rank at fault rather than of one that missed it, with its number; "" for none."""
+    """Return the error of the rank at fault as "rank 3: ...", not of ranks that lost it; "" if no rank met any.
+
+    outcomes: of all ranks, in rank order.
+    """
     failures = [(outcome.was_lost, rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
     if not failures:
         return ""
@@ -221,7 +226,10 @@ def first_error(outcomes: list[Outcome]) -> str:
 
 
 def memory_finding(world: World, outside: Mapping[str, list[int]]) -> Finding:
-    """Return the finding on GPU memory outside of PyTorch's allocator while a ring was open, by ring and rank."""
+    """Return a finding on the GPU memory that NCCL and CUDA took beside PyTorch's tensors while a ring was open.
+
+    outside: by name of the `RingCase`, the bytes of each rank's GPU that it took outside PyTorch's allocator.
+    """
     if world.shares_gpu:
         return Finding(CORRECTNESS, NOT_SHOWN, MEMORY, SHARED)
     ring = max(outside, key=lambda name: max(outside[name]))

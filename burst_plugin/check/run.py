@@ -1,4 +1,4 @@
-"""All sections, in processes that are spawned here, or in the ranks that a launcher has started."""
+"""Running the sections of `burst check`, in spawned processes or in the ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_first() -> bool:
 
 
 def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
-    """Yield findings as they come; all ranks of a launcher yield equal findings.
+    """Run the sections of the settings, and yield findings as they come; all ranks of a launcher yield equal ones.
 
     ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; a launcher brings its own ranks. If there are
     fewer GPUs, ranks share them, and only checks without timing run.
@@ -148,7 +148,11 @@ def _in_processes(settings: Settings, ranks: int, *, is_bound: bool = False) -> 
 def spawned_rank(
     rank: int, ranks: int, directory: Path, send: Callable[[Any], None], settings: Settings, is_bound: bool = False
 ) -> None:
-    """Run the sections on one rank, or the rings of groups that are bound to a device; rank 0 sends findings."""
+    """Run the sections on one rank, in a process of its own; rank 0 passes findings to `send`.
+
+    directory: a folder in which the ranks find each other. is_bound: whether to bind the process group to the rank's
+    GPU, and check rings alone. Raises MissedError if another rank met an error first.
+    """
     timeout_s = settings.sizes(_kind()).timeout_s
     with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node, is_bound=is_bound) as world:
         try:
@@ -171,7 +175,10 @@ def _wait_for_all(world: World) -> None:
 
 
 def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield the findings of the sections that all ranks run together; collective. A rank that is late ends them."""
+    """Yield the findings of all sections in `settings` but fault tolerance, which ranks run together; collective.
+
+    If a rank does not report in time, a failed finding names it and is the last.
+    """
     for section in settings.sections:
         if section in _TOGETHER:
             try:

@@ -1,4 +1,4 @@
-"""What is to be checked: sections, sizes, the kernel, and the model that a strategy is wanted for."""
+"""What `burst check` looks at: sections, sizes, the kernel, and the model that a strategy is wanted for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from burst_plugin.profiling.cluster_profile import Model
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the checks are. On GPUs all of them take minutes, with `quick` under one.
+    """The sizes of the checks. On GPUs all of them take minutes, with `quick` under one.
 
-    tile: queries of a tile that is proven alone. rows: lengths of the tiles that a kernel is timed on.
-    tokens: tokens of a rank in the timed ring. steps: forward and backward passes of each ring that is proven.
+    tile: queries of the tiles on which kernels are compared with the definition. rows: lengths of the tiles on which
+    a kernel is timed.
+    tokens: tokens of a rank in the timed ring. steps: forward and backward passes of each ring that is compared.
     rounds: measurements of each time; the best or the median of them counts.
     transfer_s, most_bytes: how long a transfer that is timed should take, and its largest message.
     timeout_s: the time limit of a message. dead_s: the time limit for all ranks to end once one rank has ended.
@@ -47,8 +48,10 @@ _MODEL = Model(32, 8, 128, 131072, "causal")
 class Settings:
     """The options of a check.
 
+    sections: the sections to run, of `SECTIONS`. quick: whether to take smaller sizes and fewer steps.
     kernel: a name, "auto", or "module:attribute" of a kernel of one's own, which is then checked as well.
-    ranks_per_node: how many ranks count as a node; None to ask the ranks.
+    ranks_per_node: how many ranks count as a node; None to have ranks find out which share a node.
+    model: the attention that a strategy is wanted for. Kernels are timed with its heads, on CPUs with fewer.
     profile: the path of the profile to write; "" for none.
     """
 
@@ -60,17 +63,18 @@ class Settings:
     profile: str = "burst-profile.json"
 
     def sizes(self, device: torch.device) -> Sizes:
-        """Return how large the checks are on a device."""
+        """Return the sizes of the checks for ranks on this type of device."""
         if device.type == "cuda":
             return _QUICK_GPU if self.quick else _GPU
         return _QUICK_CPU if self.quick else _CPU
 
 
 def load_kernel(text: str) -> str | Kernel:
-    """Return the kernel of "module:attribute", a class or an object; names stay as they are.
+    """Return the kernel at "module:attribute", which is an object, or a class to call without arguments.
 
-    Modules in the working directory are found, too, as by `python -m`; the command `burst` would not look there.
-    Raises ValueError for a name that is not known, and for a module or an attribute that is not there.
+    "auto" and the names of kernels are returned as they are. Modules in the working directory are found, too, as by
+    `python -m`; the command `burst` would not look there. Raises ValueError for a name that is not known, for a
+    module or an attribute that is not there, and for an attribute that is no kernel.
     """
     if text == "auto" or text in KERNELS:
         return text

@@ -40,7 +40,11 @@ class MissedError(RuntimeError):
 
 
 class Outcome(NamedTuple):
-    """What one rank found, or the error that it met; `was_lost` if another rank was at fault."""
+    """The result of some work on one rank, or the error that it met.
+
+    value: what the work returned, None after an error. error: type and message, "" for none.
+    was_lost: whether the error is that another rank was lost.
+    """
 
     value: Any
     error: str = ""
@@ -49,7 +53,15 @@ class Outcome(NamedTuple):
 
 @dataclass
 class World:
-    """What one rank knows of all `size` ranks of a check; with `ranks_per_node` None ranks find their nodes."""
+    """The ranks that check together, seen from one of them.
+
+    rank, size: its number, and how many ranks there are. device: where its tensors are.
+    store: the key-value store through which ranks exchange results. timeout_s: the time limit of a message.
+    ranks_per_node: how many ranks count as a node; None to have ranks find out which share a node.
+    shares_gpu: whether `device` is another rank's, too.
+    measured: what sections have measured, for later sections.
+    is_late: whether a rank did not come in time, and is not to be waited for again.
+    """
 
     rank: int
     size: int
@@ -69,21 +81,25 @@ class World:
         return str(dist.get_backend())
 
     def name(self, rank: int) -> str:
-        """Return the number of a rank, with its host where there are several; collective when first called."""
+        """Return the name of a rank for messages, such as "rank 3"; with its host if ranks are on several.
+
+        Collective at the first call.
+        """
         if not self._hosts:
             self._hosts = self.exchange("host names", socket.gethostname())
         return f"rank {rank} on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else f"rank {rank}"
 
     def ring(self, **options: Any) -> ContextParallel:
-        """Return a ring of all ranks; collective."""
+        """Return a ring of all ranks, with `options` of `Strategy`; collective."""
         per_node = self.ranks_per_node or "auto"
         strategy = Strategy(**{"ranks_per_node": per_node, **options})
         return ContextParallel(dist.group.WORLD if self.size > 1 else None, strategy=strategy)
 
     def attempt(self, what: str, work: Callable[[], Any]) -> list[Outcome]:
-        """Do `work` on this rank; return what came of it on every rank, in rank order; collective.
+        """Call `work` on this rank, and return the outcomes of all ranks, in rank order; collective.
 
-        Values have to be such as JSON holds. Raises LateError, with `what`, if a rank did not come.
+        Errors of `work` are in the outcomes. It has to return what JSON can hold. Raises LateError, whose message has
+        `what`, if a rank does not report in time.
         """
         try:
             outcome = Outcome(work())
@@ -92,7 +108,10 @@ class World:
         return [Outcome(*fields) for fields in self.exchange(what, outcome)]
 
     def first_error(self, error: Exception) -> str:
-        """Record the error that makes this rank give up. Return the number and error of the first rank that did."""
+        """Record the error that makes this rank give up, and return the first error that any rank has recorded.
+
+        It is returned as "rank 3: ...".
+        """
         this_rank = f"rank {self.rank}: {error_text(error)}"
         try:
             first: bytes = self.store.compare_set("first error", "", this_rank)
@@ -101,9 +120,10 @@ class World:
         return first.decode()
 
     def exchange(self, what: str, value: Any, late_s: float = _LATE_S) -> list[Any]:
-        """Return every rank's value, in rank order; collective. Raises LateError if a rank did not come.
+        """Return the values of all ranks, in rank order; collective. Raise LateError if a rank does not come in time.
 
-        late_s: how long a rank may be behind, besides the time-out of messages.
+        what: the name of the work that these values result from, for the message of this error.
+        value: what JSON can hold. late_s: how many seconds a rank may be behind, besides `timeout_s`.
         """
         self._meetings += 1
         self.store.set(f"{self._meetings}/{self.rank}", json.dumps(value))
@@ -124,21 +144,21 @@ class World:
             torch.cuda.synchronize(self.device)
 
     def outside_bytes(self) -> int:
-        """Return the bytes of the GPU that are taken outside of PyTorch's allocator, as by NCCL; 0 on CPUs."""
+        """Return the bytes of this rank's GPU that are taken outside PyTorch's allocator, as by NCCL; 0 on CPUs."""
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - torch.cuda.memory_reserved(self.device)
 
     def together(self) -> None:
-        """Wait for all ranks, and for their GPUs."""
+        """Wait until all ranks are here, and their GPUs have finished their work; collective."""
         self.synchronize()
         if self.size > 1 and dist.group.WORLD is not None:
             barrier(dist.group.WORLD)
         self.synchronize()
 
     def timed(self, work: Callable[[], Any]) -> float:
-        """Return the seconds that `work` takes on this rank, once all ranks have started together; collective."""
+        """Return how many seconds `work` takes on this rank, begun by all ranks together; collective."""
         self.together()
         start = time.perf_counter()
         work()
@@ -147,7 +167,7 @@ class World:
 
 
 def launcher_environment() -> tuple[int, int, int] | None:
-    """Return (rank, ranks, local rank) as a launcher such as torchrun says, or None where there is no launcher."""
+    """Return (rank, ranks, local rank) as a launcher such as torchrun has set them; None without a launcher."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank = int(os.environ["RANK"])
@@ -163,11 +183,17 @@ def joined(
     *,
     is_bound: bool = False,
 ) -> Iterator[World]:
-    """Join the ranks as `place`, (rank, ranks, local rank), and leave them at the end; collective.
+    """Join the process group of all ranks, yield the `World` of this one, and leave the group at the end; collective.
 
-    directory: where ranks of one machine find each other; None for the launcher's own way. A process group that is
-    there already is used, and stays. is_bound: whether the process group is bound to the rank's GPU (`device_id`), so
-    that NCCL connects at once, and torch splits later groups off it.
+    Args:
+        place: (rank, ranks, local rank) of this process.
+        timeout_s: the time limit of a message.
+        directory: a folder in which ranks of one machine find each other; None to find them as the launcher says.
+        ranks_per_node: how many ranks count as a node; None to have ranks find out.
+        is_bound: whether to bind the process group to the rank's GPU (`device_id`), so that NCCL connects at once,
+            and torch splits later groups off it.
+
+    A process group that is there already is used, and not left.
     """
     rank, size, local = place
     device = _device(local)
@@ -192,9 +218,10 @@ def joined(
 
 
 def share_gpus(rank: int, ranks: int) -> bool:
-    """Return whether there are GPUs, and fewer than ranks. Then let NCCL take several ranks for one: it refuses them.
+    """Return whether ranks have to share GPUs, and if so, set the environment such that NCCL lets them.
 
-    ranks: all of this machine. Before any group of this process is made.
+    rank, ranks: of this process, and of all processes on this machine. To be called before this process makes a
+    group. Without GPUs nothing is shared.
     """
     if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
         return False
