@@ -1,4 +1,4 @@
-"""`python -m burst_plugin.cli`."""
+"""The entry point of `python -m burst_plugin.cli`, which runs the command `burst`."""
 
 from burst_plugin.cli.main import main
 

@@ -39,7 +39,7 @@ example: under a minute; what it wrote is then read by the planner and by Strate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of `burst check` to its parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -69,9 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Generator[str, None, int]:
-    """Yield the lines of the command's output on the first rank; return the exit status on every rank.
+    """Run `burst check`: yield its output's lines on the first rank, and return the exit status on every rank.
 
-    Raises ValueError for ranks that do not fit, or a kernel that cannot be loaded.
+    The status is 1 if a check has failed, else 0. Raises ValueError for ranks that do not fit, a kernel that cannot
+    be loaded, and a file that cannot be written.
+
+    options: the parsed options of `add_arguments`.
     """
     q_heads, kv_heads = options.heads
     settings = Settings(

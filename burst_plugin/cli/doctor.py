@@ -20,7 +20,7 @@ from burst_plugin.kernels import KERNELS, Case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every framework."""
+    """Add the options of `burst doctor` to its parser: one for every framework, and `--json`."""
     for framework in all_frameworks():
         metavar, text = framework.subject
         parser.add_argument(f"--{framework.name}", metavar=metavar, help=text)
@@ -28,12 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield plain text, section by section.
+    """Yield the lines that `burst doctor` prints, section by section; with `--json`, write them to a file as well.
 
-    Where options name subjects of some frameworks, only these frameworks are reported on.
+    options: the parsed options of `add_arguments`. Where they name subjects of some frameworks, such as a
+    configuration, only these frameworks are reported on.
 
     Raises:
-        ValueError: a subject cannot be read, or asks for something that is refused.
+        ValueError: a subject cannot be read, or asks for something that is refused; a file cannot be written.
     """
     yield f"burst_plugin {burst_plugin.__version__}"
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`burst init`: a small script that runs, of one framework, to paste from into a script of one's own.
+"""`burst init`: write a small training script that runs, for one framework, to copy lines from into your own.
 
 Each folder of `starters` is one kind: the files to write, and `launch.txt`, the command that starts them.
 """
@@ -23,7 +23,7 @@ script of your own needs.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the arguments of `burst init` to its parser: the kind of script, and the folder to write to."""
     parser.description, parser.formatter_class = _DESCRIPTION, argparse.RawDescriptionHelpFormatter
     kinds = sorted(folder.name for folder in _STARTERS.iterdir() if (folder / _LAUNCH).is_file())
     parser.add_argument("kind", choices=kinds, help="what trains")
@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield what the command prints. Raise ValueError for files that are there already, or cannot be written."""
+    """Write the files of a kind of script to a folder, and yield the lines that `burst init` prints: how to start it.
+
+    options: the parsed arguments of `add_arguments`. Raises ValueError for files that are there already, or cannot be
+    written.
+    """
     starter = _STARTERS / options.kind
     sources = sorted((x for x in starter.iterdir() if x.is_file() and x.name != _LAUNCH), key=lambda x: x.name)
     there = [source.name for source in sources if (options.folder / source.name).exists()]

@@ -54,7 +54,11 @@ _INSTEAD = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the program's own, and return the exit status."""
+    """Run the command `burst`, print its output, and return its exit status.
+
+    arguments: the words after `burst`; None for the words that this program was started with. Exits, as argparse
+    does, for options that are not valid.
+    """
     words = _with_model_option(list(sys.argv[1:] if arguments is None else arguments))
     parser, commands = _parser(_PLANS[_plan_title(words)])
     wrong = _wrong_plan_option(words[1:]) if words[:1] == ["plan"] else None

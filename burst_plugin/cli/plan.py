@@ -130,7 +130,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of `burst plan` for a cluster that is described, with neither `--model` nor `--profile`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, keywords in _OPTIONS.items():
@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `burst plan --profile`; the profile has the values of options that are left out."""
+    """Add the options of `burst plan --profile`; values of options that are left out come from the profile."""
     parser.description, parser.epilog = _MEASURED_DESCRIPTION, _MEASURED_EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--profile", required=True, metavar="FILE", help="that burst check wrote")
@@ -154,7 +154,11 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the command's output. Raise ValueError for a sequence with fewer tokens than ranks."""
+    """Yield the lines that `burst plan` prints for a cluster that is described: a table of plans, and the best one.
+
+    options: the parsed options of `add_arguments`; with `--json`, all plans are written to a file as well. Raises
+    ValueError for a sequence with fewer tokens than ranks, and a file that cannot be written.
+    """
     topology = Topology(options.nodes, options.ranks_per_node)
     if options.seq < topology.ranks:
         raise ValueError(
@@ -172,9 +176,11 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def measured_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the output of `burst plan --profile`.
+    """Yield the lines that `burst plan --profile` prints: a table of plans on the measured cluster, and the best one.
 
-    Raises ValueError for a profile that cannot be read, fewer tokens than ranks, and nodes without measured links.
+    options: the parsed options of `add_measured_arguments`; with `--json`, all plans are written to a file as well.
+    Raises ValueError for a profile that cannot be read, fewer tokens than ranks, nodes without measured links, and a
+    file that cannot be written.
     """
     profile = ClusterProfile.read(options.profile)
     sizes = {name: getattr(options, name) for name in ("head_dim", "seq", "mask")}

@@ -65,7 +65,7 @@ _RATES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of `burst plan --model` to its parser."""
     parser.description, parser.epilog, parser.usage = _DESCRIPTION, _EXAMPLE, _USAGE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -144,7 +144,11 @@ def _flag(name: str) -> str:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the command's output. Raise ValueError if nothing fits, or no plan can honour an option."""
+    """Yield the lines that `burst plan --model` prints: the fastest plan that fits, or what given flags take.
+
+    options: the parsed options of `add_arguments`. With `--emit` and `--json`, files are written as well. Raises
+    ValueError if nothing fits, no plan can honour an option, or a file cannot be read or written.
+    """
     if options.framework is None:
         options.framework = _sharing_towers()[0] if options.images or options.frames else FRAMEWORKS[0]
     goal = _goal(options)

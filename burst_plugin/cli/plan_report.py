@@ -31,7 +31,12 @@ _NAMES = {
 
 
 def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: bool = False) -> Iterator[str]:
-    """Yield the lines of a plan's report; `title` names the framework. With `is_given` it compares with no others."""
+    """Yield the lines of a report on the fastest plan: its options and why, its memory and time, and the runner-up.
+
+    goal: the model, sequence and cluster that the plans are for. title: the name of the framework. best_first: the
+    plans that fit, the fastest first; at least one. is_given: whether the first is a setting that a user gave, not
+    found by a search, so that there is no runner-up.
+    """
     best = best_first[0]
     cluster = goal.cluster
     yield (
@@ -66,7 +71,11 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
 
 
 def as_dict(goal: Goal, title: str, best_first: list[Candidate]) -> dict[str, object]:
-    """Return a plan for a JSON file: bytes, seconds, and the options of `Strategy`."""
+    """Return the fastest plan and the runner-up for a JSON file, with bytes, seconds and the options of `Strategy`.
+
+    goal: the model, sequence and cluster that the plans are for. title: the name of the framework. best_first: the
+    plans that fit, the fastest first; at least one.
+    """
 
     def of(candidate: Candidate) -> dict[str, object]:
         return {
@@ -128,13 +137,13 @@ def _images(model: ModelShape, setting: Setting) -> Iterator[str]:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a time as text, in seconds or, below one, in milliseconds, with at least two digits."""
+    """Return a time as text, such as "1.2 s" or "350 ms": in s, or below one in ms, with at least two digits."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
     return f"{number:.0f} {unit}" if number >= 9.95 else f"{number:.1f} {unit}"
 
 
 def gpus_in_words(count: int) -> str:
-    """Return a number of GPUs as text."""
+    """Return a number of GPUs as text, such as "1 GPU" or "8 GPUs"."""
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 

@@ -28,7 +28,10 @@ def write_json(path: Path, content: object) -> None:
 
 
 def whole(unit: str, most: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers of `unit`, 1 to `most`."""
+    """Return a parser of options for argparse, which takes whole numbers from 1 to `most`.
+
+    unit: what is counted, such as "ranks", for the message on other values.
+    """
 
     def parse(text: str) -> int:
         if not _is_whole(text, most):
@@ -39,7 +42,10 @@ def whole(unit: str, most: int) -> Callable[[str], int]:
 
 
 def number(what: str, least: float = 1e-3, most: float = 1e6) -> Callable[[str], float]:
-    """Return a parser of finite numbers from `least` to `most`; `what` names them in messages."""
+    """Return a parser of options for argparse, which takes finite numbers from `least` to `most`.
+
+    what: what is expected, such as "GB/s, such as 400", for the message on other values.
+    """
 
     def parse(text: str) -> float:
         try:
@@ -54,7 +60,10 @@ def number(what: str, least: float = 1e-3, most: float = 1e6) -> Callable[[str],
 
 
 def tokens(text: str) -> int:
-    """Parse a number of tokens, such as 131072, 128k or 1.5m."""
+    """Return the number of tokens that a text gives, such as 131072, 128k or 1.5m; k is 1024, m is 1024 ** 2.
+
+    Raises argparse.ArgumentTypeError for other texts, and for numbers out of bounds.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower().replace(",", ""), re.ASCII)
     value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
     if not 1 <= value <= _MOST_TOKENS or value % 1:
@@ -66,7 +75,10 @@ def tokens(text: str) -> int:
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Parse numbers of query heads and key/value heads, such as 32/8."""
+    """Return (query heads, key/value heads) from a text such as 32/8.
+
+    Raises argparse.ArgumentTypeError for other texts, and where the second does not divide the first.
+    """
     numbers = text.split("/")
     if len(numbers) != 2 or not all(_is_whole(part, _MOST_HEADS) for part in numbers):
         raise argparse.ArgumentTypeError(
@@ -89,31 +101,34 @@ def _short(text: str) -> str:
 
 
 class StatusLine:
-    """A line of progress on standard error, which shows nothing if that is no terminal, or unless `wanted`."""
+    """A line of progress on standard error, shown only if that is a terminal, and `wanted` is true."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._is_shown = wanted and sys.stderr.isatty()
         self._width = 0
 
     def show(self, text: str) -> None:
-        """Show a text in place of the one before."""
+        """Show a text in place of the one shown before."""
         if self._is_shown:
             print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = max(self._width, len(text))
 
     def erase(self) -> None:
-        """Erase the line."""
+        """Erase the line, so that other output can take its place."""
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
             self._width = 0
 
     def bar(self, done: int, total: int, title: str = "pricing", end: str = "") -> None:
-        """Show a progress bar between `title` and `end`, which by default says how many are done."""
+        """Show a progress bar, filled to `done` of `total` parts.
+
+        title: the text before it. end: the text after it, by default the two numbers.
+        """
         filled = _BAR_WIDTH * min(done, total) // total
         self.show(f"{title} [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {end or f'{done}/{total}'}")
 
     def progress(self, done: int, total: int) -> None:
-        """Show how many of all plans have been priced; erase that at the end."""
+        """Show how many of `total` plans have been priced, as a bar; erase it when all are done."""
         if done < total:
             self.bar(done, total)
         else:
