@@ -19,7 +19,14 @@ _MOST_CACHED = 16  # entries of a look-up table before it is cleared
 
 
 class Packing:
-    """Tensors laid out one after another in one byte buffer, each aligned to 64 bytes; then a label, if any."""
+    """The layout of a message: where each of several tensors lies in one byte buffer, aligned to 64 bytes.
+
+    Args:
+        tensors: shape and type of each tensor, in the order in which they lie one after another.
+        labelled: whether `LABEL_BYTES` for the label of a call follow.
+
+    `nbytes` is the length of the message, at least `LABEL_BYTES`.
+    """
 
     def __init__(self, tensors: Sequence[Spec], labelled: bool = False) -> None:
         self._sections: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
@@ -33,10 +40,10 @@ class Packing:
         self.nbytes = max(stop, LABEL_BYTES)  # no backend is sure to carry empty messages
 
     def views(self, data: Tensor, count: int = 0) -> tuple[Tensor, ...]:
-        """Return the tensors, as views of `data` [nbytes], uint8.
+        """Return the tensors of this layout, in their order, as views of the bytes `data`.
 
-        With a `count`, `data` holds so many messages one behind the other, [count * nbytes]; tensors get a dim in
-        front.
+        data: [nbytes], uint8. With a `count` above 0 it is [count * nbytes], that many messages one after another,
+            and each tensor gets a first dim of `count`.
         """
         typed = {dtype: data.view(dtype) for dtype, *_ in self._sections}
         found = []
@@ -48,14 +55,14 @@ class Packing:
 
     @property
     def length(self) -> int:
-        """Return the number of token rows of the first tensor, [B, S, H, D]."""
+        """Return S, the number of token rows, of the first tensor of the message, which is [B, S, H, D]."""
         return self._sections[0][1][1]
 
 
 class Buffer:
-    """`data` [nbytes], uint8, to send or receive.
+    """The bytes of a message to send or receive, `data` [nbytes], uint8, with cached views of them as tensors.
 
-    Buffers are reused for the same messages of every layer, so views of one are made once.
+    Buffers are reused for messages of one kind in every layer, so views of a buffer are made once.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -66,7 +73,8 @@ class Buffer:
     def views(self, packing: Packing, count: int = 0) -> tuple[Tensor, ...]:
         """Return the tensors of a message laid out by `packing` as views of `data`.
 
-        With a `count` above 0 `data` holds so many messages in a row; each tensor gets a first dim of `count`.
+        With a `count` above 0 `data` holds that many messages one after another; each tensor gets a first dim of
+        `count`.
         """
         views = self._views.get((packing, count))
         if views is None:
@@ -77,17 +85,17 @@ class Buffer:
         return views
 
     def put_label(self, label: Tensor | None) -> None:
-        """Write a call's label at the end of the message."""
+        """Write `label` [LABEL_BYTES], uint8, into the last bytes of the buffer; nothing for None."""
         if label is not None:
             self._label.copy_(label)
 
     def has_label(self, label: Tensor | None) -> bool:
-        """Return whether a message that arrived has this label; True if there is none to compare."""
+        """Return whether the last bytes of the buffer are `label` [LABEL_BYTES], uint8; True for None."""
         return label is None or torch.equal(self._label, label)
 
 
 class Memory:
-    """One allocation, [nbytes], uint8.
+    """One allocation of `nbytes` bytes on `device`, whose beginning serves as a `Buffer` of any length up to that.
 
     It and its views are made outside of inference mode: tensors made inside cannot be written to outside.
     """
@@ -99,7 +107,7 @@ class Memory:
         self._buffers: dict[int, Buffer] = {}
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Return a buffer of the first `nbytes`, the same object every time."""
+        """Return a `Buffer` of the first `nbytes` bytes, mostly the one that was returned for this length before."""
         buffer = self._buffers.get(nbytes)
         if buffer is None:
             if len(self._buffers) == _MOST_CACHED:
@@ -110,10 +118,11 @@ class Memory:
 
 
 class BufferPool:
-    """Buffers that are reused: the steady state allocates nothing.
+    """A pool of byte buffers for messages, which are leased and released: the steady state allocates nothing.
 
-    A lease takes the smallest free memory that is large enough. Where none is, one that is too small is freed for a
-    larger one, so that there are never more than were in use at the same time, whatever their lengths.
+    A lease takes the smallest free memory that is large enough. Where none is, a free one that is too small is given
+    up for a larger one, so that there are never more than were in use at the same time, whatever their lengths.
+    `allocated_bytes` counts the bytes of all of them.
     """
 
     def __init__(self) -> None:
@@ -122,7 +131,7 @@ class BufferPool:
         self.allocated_bytes = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
-        """Return a buffer of `nbytes`, at least one, contents undefined."""
+        """Return a `Buffer` of `nbytes` bytes, 1 or more, on `device`; its contents are undefined."""
         memory = self._take(nbytes, device)
         buffer = memory.buffer(nbytes)
         self._leased[buffer] = memory
@@ -145,7 +154,7 @@ class BufferPool:
         return Memory(nbytes, device)
 
     def release(self, buffer: Buffer) -> None:
-        """Take a buffer back. Raise KeyError if it is not leased."""
+        """Take back a buffer that `lease` returned, for later leases. Raise KeyError if it is not leased."""
         memory = self._leased.pop(buffer)
         self._free[memory.device].append(memory)
 

@@ -15,9 +15,9 @@ from burst_plugin.types import Direction
 
 
 class CallId(NamedTuple):
-    """The identity of a call of attention.
+    """The identity of one call of attention.
 
-    number: how many comparisons and calls this rank made before; equal on every rank that is in step.
+    number: the running number of this rank's comparisons and calls, from 1 on; equal on every rank that is in step.
     name: the caller's name for the call, such as "step 7, layer 3".
     is_compared: whether ranks compare this call, and therefore its backward pass.
     """
@@ -30,14 +30,21 @@ class CallId(NamedTuple):
         return f"call {self.number} ({self.name})" if self.name else f"call {self.number}"
 
     def label(self, direction: Direction, kind: bytes) -> bytes:
-        """Return 16 bytes that identify one pass of this call; `kind` is the digest of the kind of call."""
+        """Return 16 bytes to end the messages of one pass of this call, which tell them from other messages.
+
+        kind: the digest of the kind of call, see `Plan.digest`.
+        """
         which = 2 * self.number + (direction == "backward")
         named = blake2b(self.name.encode(), key=kind, digest_size=8).digest()
         return named + which.to_bytes(8, "little")
 
 
 def call_name(step: str, tag: object) -> str:
-    """Return the name of a call from the training step and the caller's `tag`; a tuple's items are listed."""
+    """Return the name of a call, such as "step 7, layer 3", from the training step and the caller's `tag`.
+
+    step: text that names the training step; left out if empty.
+    tag: any object; the items of a tuple are listed one by one. None is left out.
+    """
     items = tag if isinstance(tag, tuple) else (tag,)
     return ", ".join(text for text in (step, *(str(item) for item in items if item is not None)) if text)
 
@@ -49,11 +56,12 @@ class _KnowsItsStep(Protocol):
 
 @dataclass
 class Progress:
-    """The present work of a rank on a ring; written by the training thread, read by the watching thread.
+    """A record of where a rank is in its program; the training thread writes it, the watching thread reads it.
 
     where: the action and its call, or words, such as ("in the forward pass of", call 13).
-    call: the call whose pass is running, if any; `ring_pass` has the step it is at.
-    waiting: the rank that this one waits for, and since when.
+    call: the call whose pass is running, if any.
+    ring_pass: the running `RingPass`, if any, which knows the step that it is at.
+    waiting: the rank that this one waits for, and since when by `time.monotonic`; None while it does not wait.
     """
 
     where: tuple[object, ...] = ("before the first call",)
@@ -62,11 +70,11 @@ class Progress:
     waiting: tuple[int, float] | None = None
 
     def begin_pass(self, direction: Direction, call: CallId) -> None:
-        """Note that this rank enters a pass."""
+        """Note that this rank enters the forward or backward pass of `call`."""
         self.call, self.where = call, ("in the", direction, "pass of", call)
 
     def end_pass(self, direction: Direction) -> None:
-        """Note that this rank has left the pass."""
+        """Note that this rank has left the pass that it was in."""
         self.where, self.call, self.ring_pass = ("after the", direction, "pass of", self.call), None, None
 
     def wait_for(self, peer: int) -> None:
@@ -79,9 +87,14 @@ class Progress:
 
 
 def by_rank(texts: Mapping[int, str], count: int, name_of: Callable[[int], str] = lambda rank: "") -> str:
-    """Return each text with its ranks, the rarest text first; the bare text if all `count` ranks have one text.
+    """Return a summary of the texts of ranks, such as "rank 0, 2: x; rank 1: y", the rarest text first.
 
-    `name_of` returns a suffix for the number of a rank that is alone with its text.
+    If all `count` ranks say one text, it is returned alone.
+
+    Args:
+        texts: the text of each rank, by its number; some ranks may be missing.
+        count: the number of all ranks.
+        name_of: returns a suffix for the number of a rank that is alone with its text, such as its host.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():

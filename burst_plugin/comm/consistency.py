@@ -42,11 +42,11 @@ _PLACE = "at: "
 
 
 class Constants(dict[str, object]):
-    """Values by name that every comparison repeats, and that are turned into text once."""
+    """A dict of values by name that every comparison of a ring includes, such as its options; not to be changed."""
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """Return the values as text, one line for each name."""
+        """Return each entry as a text "name=value", made once and kept."""
         return tuple(f"{name}={value}" for name, value in self.items())
 
 
@@ -54,7 +54,9 @@ _NO_CONSTANTS = Constants()
 
 
 class ConsistencyCheck:
-    """How the ranks of `group` compare their calls; `compare` and `exchange` are collective.
+    """A means for the ranks of `group` to compare their next actions; all methods that send are collective.
+
+    rank: this rank's number in the group. global_ranks: the global rank of each rank of the group.
 
     On gloo all rings of the same ranks compare over the group of the first of them, so that ranks that are about to
     use different rings get an error, instead of waiting for each other on two groups. Threads of a process, which may
@@ -86,9 +88,9 @@ class ConsistencyCheck:
         return group_device(self._group)
 
     def meet(self, text: str) -> list[str]:
-        """Return the `text` of every rank about the ring that they are about to connect; collective.
+        """Exchange one line of `text` with every rank before the ring is connected; return all texts, in rank order.
 
-        Raises ValueError on every rank if any is not about to connect this ring.
+        Raises ValueError on every rank if any is about to do something else than to connect this ring. Collective.
         """
         lines = [f"{_PLACE}the ring is connected", f"ring={self.ring_name()}", text]
         said = self.exchange("\n".join(lines), "connecting")
@@ -97,16 +99,25 @@ class ConsistencyCheck:
         return [each.splitlines()[-1] for each in said]
 
     def ring_name(self, ring_id: str = "") -> str:
-        """Return a name that other rings of the same ranks do not have; without an id it is not connected."""
+        """Return text that names this ring; no other ring of the same ranks has it.
+
+        ring_id: the id that the ring's ranks drew when they met; "" for a ring that is not connected yet.
+        """
         return f"{ring_id or 'new'} on group {self.group_name}"
 
     def compare(
         self, at: str, compared: Mapping[str, object], problem: str, constants: Constants = _NO_CONSTANTS
     ) -> None:
-        """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
+        """Raise ValueError on every rank if ranks are about to act differently, or if any has a problem; collective.
 
-        `at` names the action that is about to begin; `compared` and `constants` are values by name. Only if they
-        differ behind what one exchange can hold are there more exchanges, which find the place.
+        Values that are too long for one exchange are compared by a digest; if they differ, further exchanges find
+        where.
+
+        Args:
+            at: the action that is about to begin, such as "the forward pass of call 13".
+            compared: values by name, which must be equal on all ranks.
+            problem: why this rank cannot go on; "" if it can.
+            constants: further values that must be equal, which do not change from call to call.
         """
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items()), *constants.lines]
@@ -122,10 +133,13 @@ class ConsistencyCheck:
         raise_if_unlike(said, DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
-        """Return the text of every rank, in rank order; long ones are cut, but different texts stay different.
+        """Return the text of every rank, in rank order; collective.
 
-        Texts are exchanged between all pairs, so that a lost rank can be named: raises RingError. With NCCL, which
-        cannot tell, and holds megabytes for every pair that is connected, in one all-gather.
+        Texts of about `EXCHANGE_BYTES` or more are cut and end with a digest, so that different texts stay different.
+
+        With gloo texts are exchanged between all pairs, so that a lost rank can be named: raises RingError, whose
+        text says `when` it was missed. With NCCL, which cannot tell, and holds megabytes for every pair that is
+        connected, they are exchanged in one all-gather.
         """
         mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8)
         if self._in_one:
@@ -139,7 +153,7 @@ class ConsistencyCheck:
         return [_decode(bytes(each.tolist())) for each in received]
 
     def forget_shared_group(self) -> None:
-        """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""
+        """Have the next ring of these ranks compare over its own group, as the shared one may have messages left."""
         _SHARED.pop(self._key, None)
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
@@ -195,7 +209,11 @@ def fingerprint(ours: Sequence[str], problem: str) -> str:
 
 
 def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
-    """Raise ValueError if a rank has reported a problem, or, beginning with `disagree`, if the texts differ."""
+    """Raise ValueError if a rank has reported a problem, or if the texts of ranks differ.
+
+    said: the text of each rank, as `fingerprint` makes it, in rank order.
+    disagree: the beginning of the message if texts differ.
+    """
     _raise_if_problem(said)
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
@@ -212,7 +230,9 @@ def _raise_if_problem(said: Sequence[str]) -> None:
 def raise_if_apart(said: Mapping[int, str], ranks: int) -> None:
     """Raise ValueError if ranks compare at different places of the program, or on different rings.
 
-    said: the text of each rank, by its number; ranks: the number of all ranks.
+    said: by rank, the lines that it sends for comparison, beginning with its place. If one of them reports a problem
+        instead, nothing is raised here.
+    ranks: the number of all ranks, also of those that have said nothing yet.
     """
     places = {}
     for rank, text in said.items():
@@ -268,10 +288,19 @@ def first_exchange(
     place: str,
     raise_if_apart: Callable[[Mapping[int, str]], None],
 ) -> T:
-    """Return the result of `exchange`; meanwhile `raise_if_apart` gets the places of waiting ranks, and may raise.
+    """Return the result of the collective `exchange`, which runs in a thread, while waiting ranks say where they are.
 
-    Ranks number the first exchanges among `global_ranks`, and compare places under one number only; where their
-    histories differ, they wait for the time-out of `exchange`.
+    A rank that has waited for 0.2 s writes its `place` into the store of the job. When all ranks have, or after 2 s,
+    `raise_if_apart` is called with the places that are known by then, so that ranks which wait for each other in
+    different exchanges get an error. Ranks number their first exchanges, and compare places under one number only;
+    where their histories differ, they wait for the time-out of `exchange`.
+
+    Args:
+        exchange: what to run; an error that it raises is raised here.
+        global_ranks: the global ranks that take part.
+        rank: this rank's number among them.
+        place: text that says where this rank is in its program.
+        raise_if_apart: called with the places by rank; raises if they do not fit together.
     """
     key = tuple(global_ranks)
     _BEGUN[key] += 1

@@ -25,7 +25,10 @@ from burst_plugin.topology import Traffic
 
 
 class CopyNetwork(InProcessNetwork):
-    """A network that copies as soon as both ends of a message are posted. Tensors are on `device`."""
+    """A network between ranks of this process that copies a message as soon as both its ends are posted.
+
+    device: the device of all messages.
+    """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         super().__init__(ranks)
@@ -49,7 +52,10 @@ class CopyNetwork(InProcessNetwork):
                 parcel.events.append(stream.record_event())
 
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """Have a GPU's current stream wait for these messages. Raise RuntimeError if an end was never posted."""
+        """Have a GPU's current stream wait for these messages; on CPUs they have arrived.
+
+        Raises RuntimeError if an end of one was never posted.
+        """
         for parcel in parcels:
             if not parcel.is_whole:
                 parcel.deliver()  # which raises an error with what is missing
@@ -60,10 +66,16 @@ class CopyNetwork(InProcessNetwork):
 class NullTransport(Transport):
     """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.
 
-    A received message holds this rank's own first message of its size and kind, or 0, without `copies` always, which
-    takes no memory: bits of another type would be full of numbers that take a CPU ten times as long. On CPUs it gets
-    the label of this rank's last message, which is the label of the pass in every schedule that has a rank send
-    before it receives; before that it gets `label`.
+    A received message is a copy of the first one that this rank sent of its size and kind of traffic, since bits of
+    another type would be full of numbers, such as denormal ones, that take a CPU ten times as long. It is zeros if
+    this rank has sent none.
+
+    Args:
+        pool: where buffers are leased; None for a new pool.
+        label: [LABEL_BYTES], uint8, with which received messages end until this rank sends one itself, on CPUs. From
+            then on they end as this rank's last message, whose label is right in every schedule that has a rank send
+            before it receives. None: messages have no label.
+        copies: if False, received messages are all zeros, and no copies take memory.
     """
 
     def __init__(self, pool: BufferPool | None = None, label: Tensor | None = None, copies: bool = True) -> None:

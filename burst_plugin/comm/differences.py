@@ -29,7 +29,7 @@ _DIGESTS = 96  # that fit into an exchange
 
 
 class TensorValues(Sequence[float]):
-    """The numbers of a tensor [N], read only when they are used: on GPUs that waits for all queued work."""
+    """A sequence of the numbers of a tensor [N], read only at first use: on GPUs that waits for all queued work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -49,7 +49,15 @@ class TensorValues(Sequence[float]):
 
 
 def differences(compared: Mapping[str, object], exchange: Exchange) -> str:
-    """Return where `compared`, values by name, differs between ranks; "" if they have other names. Collective."""
+    """Return in words where values differ between ranks, and what each rank has there; collective.
+
+    Args:
+        compared: this rank's values, by name.
+        exchange: collective; sends a text to all ranks, and returns the texts of all, in rank order.
+
+    Returns:
+        One clause for each value that differs, joined by "; ". "" if ranks have other names than these.
+    """
     ours = [f"{name} {_digest(str(value))}" for name, value in compared.items()]
     received = [text.splitlines() for text in exchange("\n".join(ours))]
     if any([line.rpartition(" ")[0] for line in lines] != [*compared] for lines in received):

@@ -23,10 +23,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class Board:
-    """The store of a ring, as its ranks use it: which rank failed first, and where all ranks are while any waits.
+    """One rank's access to the store of a ring: which rank failed first, and where all ranks are while any waits.
 
-    names: a text for every rank besides its number in the group: its global rank and its host.
-    late_after: seconds of waiting after which a rank logs it.
+    Args:
+        store: shared by the ranks of the ring.
+        rank: this rank's number in the group.
+        names: for every rank, text besides its number: its global rank and its host.
+        progress: where this rank is, which it publishes.
+        late_after: seconds of waiting after which a rank logs it.
+
+    `ended` is set where another thread tells this rank to end: it says why.
     """
 
     def __init__(
@@ -40,11 +46,11 @@ class Board:
         self._reported: object = None  # the last wait that was logged
 
     def name_of(self, rank: int) -> str:
-        """Return a rank's global rank and host in brackets, after a space."""
+        """Return text to follow a rank's number, such as " (global rank 5 on host)"; "" for a rank without a name."""
         return f" ({self._names[rank]})" if rank < len(self._names) else ""
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up. Return why the first rank to give up did so."""
+        """Record `text`, why this rank gives up, unless a rank has before; return the text of the first one."""
         try:
             first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
         except RuntimeError:  # the store went with the rank that hosted it
@@ -52,7 +58,7 @@ class Board:
         return first.decode()
 
     def report_fault(self, fault: str) -> None:
-        """Record a fault that NCCL's watchdog found on this rank, and where ranks are, if they say so."""
+        """Record that NCCL's watchdog found a `fault` on this rank, such as "time-out", and where all ranks are."""
         others = (rank for rank in range(len(self._names)) if rank != self.rank)  # first: this one is not at fault
         silent = dict.fromkeys(others, "it does not say where it is")
         where = by_rank(silent | self.places(), len(self._names), self.name_of)
@@ -60,9 +66,9 @@ class Board:
         self.report_failure(f"NCCL waits in vain on {here} ({fault}), where ranks have come to: {where}")
 
     def publish(self, waits: bool = False) -> None:
-        """Publish where this rank is, if any rank has been waiting for some seconds. Log a wait that is long.
+        """Publish where this rank is if any rank has been waiting for some seconds; log a long wait of this one.
 
-        `waits`: whether this rank is known to wait although its host does not.
+        waits: whether this rank is known to wait although its `progress` does not say so, as where its GPU waits.
         """
         waiting = self.progress.waiting
         waited = 0.0 if waiting is None else monotonic() - waiting[1]
@@ -90,7 +96,7 @@ class Board:
         self._count(False)
 
     def places(self) -> dict[int, str]:
-        """Return where ranks are: this rank, and the others that said so since this rank began to wait."""
+        """Return by rank, as text, where ranks are: this one, and others that said so since it began to wait."""
         found = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):
@@ -119,12 +125,15 @@ class FailureWatch:
 
     Without it ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, or with gloo
     until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason, and
-    ends the process a minute later. The thread also keeps the board up to date.
+    ends the process a minute later. The thread also publishes on the board where this rank is.
 
-    fault: returns the fault that NCCL's watchdog has found here, such as a time-out, or "". A fault ends the ring,
-        too, once the other ranks have had the time to say where they are.
-    end: called with the text of the error for this rank, "" where it has raised one itself; should end the waits of
-        this rank. Without it they are left to the time-out and the launcher.
+    Args:
+        board: the ring's board, at which the thread looks.
+        period_s: seconds between two looks, at most `board.late_after`; None for 10.
+        end: called with the text of the error for this rank, "" where it has raised one itself; should end the waits
+            of this rank. Without it they are left to the time-out and the launcher.
+        fault: returns the fault that NCCL's watchdog has found here, such as a time-out, or "". A fault ends the
+            ring, too, once the other ranks have had the time to say where they are.
     """
 
     def __init__(
@@ -139,11 +148,11 @@ class FailureWatch:
         _Watcher(self._closed, board, period_s, end, fault, self._seen).start()
 
     def some_gave_up(self) -> bool:
-        """Return whether a rank is known to have given up, without a look at the store."""
+        """Return whether the thread has seen that a rank gave up; this does not look at the store."""
         return self._seen.is_set()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread, without waiting for its end."""
         self._closed.set()
 
     def __del__(self) -> None:

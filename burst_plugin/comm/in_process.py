@@ -26,7 +26,13 @@ _Route = tuple[int, int, Channel]  # from rank to rank
 
 @dataclass(eq=False)
 class Parcel:
-    """One message: posted by its sender, its receiver, or both. `events` are for networks whose copies need them."""
+    """A message between two ranks of one process, posted by its sender, its receiver, or both.
+
+    route: (sending rank, receiving rank, channel).
+    source: the sender's bytes; None until it has posted.
+    target: the receiver's buffer; None until it has posted.
+    events: CUDA events, for networks that copy on streams of their own.
+    """
 
     route: _Route
     source: Tensor | None = None
@@ -35,11 +41,11 @@ class Parcel:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether both ends are posted."""
+        """Return whether both ends of the message are posted."""
         return self.source is not None and self.target is not None
 
     def deliver(self) -> None:
-        """Copy the data. Raise RuntimeError if an end was never posted, or if the two have different lengths."""
+        """Copy `source` to `target`. Raise RuntimeError if an end was never posted, or if their lengths differ."""
         if self.source is None or self.target is None:
             missing = "sent" if self.source is None else "received"
             raise RuntimeError(f"deadlock: rank {self.route[0]} -> rank {self.route[1]}: never {missing}")
@@ -59,11 +65,18 @@ class InProcessNetwork(ABC):
         self._half: dict[_Route, deque[Parcel]] = {}  # messages of which one end is posted, oldest first
 
     def transports(self) -> list[InProcessTransport]:
-        """Return the transport of every rank."""
+        """Return the transports of all ranks, in rank order."""
         return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
 
     def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
-        """Post one end of a message. Ends meet in the order in which they were posted. Return the message."""
+        """Post one end of a message, and return the message; one of `source` and `target` is None.
+
+        Args:
+            route: (sending rank, receiving rank, channel). Ends on one route meet in the order in which they are
+                posted.
+            source: the bytes to send, for the sender's end.
+            target: the buffer to fill, for the receiver's end.
+        """
         queue = self._half.setdefault(route, deque())
         if queue and (queue[0].source is None) != (source is None):
             parcel = queue.popleft()
@@ -80,14 +93,14 @@ class InProcessNetwork(ABC):
 
     @abstractmethod
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """Deliver these messages, which a rank waits for. Raise RuntimeError if one cannot be delivered."""
+        """Deliver messages that a rank waits for. Raise RuntimeError if one cannot be delivered."""
 
     def _pool(self) -> BufferPool:
         return BufferPool()
 
 
 class InProcessTransport(Transport):
-    """One rank's end of an `InProcessNetwork`."""
+    """The transport of one rank over an `InProcessNetwork`."""
 
     def __init__(self, network: InProcessNetwork, rank: int, pool: BufferPool) -> None:
         super().__init__(pool)
@@ -120,7 +133,10 @@ class _InProcessPending:
 
 
 class HostileNetwork(InProcessNetwork):
-    """A network that copies a message when it is waited for, and sometimes others before it, drawn by `seed`."""
+    """A network between ranks of this process that shows faults: it copies messages late, in random order.
+
+    A message is copied when a rank waits for it, and sometimes others with it. `seed` makes the order repeatable.
+    """
 
     def __init__(self, ranks: int, seed: int = 0) -> None:
         super().__init__(ranks)
@@ -132,7 +148,10 @@ class HostileNetwork(InProcessNetwork):
             self._in_flight.append(parcel)
 
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """Deliver these messages in random order, with others among them; see `InProcessNetwork.collect`."""
+        """Deliver the messages `parcels` in random order, sometimes with others that are under way between them.
+
+        Raises RuntimeError if an end of one was never posted.
+        """
         for parcel in self._random.sample(parcels, len(parcels)):
             if self._in_flight and self._random.random() < 0.5:
                 self._deliver(self._random.choice(self._in_flight))
@@ -148,13 +167,15 @@ class HostileNetwork(InProcessNetwork):
 
 
 class PoolOfNaN(BufferPool):
-    """A pool that fills buffers with NaN when they are leased, and again when they are released."""
+    """A pool of buffers that are filled with NaN when they are leased, and again when they are released."""
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
+        """Return a `Buffer` of `nbytes` bytes on `device`, filled with NaN."""
         buffer = super().lease(nbytes, device)
         buffer.data.fill_(_NAN_BYTE)
         return buffer
 
     def release(self, buffer: Buffer) -> None:
+        """Fill a buffer that `lease` returned with NaN, and take it back. Raise KeyError if it is not leased."""
         buffer.data.fill_(_NAN_BYTE)
         super().release(buffer)

@@ -36,9 +36,15 @@ _FAULTS = {ErrorType.TIMEOUT: "time-out", ErrorType.COMM_ERROR: "lost connection
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
-    """The process groups of the connected channels, by channel; `created` lists the groups that were made here.
+    """A dict from channels to the process groups that carry them, filled by `connect`.
 
-    `max_ctas` limits the thread blocks of each created group; 0 sets no limit.
+    Args:
+        given: groups that exist already, the group of all context-parallel ranks first; others are used where they
+            suit.
+        global_ranks: the global rank of each context-parallel rank.
+        max_ctas: a limit on NCCL's thread blocks for each group that is made here; 0 sets no limit.
+
+    `created` lists the groups that were made here.
     """
 
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
@@ -50,13 +56,16 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
 
     @property
     def whole(self) -> dist.ProcessGroup:
-        """Return the group of all ranks."""
+        """Return the group of all context-parallel ranks, which was given."""
         return self._given[0]
 
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
-        """Add the channels of these links, between these ranks of the group; collective.
+        """Add a process group for each link and kind of traffic, a given one or one made here; collective.
 
-        `mark`, equal on all ranks, makes the names of new groups differ from the names of other rings' groups.
+        Args:
+            members: for each link, the context-parallel ranks between which it is used, this one among them.
+            by_link: the field of this name of the channels to add.
+            mark: text, equal on all ranks, that tells the names of new groups from the names of other rings' groups.
         """
         known = dict(self._known)
         for group in filter(self._serves, self._given):
@@ -81,9 +90,10 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         self._known = known
 
     def of_ranks(self, ranks: Sequence[int], mark: str) -> dist.ProcessGroup:
-        """Return a group of these ranks for the exchange of heads, a given one or one made here; collective.
+        """Return a process group of these context-parallel ranks for the exchange of heads; collective.
 
-        Nothing else is at work meanwhile, so that its thread blocks are not limited.
+        It is a given group of just these ranks, or one made here, whose name has `mark` in it. Nothing else is at
+        work while heads are exchanged, so that its thread blocks are not limited.
         """
         global_ranks = [self._global_ranks[rank] for rank in ranks]
         for group in self._given:
@@ -106,7 +116,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
 
     def fault(self) -> str:
-        """Return the first fault that NCCL's watchdog has found on a group, "" if there is none; see `fault_of`."""
+        """Return the first fault that NCCL's watchdog has found on any group, such as "time-out"; "" for none."""
         return next(filter(None, map(fault_of, (*self._given, *self.created))), "")
 
     def abort(self) -> None:
@@ -168,9 +178,12 @@ def _limit(max_ctas: int, link: Link) -> int:
 
 
 def peer_bytes(max_ctas: int, link: Link) -> float:
-    """Return NCCL's memory for each peer that a communicator receives from, on an H100; `max_ctas` 0: no limit.
+    """Return the bytes that NCCL holds for each peer that a communicator receives from, on an H100.
 
     It has buffers for as many thread blocks as it might take for the largest message, whatever is sent.
+
+    max_ctas: the limit on the communicator's thread blocks; 0 for none.
+    link: the link to the peer; between nodes NCCL takes fewer thread blocks.
     """
     return (_limit(max_ctas, link) or _CTAS[link]) * _CTA_BYTES
 
@@ -208,7 +221,7 @@ def barrier(group: dist.ProcessGroup) -> None:
 
 
 def warm_up(group: dist.ProcessGroup) -> None:
-    """Set up a communicator that may be new; all of its ranks call this together.
+    """Run a first collective on a process group, which sets up its communicator if it is new; collective.
 
     A first batch of point-to-point messages in which only some ranks take part is undefined in torch.
     """
@@ -248,7 +261,7 @@ def refuse_torchcomms() -> None:
 
 
 def launches_batches(group: dist.ProcessGroup) -> bool:
-    """Return whether the backend launches a batch of messages as one, as NCCL does."""
+    """Return whether the backend of `group` launches a batch of point-to-point messages as one, as NCCL does."""
     coalesces: bool = group._get_backend(group_device(group)).supports_coalescing
     return coalesces
 
@@ -274,9 +287,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort process groups, without the other ranks and without waiting.
+    """Abort process groups, without the other ranks, and return at once.
 
-    In a thread each: an abort may wait for its GPU, on which the kernels of another group wait for theirs.
+    Each is aborted in a thread: an abort may wait for its GPU, on which the kernels of another group wait for theirs.
     """
     for group in groups:
         threading.Thread(target=_abort, args=(group,), name="burst_plugin abort", daemon=True).start()
@@ -290,7 +303,13 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def end_waiting(thread: int, abort: Callable[[], None], text: str) -> None:
-    """Abort what this rank waits for. With a `text`, first have `thread` raise RingError with this text."""
+    """End the waits of this rank, and have its training thread raise RingError before its next line of Python.
+
+    Args:
+        thread: the identifier of the thread that raises.
+        abort: called to end the waits, once the error is set.
+        text: the text of the error; "" to raise none.
+    """
     if text:
         _raise_in(thread, text)
     abort()
@@ -338,7 +357,7 @@ def _outsider(group: object) -> ValueError:
 def levels_of(
     hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None,
 ) -> list[dist.ProcessGroup | int] | None:
-    """Return hierarchical groups or their sizes as a list. Raise ValueError for anything else."""
+    """Return the option `hierarchy`, groups or their sizes, as a list; None for None. Else raise ValueError."""
     if hierarchy is None:
         return None
     expected = "give a list of sizes or of process groups, innermost first, such as [8, 2]"
@@ -352,7 +371,10 @@ def levels_of(
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """Return the number of this rank within the group, and the global ranks of all of its ranks."""
+    """Return the number of this rank within `group`, and the global ranks of all of its ranks; (0, [0]) for None.
+
+    Raises ValueError if this process is not in the group.
+    """
     if group is None:
         return 0, [0]
     if dist.get_rank(group) < 0:

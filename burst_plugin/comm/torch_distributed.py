@@ -90,13 +90,14 @@ class _Communicator:
 
 
 class DistributedTransport(Transport):
-    """A transport over process groups.
+    """A transport that sends by torch.distributed, over process groups.
 
-    communicators: the group of every channel.
-    global_ranks: `global_ranks[r]` is the global rank of rank r of the context-parallel group.
-    board: notes, in its progress, which rank this one waits for.
-    tag: separates messages from other ones on the same groups.
-    timeout: of messages, instead of the groups' own.
+    Args:
+        communicators: the process group of every channel.
+        global_ranks: `global_ranks[r]` is the global rank of rank r of the context-parallel group.
+        board: where this rank notes which one it waits for, and why it gives up; None for nowhere.
+        tag: a number that separates these messages from other ones on the same groups.
+        timeout: the time-out of messages, instead of the groups' own.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class DistributedTransport(Transport):
 
     @property
     def backend_bytes(self) -> float:
-        """Return roughly how much memory NCCL has for the peers that messages came from, in bytes."""
+        """Return roughly the bytes that NCCL holds for the peers that messages have come from; 0 without NCCL."""
         leaving = {each for channel, each in self._by_channel.items() if channel.link is Link.INTER}
         return sum(
             len(each.senders) * peer_bytes(each.ctas, Link.INTER if each in leaving else Link.INTRA)
@@ -147,7 +148,7 @@ class DistributedTransport(Transport):
         )
 
     def ctas(self, channels: Iterable[Channel]) -> int:
-        """Return the sum of the limits on thread blocks of these channels' communicators; 0 if one has no limit."""
+        """Return how many of a GPU's thread blocks NCCL takes for these channels together; 0 if one has no limit."""
         limits = [each.ctas for each in {self._communicator(channel) for channel in channels}]
         return sum(limits) if all(limits) else 0
 

@@ -19,7 +19,11 @@ from burst_plugin.topology import Link, Traffic
 
 
 class Channel(NamedTuple):
-    """Traffic over one link; `by_link`: each link has communicators of its own."""
+    """The key of a communicator: a kind of traffic over a kind of link.
+
+    by_link: whether each link has communicators of its own, of a node's ranks or of one rank from each node, since a
+        schedule uses both links at the same time; else ranks of the whole ring may share one for both.
+    """
 
     traffic: Traffic
     link: Link
@@ -27,7 +31,7 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`data` (uint8, one dim) to or from rank `peer` of the context-parallel group."""
+    """A message to or from rank `peer` of the context-parallel group: bytes, `data` [n], uint8, and a channel."""
 
     peer: int
     channel: Channel
@@ -35,7 +39,7 @@ class Message(NamedTuple):
 
 
 class PeerLostError(RuntimeError):
-    """A transfer failed; `peer` is the rank at its other end."""
+    """The error of a transfer that failed: `peer` is the rank at its other end, `cause` the backend's reason."""
 
     def __init__(self, peer: int, cause: str) -> None:
         super().__init__(f"rank {peer}: {cause}")
@@ -44,7 +48,7 @@ class PeerLostError(RuntimeError):
 
     @property
     def timed_out(self) -> bool:
-        """Return whether nothing came from the peer in time; it may be alive."""
+        """Return whether the transfer failed since nothing came from the peer in time; the peer may be alive."""
         return "timed out" in self.cause.lower()
 
 
@@ -52,21 +56,23 @@ Waited = Callable[[Sequence[Message]], None]
 
 
 class Pending(Protocol):
-    """Messages under way, receives first."""
+    """A batch of messages under way; `messages` lists messages to receive, then messages to send."""
 
     messages: Sequence[Message]
 
     def wait(self, waited: Waited | None = None) -> None:
         """Wait until these messages are done; on GPUs, order what the current stream does next after them.
 
-        `waited` is called with each message as soon as it is done, with several where the backend waits for these
-        together. Raises PeerLostError.
+        waited: if given, called with each message as soon as it is done, or with several where the backend waits for
+            these together.
+
+        Raises PeerLostError if a transfer failed.
         """
         ...
 
 
 class Transport(ABC):
-    """One rank's end of all connections.
+    """The base class of transports: one rank's end of its connections to other ranks.
 
     pool: leases the buffers of messages.
     board: where ranks that give up record why, if there is one.
@@ -79,7 +85,10 @@ class Transport(ABC):
         self.sent_bytes: Counter[Channel] = Counter()
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """Start to send and to receive messages, in one batch per communicator, and count the bytes sent."""
+        """Start to send and to receive messages, and count the bytes sent; return batches to wait for.
+
+        There is one batch for each communicator.
+        """
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
         return self._start(sends, recvs)
@@ -89,12 +98,15 @@ class Transport(ABC):
         """Start these messages, as one batch per communicator; return the messages in flight."""
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
-        """Return whether waiting would end now; False only if ranks share a process, and another has to run first."""
+        """Return whether waiting for the batches `in_flight` can end now, with their data or an error.
+
+        False only where ranks share a process, and another rank has to run first.
+        """
         return True
 
     @property
     def backend_bytes(self) -> float:
-        """Return roughly the bytes that the backend itself has for the peers that messages came from; 0 on CPUs."""
+        """Return roughly the bytes that the backend itself holds for the peers that messages came from; 0 on CPUs."""
         return 0.0
 
     def ctas(self, channels: Iterable[Channel]) -> int:
@@ -106,19 +118,28 @@ class Transport(ABC):
         self.pool = BufferPool()
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up. Return why the first rank to give up did so; `text` if that is unknown."""
+        """Record `text`, why this rank gives up, unless a rank has before; return the text of the first one.
+
+        `text` itself is returned if nothing is recorded, for want of a board.
+        """
         return text if self.board is None else self.board.report_failure(text)
 
 
 class RingError(RuntimeError):
-    """A rank of the ring was lost; the text names it, and when it was missed or why it gave up."""
+    """The error that a rank of the ring was lost; it names the rank, and when it was missed or why it gave up."""
 
 
 def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
-    """Return the error that `rank` raises when it misses a peer, and record it for others.
+    """Return the RingError that `rank` raises when it misses a peer, and record its text for other ranks.
 
     The text begins with what the first rank recorded. Where nothing came in time, all ranks may be alive and wait for
     each other, so that the missed one need not be the one at fault: then the text says where each rank is.
+
+    Args:
+        transport: the transport that missed the peer; its board, if any, records the text.
+        rank: this rank's number in the context-parallel group.
+        where: the step at which the peer was missed, such as "forward step 3".
+        lost: the error of the failed transfer, which names the peer.
     """
     board = transport.board
     missed, here = ("", "") if board is None else (board.name_of(lost.peer), board.name_of(rank))
