@@ -1,1 +1,1 @@
-"""What is done with what a kernel returns: tiles, merging, accumulation."""
+"""The handling of kernels' results: rows of tiles, merging of partial attention, accumulation."""

@@ -1,4 +1,4 @@
-"""What tiles contribute to, on either side of a visit: sums (dq; dk and dv) and softmax-weighted means (out, lse)."""
+"""Accumulators of what tiles contribute to either side of a visit: sums (dq; dk, dv) and merged means (out, lse)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Tensors = tuple[Tensor, ...]
 
 
 class Combine(NamedTuple):
-    """How contributions are combined into one result.
+    """A way to combine contributions into one result: `SUM` adds them, `SOFTMAX` merges (out, lse).
 
     nothing: by tensor, the value of rows to which nothing was added.
-    add: adds contributions to tensors, in place; if not `filled`, these hold nothing yet.
+    add: called with the result's tensors, contributions of as many tensors each, and `filled`; adds the contributions
+        to the tensors in place. If not `filled`, the tensors hold nothing yet.
     """
 
     nothing: tuple[float, ...]
@@ -29,20 +30,23 @@ class Combine(NamedTuple):
 
 
 class Storage(Protocol):
-    """Where an accumulator of `length` token rows gets its tensors, once it needs any."""
+    """A source of tensors for an `Accumulator` of `length` token rows, which takes them once it needs any."""
 
     length: int
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """Return tensors to accumulate in, with the values of the contribution `kept` if there is one."""
+        """Return tensors to accumulate in, with the values of the contribution `kept`, or undefined ones for None."""
         ...
 
 
 class MakesAccumulators(Protocol):
-    """Something that makes accumulators, such as one part of the heads in a pass."""
+    """The interface of objects that make accumulators, such as a `Part`, one part of the heads in a pass."""
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
+        """Return a new accumulator of results for `side`, "q" or "kv".
+
+        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
+        """
         ...
 
 
@@ -58,9 +62,11 @@ LARGEST_WAITING = 1 << 29
 
 
 def fan_in(result: Sequence[Tensor]) -> int:
-    """Return how many results like this one are worth waiting for, to be merged or added up in one pass over memory.
+    """Return how many results like this one are worth collecting, to be merged or added up in one pass over memory.
 
-    They are read once, and the sum is read and written once for all of them.
+    They are read once, and the sum is read and written once for all of them. 1: add up each at once.
+
+    result: the tensors that a kernel returned for one tile, (out, lse), (dq,) or (dk, dv).
     """
     narrow = result[0].element_size() == 2  # others would take as much room as the sum
     if not narrow or sum(x.nbytes for x in result) > LARGEST_WAITING:
@@ -70,11 +76,16 @@ def fan_in(result: Sequence[Tensor]) -> int:
 
 
 class Accumulator:
-    """All that was contributed: what its tensors hold, if it has any yet, and contributions that wait.
+    """The results of one side so far: tensors, if there are any yet, and contributions that wait to be added.
 
     Contributions wait, as the kernel returned them: on GPUs several, as many as are added in one pass over memory;
     elsewhere the first one if it covers all rows, since it may be the only one. Tensors are taken from the storage
     when what waits has to be added up.
+
+    Args:
+        combine: how contributions are combined, `SUM` or `SOFTMAX`.
+        storage: where tensors come from; it has the number of token rows.
+        tensors: results so far; None for none.
     """
 
     def __init__(self, combine: Combine, storage: Storage, tensors: Tensors | None = None) -> None:
@@ -98,7 +109,8 @@ class Accumulator:
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
         """Add the results of a tile to its query rows, for side "q", or key rows, for side "kv".
 
-        The tensors of `contribution` may be kept without a copy: do not modify them afterwards.
+        contribution: the tensors that a kernel returned for the tile: (out, lse), (dq,) or (dk, dv). They may be kept
+            without a copy: do not modify them afterwards.
         """
         rows, several = tile.q if side == "q" else tile.k, fan_in(contribution)
         if tile.batch is not None or (several == 1 and self._tensors is not None):
@@ -112,7 +124,11 @@ class Accumulator:
             self._add_up()
 
     def join(self, other: Accumulator, rows: Rows | None) -> None:
-        """Add what another rank has accumulated to these rows, or to all: at once, since it lies in a message."""
+        """Add the results of `other`, which came from another rank, to `rows` of this one, or to all rows if None.
+
+        rows: row ranges of this accumulator; `other` has just these rows, one range after another. Its results are
+            added at once, since they lie in a message.
+        """
         may_keep = bool(self._waiting)
         if rows is None:
             if other._tensors is not None:
@@ -132,7 +148,10 @@ class Accumulator:
             self._add_up()
 
     def rounded(self) -> Tensors:
-        """Return the final result, in the type of the contributions unless adding them up needs a wider type."""
+        """Return the final result, in the type of the contributions unless adding them up took a wider one.
+
+        Nothing may be added after that.
+        """
         if not self._waiting:
             return self.tensors
         first = self._waiting[0]
@@ -181,11 +200,15 @@ SOFTMAX = Combine((0.0, -torch.inf), _merge)
 
 
 class BlockAccumulators:
-    """The accumulators of a rank's own block: `parts`, one for each part of the heads, over tensors of all heads.
+    """The accumulators of one side of a rank's own block: `parts`, one for each part of the heads.
+
+    With several parts they accumulate in views of tensors of all heads.
 
     Args:
         specs: shape and type of the tensors of all heads.
-        heads: the parts of the heads; each makes its accumulator of `side` in a storage.
+        device: the device of these tensors.
+        heads: the parts of the heads; each makes its accumulator in a storage.
+        side: "q" for out and lse, or dq; "kv" for dk and dv.
     """
 
     def __init__(self, specs: Sequence[Spec], device: torch.device, heads: Sequence[MakesAccumulators], side: Side):
@@ -199,7 +222,7 @@ class BlockAccumulators:
         self.parts = [part.accumulator(side, Given(mine)) for part, mine in zip(heads, views, strict=True)]
 
     def finished(self, rounded: bool) -> Tensors:
-        """Return the results of all heads; with `rounded` they may be in the type of the contributions."""
+        """Return the results of all heads; if `rounded`, they may be in the narrower type of the contributions."""
         if self._whole is None:
             return self.parts[0].rounded() if rounded else self.parts[0].tensors
         for accumulator in self.parts:
@@ -208,7 +231,7 @@ class BlockAccumulators:
 
 
 def in_parts(tensors: Sequence[Tensor], parts: int) -> list[Tensors]:
-    """Cut tensors [B, S, H, D] or [B, H, S] into parts of the heads, as views."""
+    """Cut tensors [B, S, H, D] or [B, H, S] into `parts` equal parts of the heads; return the views of each part."""
     if parts == 1:
         return [tuple(tensors)]
     cut = [x.chunk(parts, 2 if x.dim() == 4 else 1) for x in tensors]
@@ -246,14 +269,14 @@ class _New:
 
 
 class Given:
-    """A `Storage` of tensors that exist already."""
+    """A `Storage` of tensors that exist already, [B, S, H, D] the first."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
         self.length = tensors[0].size(1) if tensors else 0
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """Return the tensors, with the values of the contribution `kept` if there is one."""
+        """Return the given tensors, with the values of the contribution `kept` copied into them if there is one."""
         for tensor, part in zip(self._tensors, kept or (), strict=False):
             tensor.copy_(part)
         return self._tensors

@@ -110,9 +110,9 @@ def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple
     """Return (out, dout), [B, S, H, D], that make any backward kernel add the gradient `dlse` [B, H, S] of lse.
 
     lse grows by a key's probability p with its score: `dscore = p * (dout . v - rowsum(out * dout) + dlse)`. So `out`
-    is made anew, as the multiple of `dout` that has a row sum less by `dlse`. A row of `dout` too small to have one
-    becomes a number next to which it is a rounding error: one that changes no digit of the gradient. Rows without
-    `dlse` stay as they are. Not for float16, which has no room for such an `out`. Source: design of this package.
+    becomes the multiple of `dout` for which `rowsum(out * dout)` is less by `dlse`. A row of `dout` that is too small
+    for such a multiple is replaced by small numbers that change no digit of the gradient. Rows without `dlse` stay as
+    they are. Not for float16, which has no room for such an `out`. Source: design of this package.
 
     Some tokens are worked on at a time, so that hardly any memory is taken but for what is returned.
     """
@@ -168,6 +168,8 @@ def _row_norm(x: Tensor) -> Tensor:
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of attention that may also choose `sink` [H], a logit per head with value 0.
 
+    out: [B, S, H, D] and lse: [B, H, S], of attention without the sink. Both are new tensors.
+
     Source: "attention is off by one" (sink = 0); gpt-oss, with a learnt logit (arXiv 2508.10925, section 2.2).
     """
     both = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
@@ -176,13 +178,19 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
+    """Return the gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`.
+
+    sink: [H], logits. out, dout: [B, S, H, D], and lse: [B, H, S], of attention with the sink.
+    """
     share = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(lse == -torch.inf, torch.inf))
     return -(share * row_delta(out, dout)).sum((0, 2))
 
 
 def fused_kernels(*tensors: Tensor) -> Any:
-    """Return the kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
+    """Return the module `burst_plugin.compute.triton_softmax` if its kernels can work on these tensors, else None.
+
+    They can on a GPU for which triton compiles, and not in float64.
+    """
     first = tensors[0]
     if not first.is_cuda or not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
         return None

@@ -21,7 +21,7 @@ from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight, Side
 
 
 class VisitPositions(NamedTuple):
-    """Which tokens meet in a visit, int64; None where nothing depends on them.
+    """The positions of the queries and keys that meet in a visit, int64; None where nothing depends on them.
 
     q, k: [Sq] and [Sk], positions as scores count them, logical ones under a prefix tree.
     columns: [Sk], the positions of the keys in the sequence, as a bias has them.
@@ -36,15 +36,15 @@ NO_POSITIONS = VisitPositions()
 
 
 class RowTable:
-    """A cache of positions or row numbers of tokens on a device, emptied when it grows too large."""
+    """A cache of int64 tensors, positions or row numbers of tokens, by a key; emptied when it grows too large."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Tensor] = {}
 
     def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor known as `key`, which `make` returns if it is new.
+        """Return the tensor known as `key`, made by `make` at the first call.
 
-        The table is emptied before it holds more than `most` elements.
+        The table is emptied before it holds more than `most` elements in all.
         """
         found = self._known.get(key)
         if found is None:
@@ -57,9 +57,10 @@ class RowTable:
 
 
 class Part(Protocol):
-    """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them.
+    """The interface of one part of the heads in a pass: it sends, receives, computes and accumulates.
 
-    `in_flight` tells kernels which messages are under way meanwhile.
+    q, kv: this rank's operands, as `compute` reads them.
+    in_flight: tells kernels which messages are under way meanwhile.
     """
 
     q: Tensors
@@ -75,19 +76,26 @@ class Part(Protocol):
         ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
+        """Return a new accumulator of results for `side`, "q" or "kv".
+
+        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
+        """
         ...
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return the contributions of a tile to its queries, and to its keys and values; () for none."""
+        """Return the contributions of a tile to its queries, and to its keys and values; () for none.
+
+        q, kv: the operands that meet in the visit, of whole blocks; `tile` says which rows of them attend.
+        positions: the positions of the rows of these blocks.
+        """
         ...
 
 
 class OfQueries(NamedTuple):
-    """The inputs with a row for every query: a bias, and the lists of keys that queries attend to.
+    """The inputs that have a row for every query: a bias, and the lists of keys that queries attend to.
 
     bias: [1 or B, 1 or Hq, S_local, S_global], or None.
-    selection: [B, G, S_local, n], or None.
+    selection: [B, G, S_local, n], positions of keys, or None.
     """
 
     bias: Tensor | None = None
@@ -101,7 +109,7 @@ class OfQueries(NamedTuple):
         return cls(bias, selection)
 
     def of_part(self, number: int, count: int) -> OfQueries:
-        """Return bias and selection for one of `count` parts of the heads."""
+        """Return the bias and the selection for part `number`, from 0, of the heads cut into `count` parts."""
 
         def cut(x: Tensor | None) -> Tensor | None:
             if x is None or x.shape[1] == 1:
@@ -115,11 +123,12 @@ class OfQueries(NamedTuple):
 
 
 class TileAttention:
-    """A kernel at work on the tiles of one part of the heads; see `passes` for its two kinds.
+    """The base of `ForwardPart` and `BackwardPart`: a kernel at work on the tiles of one part of the heads.
 
     Args:
         how: the kernel's arguments that all tiles share.
-        spans: the rows of tiles with spans; a bias or a selection rules such tiles out.
+        spans: a cache of the rows of tiles that are made of several spans; a bias or a selection rules such tiles
+            out.
         rows: the bias and the selection, if there are any. The bias' gradient accumulates in `dbias`.
         q, kv: this rank's operands.
 
@@ -134,7 +143,10 @@ class TileAttention:
         self.dbias: Tensor | None = None
 
     def how(self, tile: Tile, positions: VisitPositions) -> How:
-        """Return the kernel's arguments for a tile, such as its band, its scores, and its rows of the bias."""
+        """Return the kernel's arguments for a tile, such as its band, its scores, and its rows of the bias.
+
+        positions: the positions of all rows that meet in the visit, if anything depends on them.
+        """
         first = 0 if tile.batch is None else tile.batch[0]
         if positions.q is None or positions.k is None:
             how = self._without_positions.get((tile.band, first, self.in_flight))
@@ -157,7 +169,10 @@ class TileAttention:
         )
 
     def add_to_dbias(self, dbias: Tensor, tile: Tile, positions: VisitPositions) -> None:
-        """Add a tile's gradient of the bias."""
+        """Add the gradient that a kernel gave for a tile's part of the bias to `self.dbias`, made at the first call.
+
+        dbias: [1 or B, 1 or Hq, query rows of the tile, its key rows]. positions: of all rows that meet in the visit.
+        """
         bias = self._bias
         if bias is None:
             return
@@ -168,9 +183,9 @@ class TileAttention:
 
 
 class ForwardPart(TileAttention):
-    """Computes out and lse of one part of the heads; see `Part`.
+    """A `Part` that computes out and lse of one part of the heads.
 
-    `max_logits` [Hq], if it is set, accumulates the largest scores.
+    `max_logits` [heads of the part], if it is set, is raised to the largest score of each head in every tile.
     """
 
     max_logits: Tensor | None = None
@@ -206,29 +221,36 @@ class ForwardPart(TileAttention):
 
 
 class BackwardPart(TileAttention):
-    """Computes dq, dk and dv of one part of the heads; see `Part`.
+    """A `Part` that computes dq, dk and dv of one part of the heads.
 
-    `q` is in the order of `Queries`. `factor` [B, H, S], if it is set, travels with queries in place of out.
+    `q` is (q, dout, out, lse). `factor` [B, H, S], if it is set, travels with queries in place of out: see
+    `online_softmax.row_factor`.
     """
 
     factor: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of `side` to send; queries with the row factor in place of out, if set."""
+        """Return this rank's operands of `side` to send: (q, dout, out or the factor per row, lse), or (k, v)."""
         if side == "kv":
             return self.kv
         q, dout, out, lse = self.q
         return q, dout, out if self.factor is None else self.factor, lse
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return received operands as `compute` reads them; queries with an out restored from the row factor."""
+        """Return received operands of `side` as `compute` reads them: (q, dout, out, lse), or (k, v).
+
+        If a factor per row was sent in place of out, an out is made from it and dout: see `online_softmax.project`.
+        """
         if side == "kv" or self.factor is None:
             return arrived
         q, dout, factor, lse = arrived
         return q, dout, project(dout, factor), lse
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of the gradients of `side`, with the values of `tensors` if given."""
+        """Return a new accumulator of the gradients of `side`: dq for "q", dk and dv for "kv".
+
+        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
+        """
         return Accumulator(SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
@@ -259,7 +281,10 @@ class BackwardPart(TileAttention):
 
 
 def bias_grad(bias: Tensor, parts: Sequence[TileAttention]) -> Tensor:
-    """Return the gradient of a whole bias, from the gradients of all parts of the heads."""
+    """Return the gradient of a whole bias [1 or B, 1 or Hq, S_local, S_global], from the `dbias` of all parts.
+
+    parts: the parts of the heads, in order, after the backward pass. A part that had no tile counts as zeros.
+    """
     grads = [torch.zeros_like(bias[:, :1]) if part.dbias is None else part.dbias for part in parts]
     if bias.shape[1] == 1:
         return torch.stack(grads).sum(0) if len(grads) > 1 else grads[0]
@@ -272,7 +297,10 @@ def _bias_batch(bias: Tensor, tile: Tile) -> slice:
 
 
 def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
-    """Return the tile's rows of x [B, S, H, D]; for a tile of n pieces as a batch [B * n, S/n, H, D]."""
+    """Return some rows of x [B, S, H, D] as a kernel takes a tile; n pieces as a batch [B * n, rows / n, H, D].
+
+    rows: the tile's query rows or key rows, to match x. Of a tile for some batch rows, only these are returned.
+    """
     if tile.batch is not None:
         x = x.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
     if rows.stop - rows.start < x.size(1):
@@ -281,12 +309,15 @@ def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
 
 
 def unfold(x: Tensor, tile: Tile) -> Tensor:
-    """Undo `fold`: return x [B * n, S/n, H, D], for a tile of n pieces, as [B, S, H, D]."""
+    """Undo `fold` for a kernel's result: return x [B * n, S / n, H, D], for a tile of n pieces, as [B, S, H, D]."""
     return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
 
 
 def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Return the tile's query rows of lse [B, H, S]; for a tile of n pieces as a batch [B * n, H, S/n]."""
+    """Return the tile's query rows of lse [B, H, S] as a kernel takes them; n pieces as a batch [B * n, H, rows / n].
+
+    Of a tile for some batch rows, only these are returned.
+    """
     if tile.batch is not None:
         lse = lse.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
     if tile.q_stop - tile.q_start < lse.size(2):
@@ -295,7 +326,7 @@ def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
 
 
 def unfold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Undo `fold_lse`: return lse [B * n, H, S/n], for a tile of n pieces, as [B, H, S]."""
+    """Undo `fold_lse` for a kernel's result: return lse [B * n, H, S / n], for a tile of n pieces, as [B, H, S]."""
     return lse if tile.pieces == 1 else lse.reshape(-1, tile.pieces, *lse.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 

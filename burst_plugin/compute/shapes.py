@@ -20,7 +20,10 @@ from burst_plugin.types import Direction, Side, Spec
 class Shapes(NamedTuple):
     """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .].
 
-    `latent` are the numbers per token that travel in place of keys and values, if they do: see `up_projection`.
+    qk_dim, v_dim: the head dims of q and k, and of v.
+    dtype: the type of q, k and v.
+    latent: the widths of the two tensors that travel in place of keys and values, latents and the part of keys that
+        heads share; None if keys and values travel. See `up_projection`.
     """
 
     batch: int
@@ -34,7 +37,7 @@ class Shapes(NamedTuple):
     latent: tuple[int, int] | None = None
 
     def of_part(self, parts: int) -> Shapes:
-        """Return the shapes of one part of the heads."""
+        """Return the shapes of one part of the heads, cut into `parts` equal parts."""
         return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     @property
@@ -49,14 +52,14 @@ class Shapes(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Return the type of everything that accumulates."""
+        """Return the type of accumulated results: float32, or float64 for inputs in float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
         """Return (operands as they travel, accumulators) of a side, "q" or "kv", in a pass.
 
-        Queries travel backward with a factor per row in place of their output (`online_softmax.project`), except in
-        float16.
+        Each is a list of tensors, by shape and type. Queries travel backward with a factor per row in place of their
+        output (`online_softmax.project`), except in float16.
         """
         narrow, wide = self.dtype, self.sum_dtype
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
@@ -82,12 +85,18 @@ class Shapes(NamedTuple):
 
 
 def hop_bytes(shapes: Shapes, direction: Direction, moving: Side) -> int:
-    """Return the bytes of a block per ring step, gathered operands plus reduced results, without alignment."""
+    """Return the bytes that a rank sends for one block at one ring step: gathered operands plus reduced results.
+
+    shapes: of the block. moving: the side that goes around. Alignment in messages is not counted.
+    """
     return sum(hop_bytes_by_traffic(shapes, direction, moving))
 
 
 def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Return the bytes of a block per ring step, (gathered operands, reduced results), without alignment."""
+    """Return the bytes that a rank sends for one block at one ring step: (gathered operands, reduced results).
+
+    shapes: of the block. moving: the side that goes around. Alignment in messages is not counted.
+    """
     gather, reduce = (
         sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
         for tensors in shapes.side(direction, moving)

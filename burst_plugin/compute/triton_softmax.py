@@ -121,9 +121,10 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-    """Merge attention `parts` of (out, lse) into `out` and `lse` in place, as `online_softmax.merge_` does.
+    """Merge attention over other keys, parts of (out, lse), into `out` [B, S, H, D] and `lse` [B, H, S], in place.
 
-    Every lse is float32, outputs have any floating type; any strides.
+    If not `filled`, `out` and `lse` hold nothing yet. Every lse is float32, outputs have any floating type; any
+    strides.
     """
     for some in _in_batches((out, lse), parts, filled):
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
@@ -151,17 +152,23 @@ def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """Return `rowsum(out * dout)` as [B, H, S], float32; see `online_softmax.row_delta`."""
+    """Return `rowsum(out * dout)` as [B, H, S], float32, from out and dout [B, S, H, D]."""
     return _rows_of(_row_delta, out, dout)
 
 
 def row_factor(out: Tensor, dout: Tensor) -> Tensor:
-    """Return `rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32; see `online_softmax.row_factor`."""
+    """Return `rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32, from out and dout [B, S, H, D].
+
+    It is 0 where `dout` is 0, and clamped to the largest finite value; see `online_softmax.row_factor`.
+    """
     return _rows_of(_row_factor, out, dout)
 
 
 def try_out(device: torch.device) -> None:
-    """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
+    """Compile and run all kernels of this module on `device`; raise triton's error where that fails.
+
+    It fails for want of a C compiler, say, or on a GPU that triton does not know.
+    """
     rows = torch.zeros(2, 2, 3, device=device, dtype=torch.float32)
     ones = torch.zeros(2, 3, 2, 4, device=device, dtype=torch.float32)
     part = ones.bfloat16()

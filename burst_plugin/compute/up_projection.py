@@ -22,9 +22,11 @@ from burst_plugin.types import Side
 
 
 class UpProjection(NamedTuple):
-    """How keys and values are made from latents.
+    """The projection that makes keys and values from latents (MLA).
 
-    weight: [heads * (own_dim + v_dim), C], or None; each head has rows for its keys, then for its values.
+    weight: [heads * (own_dim + v_dim), C]; each head has rows for its keys, then for its values. None: queries are in
+        the space of latents already, and values are the latents themselves, of one head.
+    heads: the number of heads of keys and values.
     own_dim: the dim of keys without the part that heads share.
     """
 
@@ -33,7 +35,10 @@ class UpProjection(NamedTuple):
     own_dim: int
 
     def of(self, latents: Tensors) -> Tensors:
-        """Compute keys [B, S, H, Dk] and values [B, S, H, Dv] from latents, (c, the part that heads share)."""
+        """Compute keys [B, S, H, Dk] and values [B, S, H, Dv].
+
+        latents: (c [B, S, 1, C], the part of keys that heads share [B, S, 1, R]).
+        """
         c, shared = latents
         if self.weight is None:
             return torch.cat((c, shared), -1), c
@@ -44,9 +49,11 @@ class UpProjection(NamedTuple):
         return k, up[..., self.own_dim :]
 
     def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the shared part, [B, S, 1, R], and of what the projection gave [B, S, H * .].
+        """Return the gradients of the part of keys that heads share, and of what `weight` makes of c.
 
-        Without a weight that is c itself. They are in the type of dk or, where heads add up, wider.
+        dk, dv: [B, S, H, Dk] and [B, S, H, Dv]. The first gradient is [B, S, 1, R], the second [B, S, H * (own_dim +
+            Dv)]; without a weight it is the gradient of c, [B, S, C]. They are in the type of dk or, where heads add
+            up, wider.
         """
         own, shared = dk[..., : self.own_dim], dk[..., self.own_dim :]
         if self.weight is None:
@@ -56,7 +63,10 @@ class UpProjection(NamedTuple):
 
 
 class LatentForwardPart(ForwardPart):
-    """Computes out and lse with keys and values made from latents, which are passed as `kv`; see `Part`."""
+    """A `Part` that computes out and lse with keys and values made from latents.
+
+    up: the projection that makes them. args: the arguments of `TileAttention`, with (c, shared part) as `kv`.
+    """
 
     def __init__(self, up: UpProjection, *args: Any) -> None:
         super().__init__(*args)
@@ -73,9 +83,15 @@ class LatentForwardPart(ForwardPart):
 
 
 class LatentBackwardPart(BackwardPart):
-    """Computes the gradients of queries and latents; see `Part`. Here `kv` are keys, values, and c, the latents.
+    """A `Part` that computes the gradients of queries and of latents.
 
-    `dweight` accumulates the gradient of the weight, in float32 or wider, if that is wanted.
+    `dweight`, if it is wanted, accumulates the gradient of the weight, in float32 or wider. `kv` becomes keys, values
+    and c.
+
+    Args:
+        up: the projection that makes keys and values.
+        wants_dweight: whether the gradient of its weight is wanted.
+        args: the arguments of `TileAttention`, with (c, shared part) as `kv`.
     """
 
     def __init__(self, up: UpProjection, wants_dweight: bool, *args: Any) -> None:
@@ -87,7 +103,7 @@ class LatentBackwardPart(BackwardPart):
         self.kv = (*up.of(self.kv), self.kv[0])
 
     def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands to send: for "q" as `BackwardPart` does, for "kv" the latents."""
+        """Return this rank's operands of `side` to send: (q, dout, out or row factor, lse), or (c, shared part)."""
         return self._latents if side == "kv" else super().outgoing(side)
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
@@ -95,7 +111,11 @@ class LatentBackwardPart(BackwardPart):
         return (*self._up.of(arrived), arrived[0]) if side == "kv" else super().incoming(side, arrived)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return the gradients of a tile, of queries and of latents; add its gradient of the weight to `dweight`."""
+        """Return the gradients of a tile, (dq,) and, of latents, (dc, dshared); add to `dweight`, if there is one.
+
+        q: (q, dout, out, lse). kv: (keys, values, c). positions: the positions of their rows, if anything depends on
+            them.
+        """
         of_queries, (dk, dv) = super().compute(q, kv[:2], tile, positions)
         dshared, dup = self._up.gradients(dk, dv)
         weight = self._up.weight

@@ -25,9 +25,10 @@ from burst_plugin.types import Rows
 
 
 class SpanRows(NamedTuple):
-    """The rows that a tile with spans takes, counted from its first row, and the sequences in them; None is all rows.
+    """The rows that a tile with spans takes, and the sequences that they make up.
 
-    lengths: None for one sequence of all rows that are taken.
+    lengths: the sequences in these rows, for a kernel that takes several; None for one sequence of all rows.
+    q, k: the query rows and key rows, int64, counted from the tile's first row; None for all rows.
     """
 
     lengths: Lengths | None
@@ -43,7 +44,7 @@ class SpanTable:
         self._known: dict[Tile, SpanRows] = {}
 
     def rows_of(self, tile: Tile) -> SpanRows:
-        """Return the rows that `tile` takes, computed at the first call for this tile."""
+        """Return the rows that a tile with spans takes, computed at the first call for this tile."""
         rows = self._known.get(tile)
         if rows is None:
             rows = self._known[tile] = self._found(tile)
@@ -67,12 +68,15 @@ class SpanTable:
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the token rows `rows`, int64, of x [B, S, H, D] or [B, H, S]; x itself for None."""
+    """Return copies of the token rows `rows`, int64, of x [B, S, H, D] or [B, H, S]; x itself for None."""
     return x if rows is None else x.index_select(token_dim(x), rows)
 
 
 def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -> Tensor:
-    """Undo `taken`: return x with `count` token rows, its own at `rows` and the value `nothing` in all others."""
+    """Undo `taken`: return x with `count` token rows, its own at `rows` and the value `nothing` in all others.
+
+    rows: int64, as many as x has; for None x itself is returned.
+    """
     if rows is None:
         return x
     dim = token_dim(x)
@@ -80,7 +84,10 @@ def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -
 
 
 def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Tensor:
-    """Return a range of token rows of x as a view; with `batch`, (start, stop), only of these batch rows."""
+    """Return the token rows `rows` of x [B, S, H, D] or [B, H, S] as a view.
+
+    batch: (start, stop), the batch rows to return; None for all.
+    """
     if batch is not None:
         x = x.narrow(0, batch[0], batch[1] - batch[0])
     dim = 1 if x.dim() == 4 else 2  # as `token_dim` says; ten times per visit, so without a call
@@ -89,7 +96,10 @@ def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Ten
 
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """Return the token rows in the ranges `rows` of x; a view if there is one range."""
+    """Return the token rows in the ranges `rows` of x [B, S, H, D] or [B, H, S], as one tensor.
+
+    It is a view if there is one range, else a copy.
+    """
     parts = [rows_of(x, slice(start, stop)) for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, token_dim(x))
 

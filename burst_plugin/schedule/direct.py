@@ -30,7 +30,13 @@ def direct(
     Every rank is sent just the rows that it requires. But where several ranks of another node require the same block,
     everything that crosses nodes goes over counterparts: an owner sends to its own counterpart there, once, what that
     node requires. The counterpart sends it on, adds up the partial results, and sends these back. Steps are those at
-    which any rank visits a block, or a counterpart is sent one. Without `required` every rank requires every block.
+    which any rank visits a block, or a counterpart is sent one.
+
+    Args:
+        topology: the nodes and ranks.
+        reduces: whether partial results are sent back to the owners.
+        required: the rows that each rank works on, by owner; None if every rank requires every block.
+        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
     """
     if required is None:
         required = [dict.fromkeys(range(topology.ranks))] * topology.ranks

@@ -29,7 +29,7 @@ _HUB, _LAST = -1, -2  # the ranks that are in no zigzag, until ranks are named b
 
 
 def ring_count(topology: Topology) -> int:
-    """Return how many rings there are that share no link."""
+    """Return how many different rings over all ranks `disjoint_ring` makes; no two of them share a link."""
     ranks = topology.ranks_per_node
     if topology.nodes > 1:
         return max(1, ranks - ranks % 2)
@@ -37,9 +37,10 @@ def ring_count(topology: Topology) -> int:
 
 
 def disjoint_ring(topology: Topology, number: int) -> Sequence[int]:
-    """Return the ranks in the order of a ring; the first is 0, 1, 2, ..., and after the last it begins again.
+    """Return the ranks in the order of ring `number`; after the last rank the ring goes on to the first.
 
-    In every ring the ranks of a node follow each other, and nodes are in their order.
+    Ring 0 is 0, 1, 2, ...; numbers from `ring_count` on begin again. In every ring the ranks of a node follow each
+    other, and nodes are in their order.
     """
     ranks, number = topology.ranks_per_node, number % ring_count(topology)
     make = _path if topology.nodes > 1 else _cycle

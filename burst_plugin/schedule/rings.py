@@ -63,7 +63,13 @@ def flat_ring(
 ) -> Schedule:
     """Return one ring over all ranks, whatever links join them (drawn at the top of this file).
 
-    Gather and reduce are `ranks - 1` hops per block each. Without `reduces` no partial results are sent.
+    Gather and reduce are `ranks - 1` hops per block each.
+
+    Args:
+        topology: the nodes and ranks.
+        reduces: whether partial results are sent to the owners of blocks.
+        required: the rows that each rank works on, by owner: other visits are left out. None for all visits.
+        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
     """
     ranks, drawn_ranks = topology.ranks, range(topology.ranks)[:drawn]
 
@@ -88,10 +94,17 @@ def tasp(
 ) -> Schedule:
     """Return a flat ring; in parts, several rings at once that share no link: part p goes around ring p.
 
-    For nodes in which every rank has a link to every other one. All links carry traffic where there are as many
-    parts as rings, `ranks - 1` in one node (4 and 6 ranks: `ranks - 2`); with more parts, rings are used again. Over
+    For nodes in which every rank has a link to every other one. All links carry traffic where there are as many parts
+    as rings, `ranks - 1` in one node (4 and 6 ranks: `ranks - 2`); with more parts, rings are used again. Over
     several nodes each of `ranks_per_node` rings crosses over other NICs; see `schedule.disjoint_rings`. Every part
     has as many hops as in a flat ring, and buffers of its own.
+
+    Args:
+        topology: the nodes and ranks.
+        reduces: whether partial results are sent to the owners of blocks.
+        required: the rows that each rank works on, by owner: other visits are left out, and all parts take one way.
+            None for all visits.
+        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
     """
     ring = flat_ring(topology, reduces, None, drawn)
     each_step = tuple(range(len(ring.visits[0])))  # the tail too, so that parts are sent on behind the tails of all
@@ -105,13 +118,19 @@ def two_level_ring(
 ) -> Schedule:
     """Return a ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
-    With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
-    Where partial results are reduced, the second half of the visits inside the owner's node (j = 0) comes last.
+    With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t. Where
+    partial results are reduced, the second half of the visits inside the owner's node (j = 0) comes last.
 
     Gather: per block n(w-1) hops inside nodes and n-1 between them; a block crosses while the node that it leaves
-    works around its inner ring. Reduce: as many hops. A node adds up its contributions to a block around the inner
-    ring; the rank where that ends sends the result on to the next node, where it is added to that node's, and so on
-    until it reaches the owner. All of it overlaps with work.
+        works around its inner ring. Reduce: as many hops. A node adds up its contributions to a block around the
+        inner ring; the rank where that ends sends the result on to the next node, where it is added to that node's,
+        and so on until it reaches the owner. All of it overlaps with work.
+
+    Args:
+        topology: the nodes and ranks.
+        reduces: whether partial results are sent to the owners of blocks.
+        required: the rows that each rank works on, by owner: other visits are left out. None for all visits.
+        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
     """
     hops = _TwoLevels(topology, reduces)
     places = [divmod(rank, topology.ranks_per_node) for rank in range(topology.ranks)[:drawn]]
@@ -194,12 +213,15 @@ class _TwoLevels:
 
 
 def default_schedule_name(topology: Topology) -> str:
-    """Return the name of the schedule for masks that have every rank require every block."""
+    """Return the name of the schedule that suits this topology where every rank requires every block.
+
+    It is the two-level ring for several nodes of several ranks, else the flat ring.
+    """
     return two_level_ring.__name__ if topology.levels == 2 else flat_ring.__name__
 
 
 class Draw(Protocol):
-    """A function that makes a schedule, or a sample of one, for a topology."""
+    """The type of functions that make a schedule, or a sample of one, for a topology."""
 
     def __call__(
         self, topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
@@ -223,10 +245,15 @@ def sample(name: str, topology: Topology, reduces: bool) -> Schedule:
     It has the visits of the first ranks (`sample_ranks`), and the transfers of their blocks. All others do the same
     at the same steps, shifted by whole nodes and by places inside a node. So a sample is as long as one rank's part,
     where the whole schedule grows with the square of the number of ranks.
+
+    name: of the schedule, a key of `SCHEDULES`. reduces: whether partial results are sent to the owners of blocks.
     """
     return SCHEDULES[name](topology, reduces, None, sample_ranks(name, topology))
 
 
 def sample_ranks(name: str, topology: Topology) -> int:
-    """Return how many ranks a sample of the schedule has: rank 0, or all of node 0 where its ranks differ."""
+    """Return how many first ranks a sample of the schedule `name` has: one, or all of node 0 where they differ.
+
+    See `sample`. Ranks of a node differ where only some of them send to other nodes.
+    """
     return topology.ranks_per_node if name in _DIFFERS_IN_NODE and topology.levels == 2 else 1

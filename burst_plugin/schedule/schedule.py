@@ -31,22 +31,25 @@ _NEVER = 1 << 62  # a step after all others
 
 
 class ScheduleError(ValueError):
-    """A schedule that would lose or repeat data, or read it before it arrives."""
+    """The error of a schedule that would lose or repeat data, or read it before it arrives."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Visits and transfers of all ranks: `visits[rank][step]` is the block visited, None for no visit.
+    """A schedule of one pass: the visits of all ranks to blocks, and the transfers between ranks.
 
+    visits: `visits[rank][step]` is the block that a rank visits at a step, None for no visit.
+    gather, reduce: transfers of operands, and of partial results.
     reduces: whether partial results are sent to their owners.
     by_link: whether transfers over both links are under way at the same time and take different numbers of steps, so
         that each link needs communicators of its own.
     phases: the first step of each group of visits that `in_parts` repeats for every part before it goes on to the
         next group: an inner ring, or a single step.
-    parts: into how many parts blocks are cut.
+    parts: into how many parts, by heads, blocks are cut.
     tail_share: the share of the work on its own block that every rank leaves for the last step; 0 if there is none.
-    ring_of_part: if parts take different ways: the ranks in the order of a part's ring, by which each takes the place
-        of the one with the number of its position; ranks of a node stay on it.
+    ring_of_part: None if all parts take one way. Else a function of the topology and the number of a part, which
+        returns the ranks in the order of the ring around which this part goes: with its result `ring`, rank `ring[r]`
+        does for this part what rank r does for a whole block. Both are on one node.
     """
 
     name: str
@@ -63,15 +66,15 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the topology."""
         return self.topology.ranks
 
     def owner(self, block: int) -> int:
-        """Return the rank that owns a block, or a part of one."""
+        """Return the rank that owns the block with this number, or this part of a block."""
         return block % self.ranks
 
     def block(self, owner: int, part: int) -> int:
-        """Return the number by which the schedule knows one part of a rank's block."""
+        """Return the number of part `part` of rank `owner`'s block among the blocks of the schedule."""
         return owner + part * self.ranks
 
     @property
@@ -95,7 +98,7 @@ class Schedule:
         return tails
 
     def work(self, rank: int) -> list[float]:
-        """Return the work of every step of a rank, as a share of the work on a whole block."""
+        """Return the work of a rank at each step, as a share of the work on one whole block."""
         shares = []
         for block, is_tail in zip(self.visits[rank], self.tail_visits(rank), strict=True):
             if block is None:
@@ -108,7 +111,7 @@ class Schedule:
         return shares
 
     def of_rank(self, rank: int) -> RankSchedule:
-        """Return the schedule of one rank: its visits, and its transfers, step by step."""
+        """Return the schedule of one rank: its visits, and the transfers that it sends or receives, step by step."""
         own = [t for t in self.transfers if rank in (t.src, t.dst)]
         visits, tails = list(self.visits[rank]), self.tail_visits(rank)
         visit_steps = len(visits)
@@ -149,7 +152,8 @@ class Schedule:
             with a tail  | a/  b   c   d   /a                | for nothing: d is sent meanwhile
 
         All transfers that are still under way then are waited for that much less. The tail is as long as the final
-        reduce hop, over `final_link`, may take. Inside one node, or where nothing is reduced, there is none.
+        reduce hop, over `final_link`, may take: half of the work on the block between nodes, else a quarter. If there
+        is one node, or nothing is reduced, the schedule is returned as it is.
         """
         if self.topology.nodes == 1 or not self.reduces:
             return self
@@ -176,6 +180,9 @@ class Schedule:
 
     def pruned(self, required: Required | None) -> Schedule:
         """Return the schedule without visits that are not required, and without transfers that only they needed.
+
+        required: the rows that each rank works on, by owner: `required[rank]` has the owners whose blocks the rank
+            visits. None: the schedule is returned as it is.
 
         A schedule is cut into parts first: in the rings of its parts different visits and transfers may be left.
         """
@@ -212,9 +219,9 @@ class Schedule:
         return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
     def most_rows_moved(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """Return the most rows that any rank sends or receives to gather blocks of these lengths, (inter, intra).
+        """Return the most rows that any rank sends, or receives, to gather blocks: (between nodes, inside a node).
 
-        The scarcer link comes first, so that tuples compare by it.
+        The scarcer link comes first, so that tuples compare by it. `lengths` are the rows of each rank's block.
         """
         moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
@@ -227,7 +234,13 @@ class Schedule:
         return most[Link.INTER], most[Link.INTRA]
 
     def validate(self, required: Required | None = None) -> Schedule:
-        """Check that the schedule is exact, and return it. Raise ScheduleError if not; see `_validate`."""
+        """Return the schedule if it is exact, else raise ScheduleError with the rank, step and block at fault.
+
+        It is exact if every rank visits every block once, or every required one; if operands arrive before they are
+        read or sent on; and if every contribution reaches the block's owner once.
+
+        required: the rows that each rank works on, by owner; None if every rank requires every block.
+        """
         _validate(self, required)
         return self
 

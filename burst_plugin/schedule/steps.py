@@ -13,7 +13,12 @@ Required = Sequence[Mapping[int, Rows | None]]
 
 
 class Transfer(NamedTuple):
-    """One block (gather), or partial results of one (reduce), sent from `src` to `dst`: all rows, or only `rows`."""
+    """The way of one block (gather), or of partial results of one (reduce), from rank `src` to `dst` over `link`.
+
+    block: the number of the block, or of a part of it, as the schedule counts them.
+    issue, due: it is posted before the work of step `issue`, and waited for before the work of step `due`.
+    rows: the rows of the block that are sent; None for all.
+    """
 
     traffic: Traffic
     block: int
@@ -26,7 +31,12 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does at a step: wait for transfers `due`, post transfers `issue`, work on block `visit`, if any."""
+    """The actions of a rank at one step: wait for transfers `due`, post transfers `issue`, work on block `visit`.
+
+    visit: the number of the block; None for no visit.
+    drop: the blocks whose operands this rank neither reads nor sends from this step on.
+    is_tail: whether the visit is the rest of the work on the rank's own block, which it began in an earlier visit.
+    """
 
     visit: int | None
     due: tuple[Transfer, ...]
@@ -36,7 +46,14 @@ class Step(NamedTuple):
 
 
 class RankSchedule(NamedTuple):
-    """A schedule as one rank sees it; `name` and `tail_share` describe the whole schedule."""
+    """One rank's part of a schedule, step by step.
+
+    name: of the whole schedule.
+    rank, ranks: this rank, and the number of all.
+    visit_steps: the number of steps with visits; those after them are final reduce hops.
+    by_link: whether each link needs communicators of its own.
+    tail_share: the share of the work on its own block that a rank leaves for the last step; 0 if there is none.
+    """
 
     name: str
     rank: int
@@ -47,11 +64,11 @@ class RankSchedule(NamedTuple):
     tail_share: float
 
     def owner(self, block: int) -> int:
-        """Return the rank that owns a block, or a part of one."""
+        """Return the rank that owns the block with this number, or this part of a block."""
         return block % self.ranks
 
     def part(self, block: int) -> int:
-        """Return which part of its owner's block this is; 0 if blocks are whole."""
+        """Return which part of its owner's block has the number `block`; 0 if blocks are whole."""
         return block // self.ranks
 
     def is_own(self, block: int) -> bool:
@@ -60,7 +77,7 @@ class RankSchedule(NamedTuple):
 
     @property
     def sends(self) -> Iterator[Transfer]:
-        """Return the transfers that this rank sends."""
+        """Return the transfers that this rank sends, step by step."""
         return (t for step in self.steps for t in step.issue if t.src == self.rank)
 
     @property
