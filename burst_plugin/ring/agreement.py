@@ -27,9 +27,11 @@ Agreed = TypeVar("Agreed")
 def consistency_check(
     group: dist.ProcessGroup | None, rank: int, global_ranks: Sequence[int], strategy: Strategy
 ) -> ConsistencyCheck | None:
-    """Return the `ConsistencyCheck` that a group's ranks compare with; None for a single rank.
+    """Return a `ConsistencyCheck` for the ranks of `group` to compare their calls; None for no group, a single rank.
 
-    Raises ValueError for an option `check` that the group does not support.
+    Raises ValueError for an option `check` that the group does not support, or if torch makes groups by TorchComms.
+
+    rank: this rank's number in the group. global_ranks: the global rank of each rank of the group.
     """
     if group is None:
         return None
@@ -44,9 +46,10 @@ def consistency_check(
 
 
 class Agreement:
-    """A rank's comparisons with the others of its ring; all are collective.
+    """The comparisons of one rank with the other ranks of its ring, before they communicate.
 
-    `consistency` exchanges what ranks compare; without it, for a single rank, nothing is compared.
+    rank_state: the rank's state, whose options and order of passes are compared, too.
+    consistency: exchanges what ranks compare; None for a single rank, for which nothing is compared.
     """
 
     def __init__(self, rank_state: RankState, consistency: ConsistencyCheck | None) -> None:
@@ -55,20 +58,36 @@ class Agreement:
         self._process = os.getpid()
 
     def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
-        """Compare what all ranks are about to do; see `ContextParallel.agree`."""
+        """Compare what all ranks are about to do; return the number of this comparison on this rank; collective.
+
+        Args:
+            signature: values by name, which must be equal on all ranks.
+            problem: why this rank cannot go on; "" if it can.
+            of: what is compared, for the message of an error.
+
+        Raises ValueError on every rank if any has a problem, or if ranks differ.
+        """
         number = self._next_comparison()
         self.compare(f"comparison {number}, of {of}", signature, problem)
         return number
 
     def meet(self, at: str) -> None:
-        """Check that all ranks are `at` the same place; see `ContextParallel.meet`."""
+        """Check that all ranks are at one place of the program, as often as calls are compared; collective.
+
+        `Strategy.check` says how often that is.
+
+        at: the place, such as an action that is about to begin. Raises ValueError on every rank if one is elsewhere.
+        """
         self._meetings += 1
         if self.consistency is not None and self._is_due(self.consistency, self._meetings):
             self.rank_state.check_open()
             self.compare(at, {})
 
     def name_of_next_call(self, tag: object) -> str:
-        """Return the name of the next attention call; a tag, maybe on a GPU, is read only where ranks compare it."""
+        """Return the name of the next attention call, from the training step and the caller's `tag`; not collective.
+
+        A tag may be on a GPU, and reading it waits: so it is left out where ranks will not compare the call.
+        """
         step, consistency = self.rank_state.training_step, self.consistency
         if tag is None or consistency is None:
             return step
@@ -78,11 +97,17 @@ class Agreement:
     def before_forward(
         self, signature: Callable[[], Mapping[str, object]], problem: str = "", name: str = ""
     ) -> CallId:
-        """Compare as `agree` does, before an attention call that `Strategy.check` has ranks compare.
+        """Return the identity of the attention call that is about to begin, compared with all ranks if it is due.
 
-        `signature` returns the values that must be equal, by name; it is called where ranks compare. At other calls
-        only this rank knows of its problem, and the other ranks may be sending already: so the ring ends. `name` is
-        the result of `name_of_next_call`.
+        `Strategy.check` says which calls ranks compare; these are collective here. At other calls only this rank
+        knows of its problem, and the other ranks may be sending already: so the ring ends.
+
+        Args:
+            signature: returns the values that must be equal, by name; called only where ranks compare.
+            problem: why this rank cannot make the call; "" if it can.
+            name: the name of the call, from `name_of_next_call`.
+
+        Raises ValueError for a problem of this rank and, where ranks compare, of any rank, or if ranks differ.
         """
         self._attention_count += 1
         consistency = self.consistency
@@ -109,9 +134,14 @@ class Agreement:
             self.compare(f"the backward pass of {call}", {})
 
     def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
-        """Check that all ranks are at one place, with one `signature` of values by name; collective.
+        """Check that all ranks are at one place of the program, with equal values; collective.
 
-        Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
+        Args:
+            at: the place: the action that is about to begin.
+            signature: values by name, which must be equal on all ranks.
+            problem: why this rank cannot go on; "" if it can.
+
+        Raises ValueError on every rank if any has a problem, is at another place, or differs.
         """
         state, consistency = self.rank_state, self.consistency
         if consistency is None:  # a single rank
@@ -174,7 +204,7 @@ def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str],
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error for other ranks."""
+    """Return the text that tells other ranks of an error: a ValueError's message, else the error's repr."""
     return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 

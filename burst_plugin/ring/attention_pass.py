@@ -28,10 +28,16 @@ from burst_plugin.types import OTHER_SIDE, SIDES, Side
 def run_pass(
     plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], call: CallId
 ) -> Generator[None, None, tuple[Tensors, Tensors]]:
-    """Run one pass of one rank, and return the results of its queries, and of its keys and values.
+    """Run one pass of one rank around the ring; return the results of its queries, and of its keys and values.
 
-    Yields once per step, for ranks that take turns. `parts` are the parts of the heads, mostly one; `call` is
-    equal on every rank.
+    These are (out, lse) and () in a forward pass, (dq,) and (dk, dv) in a backward pass. Yields once per step, for
+    ranks that take turns.
+
+    Args:
+        plan: the plan of the call.
+        pass_plan: its plan for this pass, `plan.forward` or `plan.backward`.
+        parts: the parts of the heads, mostly one.
+        call: the identity of the call, equal on every rank.
     """
     own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
@@ -46,7 +52,10 @@ def run_pass(
 
 
 def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
-    """Compute one visit's tiles; add their results to this rank's accumulators and to those of the visiting block."""
+    """Compute one visit's tiles; add their results to the accumulators of this rank and of the visiting block.
+
+    part: the part of the heads that the visit is for. own: the accumulators of this rank's own block, by side.
+    """
     q, kv, part.in_flight = part.q, part.kv, visit.in_flight
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)
@@ -65,7 +74,7 @@ def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccum
 
 
 class Saved(NamedTuple):
-    """The tensors that a rank's backward pass needs: the inputs `given` to the ring, and its outputs."""
+    """The tensors that a rank's backward pass needs: the inputs `given` to the ring, and the ring's out and lse."""
 
     given: Inputs
     out: Tensor
@@ -77,8 +86,11 @@ def forward_program(
 ) -> Generator[None, None, tuple[Outputs, Saved]]:
     """Run a rank's forward pass: around the ring, between the exchanges of its group if there are any.
 
-    What `kept` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
-    pass needs.
+    Yields once per step, for ranks that take turns. Returns the outputs of the rank, and what its backward pass
+    needs.
+
+    kept: outputs of an earlier run of the call in a checkpoint, which are not computed again, or a place to keep
+        them.
     """
     exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
     given = inputs if exchange is None else (yield from exchange.inputs(inputs))
@@ -110,7 +122,7 @@ def _around_the_ring(plan: Plan, call: CallId, given: Inputs) -> Generator[None,
 
 
 def dense(inputs: Inputs) -> Inputs:
-    """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
+    """Return inputs whose q, k and v have stride 1 in the last dim, as kernels expect."""
     q, k, v = inputs[:3]
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return inputs
@@ -153,8 +165,14 @@ def backward_program(
 ) -> Generator[None, None, Inputs]:
     """Run a rank's backward pass: around the ring, between the exchanges of its group if there are any.
 
-    `upstream` are the gradients of out and of lse, None if nothing depends on lse. Returns the gradients of the
-    rank's inputs, in their types.
+    Yields once per step, for ranks that take turns. Returns the gradients of the rank's inputs, in their types.
+
+    Args:
+        plan: the plan of the call.
+        call: the identity of the call, equal on every rank.
+        upstream: the gradients of out and of lse; None for lse if nothing depends on it.
+        saved: what the forward pass returned for this pass.
+        wanted: which gradients to compute besides q, k, v and sink.
     """
     given, out, lse = saved
     exchange = None if plan.exchange_kind is None else plan.exchange("backward", call)
@@ -188,7 +206,7 @@ def backward_program(
 
 
 def check_lse_grad(dtype: torch.dtype, dlse: Tensor | None) -> None:
-    """Raise ValueError for a gradient of lse, `dlse`, in a type that has no room for it."""
+    """Raise ValueError if lse has a gradient, `dlse`, in a call of type float16, whose range is too small for it."""
     if dlse is not None and dtype is torch.float16:
         raise ValueError(
             "lse has no gradient in float16, whose largest number is too small for it; compute attention in bfloat16 "

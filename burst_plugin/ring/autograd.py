@@ -29,8 +29,14 @@ T = TypeVar("T")
 class RingAttention(torch.autograd.Function):
     """The autograd function of attention on the ring for one rank, with exchanges of heads before and after it.
 
-    Saves the ring's inputs, its out and lse, nothing else of it; any number of calls may await their backward pass.
-    Ranks compare a backward pass by `agreement`. `kept` has what need not be computed again, or takes it up.
+    It saves the ring's inputs, its out and lse, nothing else; any number of calls may await their backward pass. The
+    arguments of `apply` are:
+
+    plan: the plan of the call.
+    call: its identity.
+    agreement: by which ranks compare the backward pass.
+    kept: outputs of an earlier run in a checkpoint, or a place to keep them; None outside of checkpoints.
+    tensors: the fields of `Inputs`. The outputs are the fields of `Outputs`.
     """
 
     @staticmethod
@@ -42,6 +48,7 @@ class RingAttention(torch.autograd.Function):
         kept: KeptOutputs | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        """Run the forward pass on `tensors`, the fields of `Inputs`, and return the fields of `Outputs`."""
         with plan.rank_state.one_pass("forward", call, plan.device):
             inputs = dense(Inputs(*tensors))  # type: ignore[arg-type]
             outputs, saved = completed(forward_program(plan, call, inputs, kept))
@@ -54,6 +61,10 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dmax: None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass from the gradients of out and lse, either None if unused; `dmax` is always None.
+
+        Returns a gradient for each argument of `forward`, None where none is needed.
+        """
         refuse_second_derivatives()
         plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
@@ -76,7 +87,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def completed(program: Generator[None, None, T]) -> T:
-    """Return the result of a program that runs alone in its process, with no other rank to take turns with."""
+    """Run a generator to its end and return its result; for a rank that takes turns with no other in its process."""
     while True:
         try:
             next(program)

@@ -32,9 +32,11 @@ _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 
 
 def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: dict[Hashable, Plan]) -> Plan:
-    """Return the plan of one rank's call, from its local tensors; made once for each kind of call, kept in `known`.
+    """Return the plan of one rank's call, from its local tensors; made once for each kind of call.
 
-    Raises ValueError, before any communication.
+    known: the plans made so far, by kind of call; a new plan is added.
+
+    Raises ValueError, before any communication, if tensors and options do not fit.
     """
     try:
         key = _kind_of_call(rank_state.strategy, inputs, request)
@@ -65,7 +67,10 @@ def _kind_of_call(strategy: Strategy, inputs: Inputs, request: Request) -> Hasha
 
 
 def switches() -> tuple[object, ...]:
-    """Return PyTorch's process-wide switches that the choice of a kernel depends on, except determinism."""
+    """Return PyTorch's process-wide switches that the choice of a kernel depends on, except determinism.
+
+    They are the name of its library for flash attention, if one is set, and whether it may use cuDNN's attention.
+    """
     library = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in all releases
     return library and library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
@@ -220,7 +225,10 @@ def _check_latents(strategy: Strategy) -> None:
 
 
 def why_expanded(strategy: Strategy) -> str:
-    """Return why a strategy does not go with latents, which belong to all heads; "" if it does."""
+    """Return why a strategy needs latents expanded to keys and values before the ring; "" if they can travel.
+
+    Latents belong to all heads: they cannot be cut into parts, nor shared or gathered by a group of ranks.
+    """
     if strategy.group_size == 1 and all(strategy.parts_of(direction) == 1 for direction in DIRECTIONS):
         return ""
     return (
@@ -293,7 +301,18 @@ def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
 def kernel_for(
     strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
 ) -> Kernel:
-    """Return the kernel that the strategy names or, for "auto", the fastest that can do the call."""
+    """Return the kernel that the strategy names or, for "auto", the fastest that can do the call.
+
+    Args:
+        strategy: has the option `kernel`.
+        device: the device of q, k and v.
+        shapes: the shapes on the ring.
+        features: what the call needs of its kernel, from `features_of`.
+        new_tiles: whether batches may bring tiles of new shapes; "auto" then prefers kernels that need no plan for
+            each shape.
+
+    Raises ValueError if the named kernel, or every kernel, cannot do the call.
+    """
     heads, dims = (shapes.q_heads, shapes.kv_heads), (shapes.qk_dim, shapes.v_dim)
     return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
@@ -323,7 +342,16 @@ def is_deterministic(strategy: Strategy) -> bool:
 def moving_sides(
     strategy: Strategy, shapes: Shapes, ring_ranks: int, *, of_queries: str = ""
 ) -> Mapping[Direction, tuple[Side, ...]]:
-    """Return the side or sides that move, by direction. Queries stay if they have a bias or a selection."""
+    """Return the side that moves, or both sides, by direction of the pass.
+
+    Args:
+        strategy: has the options `forward` and `backward`.
+        shapes: the shapes on the ring.
+        ring_ranks: the number of ranks of the ring; with one or two "both" is the same as "kv".
+        of_queries: "bias" or "selection" if the call has one, else "". Its rows belong to queries, so keys move.
+
+    Raises ValueError if queries are asked to move in spite of `of_queries`.
+    """
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)
@@ -343,10 +371,10 @@ def moving_sides(
 
 
 def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes, ring_ranks: int = 1) -> Side:
-    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal).
+    """Return the side that moves in a pass: the one asked for, else the one with fewer bytes per hop (kv if equal).
 
-    With a `mesh_degree` blocks of the other side are gathered, and count as well: see `mesh`. Raises ValueError for
-    "both", of which there is no price.
+    With a `mesh_degree` blocks of the other side are gathered, and count as well, beside all `ring_ranks - 1` hops:
+    see `mesh`. Raises ValueError for "both", of which there is no price.
     """
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked == BOTH:

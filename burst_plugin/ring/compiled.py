@@ -18,5 +18,5 @@ T = TypeVar("T")
 
 @torch.compiler.disable(reason="burst attention communicates around a ring")  # type: ignore[untyped-decorator,no-untyped-call]
 def opaque(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return `function(*args, **kwargs)`, called between two graphs."""
+    """Call `function` and return its result, as one step between two graphs of `torch.compile`, not traced."""
     return function(*args, **kwargs)

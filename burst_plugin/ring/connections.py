@@ -45,10 +45,10 @@ class Connections:
 
     Args:
         rank_state: the rank's state, which gets other transports once ranks meet.
-        group: the group of all ranks; None for a single rank.
-        levels: groups that a framework has made for the levels of a topology.
+        group: the process group of all ranks; None for a single rank.
+        levels: process groups that a framework has made for the levels of a topology, to be used where they suit.
         global_ranks: the global rank of each rank of the group.
-        consistency: how ranks meet; None for a single rank.
+        consistency: by which ranks compare what ring they connect; None for a single rank.
     """
 
     def __init__(
@@ -74,7 +74,13 @@ class Connections:
         return self.rank_state.strategy.abort and self.group is not None and launches_batches(self.group)
 
     def connect(self, by_link: Collection[bool] | None = None) -> None:
-        """Create the communicators that are still missing; see `ContextParallel.connect`."""
+        """Create the communicators of the ring that are still missing; collective, and harmless when repeated.
+
+        At the first call ranks meet: they check that all connect this ring, and record where failures are told.
+
+        by_link: which sets of communicators, one for both links (False), one for each link (True); None for the set
+            that schedules need where every rank visits every block.
+        """
         self.rank_state.check_open()
         if self._consistency is None or self.group is None:
             return
@@ -138,7 +144,12 @@ class Connections:
         return peer != self.rank_state.rank and self.rank_state.topology.link(self.rank_state.rank, peer) is link
 
     def close(self) -> None:
-        """Destroy the communicators that this ring made; see `ContextParallel.close`."""
+        """Destroy the communicators that this ring made, and free its buffers; collective.
+
+        All ranks wait for each other first, but not while an exception is handled, nor once a rank has given up; with
+        NCCL communicators are aborted or left alone then, since destroying them could wait. Raises RuntimeError in
+        the middle of a pass.
+        """
         some_gave_up = self.rank_state.is_broken or (self.watch is not None and self.watch.some_gave_up())
         self.release()
         if self.group is not None and self.communicators and dist.is_initialized():
@@ -152,7 +163,7 @@ class Connections:
         self.communicators.destroy()
 
     def release(self) -> None:
-        """Free this rank's buffers without the other ranks: as `close`, but the communicators stay."""
+        """Free this rank's buffers and stop its watch, without the other ranks; the communicators stay."""
         self.rank_state.close()
         if self.watch is not None:
             self.watch.close()
@@ -216,7 +227,17 @@ def _warn_of_dropped_rings() -> None:
 def find_topology(
     strategy: Strategy, rank: int, ranks: int, sizes: list[int] | None, consistency: ConsistencyCheck | None
 ) -> Topology:
-    """Return the nodes that ranks are on: by options, by `sizes` of a hierarchy, or by what ranks tell each other."""
+    """Return the nodes that ranks are on: by options, by `sizes` of a hierarchy, or by what ranks tell each other.
+
+    Where the ranks of nodes are not side by side, or nodes have no common size above 1, it is one node of all ranks,
+    with a warning; ValueError is raised if a schedule is asked for that goes by nodes.
+
+    Args:
+        strategy: has the options `ranks_per_node` and `schedule`.
+        rank, ranks: this rank, and the number of all.
+        sizes: of the levels of a hierarchy, innermost first; None if there is none.
+        consistency: by which ranks tell each other, collectively; None for a single rank.
+    """
     per_node = strategy.ranks_per_node
     said_per_node = per_node if isinstance(per_node, int) else None
     if said_per_node is not None or sizes is not None:

@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 
 class P2POp(NamedTuple):
-    """A message that a rank sends or receives: its transfer, its peer, its channel and its layout."""
+    """A message that a rank sends or receives: its transfer, its peer, its channel and its layout.
+
+    peer: the number of the other rank, as the transport knows it.
+    """
 
     transfer: Transfer
     peer: int  # as the transport knows it
@@ -47,7 +50,7 @@ class P2POp(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Messages posted at one step that all have to be done by step `due`."""
+    """The messages that a rank posts at one step and that all have to be done by step `due`."""
 
     due: int
     sends: tuple[P2POp, ...]
@@ -56,12 +59,14 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SendRecvPlan:
-    """A rank's schedule and its messages, made once for all calls of a kind.
+    """A plan of the messages that a rank sends and receives in a pass, made once for all calls of a kind.
 
     moving: the side whose blocks are sent.
     device: the device of these blocks.
+    schedule: the rank's steps, with their transfers.
     peers: the number by which the transport knows each rank of the schedule.
-    packing: how operands (gather) or partial results (reduce) of these rows of a block are laid out.
+    packing: returns the layout of a message, from its traffic, the number of the block and the rows of it, None for
+        all: of operands (gather) or partial results (reduce).
     """
 
     direction: Direction
@@ -73,7 +78,7 @@ class SendRecvPlan:
 
     @cached_property
     def batches(self) -> tuple[tuple[Batch, ...], ...]:
-        """Return the messages of each step, one batch for all messages that are due together."""
+        """Return the messages that are posted at each step, one batch for all messages that are due together."""
         return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
@@ -88,7 +93,10 @@ class SendRecvPlan:
 
     @cached_property
     def in_flight(self) -> tuple[Counter[Channel], ...]:
-        """Return, by step, the bytes under way while it computes, each message spread over the steps it may take."""
+        """Return by step the bytes under way on each channel while the rank computes.
+
+        The bytes of a message are spread evenly over the steps that it may take.
+        """
         found = tuple(Counter[Channel]() for _ in self.schedule.steps)
         for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
             both = _bytes_of(batch.sends, batch.due - step) | _bytes_of(batch.recvs, batch.due - step)  # at once
@@ -98,7 +106,7 @@ class SendRecvPlan:
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
-        """Return, by block, the rows that this rank receives, None for all rows; see `RankSchedule.rows`."""
+        """Return the rows that this rank receives of each block that it receives, by block; None for all rows."""
         return self.schedule.rows
 
     @cached_property
@@ -135,9 +143,9 @@ class _Ending:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Visit:
-    """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
+    """A block that is here to be worked on: part `part` of the block of rank `owner`.
 
-    Meanwhile messages are `in_flight`.
+    Read its `operands`, and add results to its `accumulator`. Meanwhile messages are `in_flight`.
 
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each;
     the second time it `is_tail`.
@@ -161,10 +169,14 @@ class RingPass:
     """One rank's run of a forward or backward pass around the ring; used once.
 
     Args:
+        send_recv: the messages of the pass.
+        transport: carries them.
         parts: the parts of the heads, whose operands of the moving side go around.
-        own: by part, the accumulators of this rank's own block.
+        own: by part, the accumulators of this rank's own block, for results of the moving side.
         label: `LABEL_BYTES` of uint8, equal on every rank: it says which call a message belongs to. It is compared
-            where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
+            where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one. None for
+            none.
+        log: notes steps, messages and waits for a profile; None if there is none.
     """
 
     def __init__(
@@ -198,9 +210,10 @@ class RingPass:
         return self._step
 
     def steps(self) -> Iterator[Visit | None]:
-        """Take all steps: yield the blocks as they come by, None at a step without one to work on.
+        """Run all steps of the pass: at each wait for messages, post messages, then yield the block to work on.
 
-        After the last step, which may be a reduce hop, the results of the rank's own block are complete.
+        Yields None at a step without a block to work on. After the last step, which may be a reduce hop, the results
+        of the rank's own block are complete.
         """
         for number, step in enumerate(self._schedule.steps):
             self._step = number
@@ -225,7 +238,7 @@ class RingPass:
         return InFlight(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_IN_FLIGHT
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
-        """Return a context for the work of a visit: an event in a profile, and on GPUs an NVTX range."""
+        """Return a context for the work of `visit`: it notes an event in a profile, and on GPUs an NVTX range."""
         named = self._unnamed
         if self._on_gpu:
             name = f"burst {self._direction} step {self._step}, block {visit.owner}, part {visit.part}"
@@ -306,14 +319,17 @@ class RingPass:
 
 
 class Moving(Protocol):
-    """One part of the heads as the ring sees it: what is sent, and where results add up; see `passes.Part`."""
+    """The interface of one part of the heads, as the ring needs it: for operands to send, and for results."""
 
     def outgoing(self, side: Side) -> Tensors:
         """Return this rank's operands of `side`, "q" or "kv", to send; called right before they are sent."""
         ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of results for `side`, "q" or "kv", with the values of `tensors` if given."""
+        """Return a new accumulator of results for `side`, "q" or "kv".
+
+        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
+        """
         ...
 
 
@@ -343,11 +359,14 @@ class _Partial:
 
 
 class PartialResults:
-    """The accumulators of partial results on this rank, one for each block that has any here.
+    """The accumulators of partial results that are on this rank in a pass, by block.
 
     Args:
+        send_recv: the messages of the pass.
+        parts: the parts of the heads, which make accumulators.
         own: by part of the heads, the accumulators of this rank's own block, which outlive the pass.
-        lease, release: functions that lease and release buffers.
+        lease: returns a buffer of so many bytes, with the label of the pass.
+        release: takes such a buffer back.
     """
 
     def __init__(
@@ -364,7 +383,7 @@ class PartialResults:
         self._here: dict[int, _Partial] = {}  # of others' blocks
 
     def of(self, block: int) -> Accumulator:
-        """Return the accumulator of a block's results on this rank, made empty if there is none yet."""
+        """Return the accumulator, on this rank, of results for the block of this number, made at the first call."""
         part, owner = divmod(block, self._schedule.ranks)
         if owner == self._schedule.rank:
             return self._own[part]
@@ -375,7 +394,10 @@ class PartialResults:
         return self._here[block].accumulator
 
     def arrive(self, post: P2POp, buffer: Buffer) -> None:
-        """Add received partial results to their block's accumulator; without one their buffer becomes its storage."""
+        """Add the partial results in `buffer`, received as the message `post`, to the accumulator of their block.
+
+        If the block has none here, or none with tensors, the buffer becomes the storage of its accumulator.
+        """
         block, rows = post.transfer.block, post.transfer.rows
         part = self._parts[self._schedule.part(block)]
         storage = _Leased(post.packing, self._lease, buffer)
@@ -394,7 +416,7 @@ class PartialResults:
         self._here[block] = _Partial(storage, arrived)
 
     def leave(self, block: int) -> Buffer:
-        """Return a buffer with the partial results of another rank's block, and drop its accumulator here."""
+        """Return a buffer with this rank's partial results for another rank's block, and drop their accumulator."""
         self.of(block).settle()
         buffer = self._here.pop(block).storage.buffer
         assert buffer is not None, "settled results are in their storage"
@@ -409,7 +431,10 @@ def _labelled(pool: BufferPool, device: torch.device, label: Tensor | None, nbyt
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Run one program per rank of this process, a step of each in turn, without threads; return their results."""
+    """Run one program per rank of this process, a step of each in turn, without threads; return their results.
+
+    programs: generators, by rank, that yield after every step.
+    """
     results: dict[int, T] = {}
     while len(results) < len(programs):
         for rank, program in enumerate(programs):

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def between_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` as one opaque step between two graphs of `torch.compile`."""
+    """Return a function that `torch.compile` does not trace: it calls `function` between two graphs.
+
+    Outside of compiled code it simply calls `function`.
+    """
 
     @wraps(function)
     def step(*args: P.args, **kwargs: P.kwargs) -> T:

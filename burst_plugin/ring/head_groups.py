@@ -12,7 +12,7 @@ from burst_plugin.sequence.masks import Mask
 
 
 def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Request]]:
-    """Return one call for each of the mask's groups of heads.
+    """Return one call, inputs and request, for each group of heads that has a mask of its own.
 
     The list is empty where heads share the mask, or where the call cannot be cut, which `choices.make_plan` refuses,
     so that all ranks hear of it.
@@ -26,7 +26,10 @@ def by_head_group(inputs: Inputs, request: Request) -> list[tuple[Inputs, Reques
 
 
 def why_uncut(inputs: Inputs, request: Request) -> str:
-    """Return why a call cannot be cut into one call per group of heads; "" if it can."""
+    """Return why a call cannot be cut into one call for each of its mask's groups of heads; "" if it can.
+
+    The first reason found is returned, such as tensors of wrong shapes, or heads that the groups do not divide.
+    """
     try:
         check_kinds(inputs, request)
         if request.latents:
@@ -53,7 +56,7 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
 
 
 def joined(outputs: Sequence[Outputs]) -> Outputs:
-    """Return the outputs of all groups of heads as the outputs of one call."""
+    """Return the outputs of calls for groups of heads, in their order, as the outputs of one call for all heads."""
     lse = [each.lse for each in outputs if each.lse is not None]
     largest = [each.max_logits for each in outputs if each.max_logits is not None]
     return Outputs(

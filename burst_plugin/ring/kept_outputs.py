@@ -17,7 +17,7 @@ _NOTHING = Outputs(torch.empty(0, device="cpu"), None)
 
 
 class Host(Protocol):
-    """Where tensors may wait in host memory; see `activations.host_memory`."""
+    """The interface of host memory that holds tensors for later; see `activations.host_memory`."""
 
     def park(self, x: Tensor) -> Any:
         """Start to copy a tensor to the host; return what `fetch` takes."""
@@ -29,10 +29,14 @@ class Host(Protocol):
 
 
 class KeptOutputs:
-    """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
+    """The outputs of one attention call in a checkpoint, kept from the first run for the run that computes it again.
 
+    It is empty until the first run.
+
+    share: the share of the sequence, from 0 to 1, whose outputs are kept: of the queries at the end.
+    host: keeps them in host memory; None for the device.
     rest: the plan of the queries before these, which the ring works on again; None if there are none.
-    also: another object, which keeps the outputs of the next run.
+    also: another object, which keeps the outputs of the next run of the call, too; None for none.
     """
 
     def __init__(self, share: float, host: Host | None = None) -> None:
@@ -46,16 +50,19 @@ class KeptOutputs:
 
     @property
     def is_filled(self) -> bool:
-        """Return whether there was a first run."""
+        """Return whether the call has had its first run, whose outputs are kept."""
         return self._plan is not None
 
     def first_kept(self, plan: Plan) -> int:
-        """Return the first position whose output is kept; outputs of all later positions are kept, too."""
+        """Return the first position of the sequence whose output is kept; outputs of all later ones are kept, too."""
         length = plan.attending.q.length
         return length - round(self.share * length)
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError unless `plan`, of the recomputation, is for the same call as the first run."""
+        """Raise ValueError unless `plan`, of the second run, is for the same call as the first run's.
+
+        It is also raised if the kept out was modified in place since then.
+        """
         assert self._plan is not None
         first, again = self._plan.signature, plan.signature
         differing = [name for name in first if first[name] != again[name]]
@@ -71,11 +78,17 @@ class KeptOutputs:
             )
 
     def missing(self, plan: Plan) -> Plan | None:
-        """Return the plan of the queries to compute: all in a first run, then those not kept; None if all are."""
+        """Return the plan of the queries to compute: `plan` in a first run, then `rest`; None if there are none."""
         return self.rest if self.is_filled else plan
 
     def completed(self, plan: Plan, computed: Outputs | None) -> Outputs:
-        """Return the outputs of all queries: `computed` and kept ones together. A first run keeps outputs here."""
+        """Return the outputs of all queries: `computed`, and kept ones for the other queries.
+
+        A first run keeps outputs here.
+
+        plan: the plan of the whole call. computed: the outputs of the queries that `missing` named; None if all were
+            kept.
+        """
         if self.is_filled:
             outputs = self._with_kept(computed)
         else:

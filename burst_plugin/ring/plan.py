@@ -49,7 +49,13 @@ RunPass = Callable[["Plan", "PassPlan", Sequence[Part], CallId], Generator[None,
 
 
 class KernelTiles(NamedTuple):
-    """The tiles that a kernel takes: by its `features`, `shapes`, and whether positions or scores matter."""
+    """Rules to cut or batch tiles into tiles that a call's kernel takes.
+
+    features: of the kernel: with "windows" it takes any band, with "varlen" several sequences in one call.
+    shapes: the shapes on the ring.
+    uses_positions: whether the kernel needs the position of every row, as for a bias.
+    max_logits: whether the largest scores are asked for.
+    """
 
     features: frozenset[str]
     shapes: Shapes
@@ -82,9 +88,14 @@ class PassPlan:
     """The plan of one rank for the forward or the backward pass of a call around the ring.
 
     moving: the side whose blocks go around.
-    rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
-    packing: how tensors travel.
-    visits: selects the visits of this pass, if not all: from the required rows, `moving` and the ranks.
+    rank_state: the rank's place in the ring, its options and its caches.
+    attending: the sequences and the mask.
+    kernel_tiles: how tiles are cut for the kernel.
+    rounded: by side, whether results may be in the narrow type of contributions, since nothing is added to them any
+        more.
+    packing: returns the layout of a message from the shapes and types of its tensors.
+    visits: selects the visits of this pass: takes the rows that all visits require, `moving` and the number of ranks,
+        and returns the required rows of some visits. None for all visits.
     """
 
     direction: Direction
@@ -104,12 +115,12 @@ class PassPlan:
 
     @property
     def moving_sides(self) -> str:
-        """Return the side that moves, or both, as text for people to read."""
+        """Return "q", "kv" or, if both sides move, "kv and q", for people to read."""
         return " and ".join(ring.moving for ring in self.rings)
 
     @cached_property
     def parts(self) -> int:
-        """Return how many parts the heads are cut into."""
+        """Return into how many parts the heads, and so blocks, are cut in this pass."""
         return self.rank_state.strategy.parts_of(self.direction)
 
     @cached_property
@@ -122,7 +133,7 @@ class PassPlan:
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
-        """Return the tiles of each visit, cut for the kernel, by the block's owner and whether it is the tail."""
+        """Return the tiles of each visit, cut for the kernel, by (owner of the block, whether it is the tail)."""
         schedule, tiles = self.route.schedule, {}
         for owner, work in self.route.tiles.items():
             head, tail = split_tail(work, schedule.tail_share if owner == schedule.rank else 0.0)
@@ -144,13 +155,16 @@ class PassPlan:
 
     @cached_property
     def send_recv(self) -> SendRecvPlan:
-        """Return the steps and messages."""
+        """Return the plan of this rank's steps and messages in the pass."""
         packing = cache(self._packing_of_block)
         schedule, peers = self.route.schedule, self.rank_state.ring_peers
         return SendRecvPlan(self.direction, self.moving, self.device, schedule, peers, packing)
 
     def accumulators(self, parts: Sequence[Part]) -> dict[Side, BlockAccumulators]:
-        """Return empty accumulators of this rank's own results: of its queries and, backward, its keys and values."""
+        """Return empty accumulators of this rank's own results: of its queries and, backward, its keys and values.
+
+        parts: the parts of the heads, which make them.
+        """
         own = {}
         for side, specs in self._specs.items():
             if specs:
@@ -186,9 +200,11 @@ class PassPlan:
 
 
 class Extras(NamedTuple):
-    """Which inputs a call has besides queries, keys and values, as ranks compare it.
+    """Which inputs a call has besides queries, keys and values, as ranks compare them.
 
-    `shared_bias`: whether all heads share the bias; `exchanged_bias`: its rows and type, where ranks exchange heads.
+    shared_bias: whether all heads share the bias.
+    exchanged_bias: text with its batch rows and type where ranks exchange heads, which have to be equal; ""
+        elsewhere.
     """
 
     sink: bool = False
@@ -199,7 +215,7 @@ class Extras(NamedTuple):
 
     @property
     def of_queries(self) -> str:
-        """Return the name of an input with a row per query, which keeps queries in place; "" if there is none."""
+        """Return "bias" or "selection", an input with a row per query, which keeps queries in place; "" for none."""
         return "bias" if self.bias else "selection" if self.selection else ""
 
     @property
@@ -216,14 +232,19 @@ class Extras(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """One attention call of one rank, all choices made; see `choices.make_plan`.
+    """The plan of one attention call of one rank, with all choices made; see `choices.make_plan`.
 
     shapes: the shapes of tensors on the ring, after heads have been exchanged, with the lengths of the longest block.
+    attending: the sequences and the mask.
     scores: how scores are computed, of all heads.
+    extras: which inputs there are besides q, k and v.
+    max_logits, lse: whether the largest scores, and lse, are asked for.
     ranks_per_kv_head: how many ranks of a Ulysses group share a key/value head.
+    forward, backward: the plans of the two passes.
     spans: the rows of tiles that are made of several documents.
+    packing: returns the layout of a message from the shapes and types of its tensors.
     run_pass: runs either pass; see `attention_pass.run_pass`.
-    exchange_kind: what this rank's group does before and after the ring, if anything.
+    exchange_kind: what this rank's group does before and after the ring; None for a group of one rank.
     """
 
     rank_state: RankState
@@ -246,12 +267,15 @@ class Plan:
 
     @property
     def rings(self) -> tuple[PassPlan, ...]:
-        """Return the plan of each ring of both passes."""
+        """Return the plan of each ring of both passes: one per pass, or two where both sides move."""
         return (*self.forward.rings, *self.backward.rings)
 
     @property
     def warms_up(self) -> bool:
-        """Return whether passes first run without messages; only the first few do, as batches may bring new kinds."""
+        """Return whether a call first runs its passes without messages: on GPUs, for the first few kinds of calls.
+
+        Not so where ranks share a process. Later batches may bring new kinds without end.
+        """
         state = self.rank_state
         return self.device.type == "cuda" and state.is_process and len(state.warmed_up) < _MOST_WARM_UPS
 
@@ -262,19 +286,22 @@ class Plan:
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """Return the choices for this call by name, for people to read."""
+        """Return this call's moving side in each pass, its kernel and its schedule, by name, for people to read."""
         schedules = dict.fromkeys(each.route.schedule.name for each in self.rings)
         moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     @cached_property
     def by_link(self) -> frozenset[bool]:
-        """Return whether the schedules need separate communicators for the two links."""
+        """Return whether schedules need separate communicators for the two links: {False}, {True} or both."""
         return frozenset(each.route.schedule.by_link for each in self.rings)
 
     @cached_property
     def sends_row_factor(self) -> bool:
-        """Return whether moving queries carry a factor per row backward, not out (`online_softmax.row_factor`)."""
+        """Return whether queries that travel backward carry a factor per row in place of out.
+
+        It is `online_softmax.row_factor`. They do where queries move, or are gathered by a group, except in float16.
+        """
         state = self.rank_state
         around = state.route_table.ring_ranks > 1 and any(ring.moving == "q" for ring in self.backward.rings)
         in_group = self.backward.moving == "kv" and state.group.gathers
@@ -282,7 +309,7 @@ class Plan:
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
-        """Return the values that must be equal on every rank, by name."""
+        """Return the values of this call that must be equal on every rank, by name."""
         degree = self.rank_state.group.head_shares
         heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.ranks_per_kv_head}
         named = {**self.shapes._asdict(), **heads}
@@ -302,7 +329,7 @@ class Plan:
     # ----------------------------------------------------------------------------------------- what a pass is made of
 
     def forward_parts(self, inputs: Inputs) -> list[ForwardPart]:
-        """Cut the inputs into parts of the heads; return what the forward pass computes for each part."""
+        """Return the parts of the heads of `inputs`, ready for a forward pass."""
         parts = []
         make = ForwardPart if self.shapes.latent is None else partial(LatentForwardPart, self._up_projection(inputs))
         for how, rows, q, kv in self._by_part(self.forward.parts, inputs[:1], inputs):
@@ -322,7 +349,11 @@ class Plan:
     ) -> list[BackwardPart]:
         """Return the parts of the heads, ready for a backward pass.
 
-        `factor` [B, H, S] is what travelling queries send in place of out, if they do.
+        Args:
+            queries: q, dout, out and lse of all heads.
+            inputs: the inputs of the forward pass on the ring.
+            factor: [B, H, S], what travelling queries send in place of out; None if they send out, or do not travel.
+            wanted: whether the gradients of bias and weight are computed.
         """
         count = self.backward.parts
         parts: list[BackwardPart] = []
@@ -368,7 +399,18 @@ class Plan:
         call: CallId,
         log: PassLog | None,
     ) -> RingPass:
-        """Return the ring of a pass; once it has run, `own` holds the complete results of the moving side."""
+        """Return a new run of a pass around the ring.
+
+        Once it is done, `own` holds the complete results of the moving side. The bytes that it will send are added to
+        the expected ones.
+
+        Args:
+            pass_plan: the plan of the pass.
+            parts: the parts of the heads.
+            own: the accumulators of this rank's own block, by side.
+            call: the identity of the call, for the labels of messages.
+            log: notes the pass for a profile; None if there is none.
+        """
         state, direction, send_recv = self.rank_state, pass_plan.direction, pass_plan.send_recv
         state.expected_bytes.update(send_recv.sent_bytes)
         accumulators = own[send_recv.moving].parts if send_recv.moving in own else ()
@@ -385,7 +427,7 @@ class Plan:
         return table.shards(whole)[state.rank] if state.group.gathers else table.runs(whole)[state.ring_rank]
 
     def exchange(self, direction: Direction, call: CallId) -> GroupExchange:
-        """Return the exchange between ranks of a group, before and after the ring, for one pass."""
+        """Return this rank's part in its group's exchange, before and after the ring, for one pass of `call`."""
         assert self.exchange_kind is not None, "groups have several ranks"
         state, label = self.rank_state, self.label(direction, call)
         return self.exchange_kind(
@@ -427,14 +469,17 @@ class Plan:
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 
     def label(self, direction: Direction, which: CallId) -> Tensor | None:
-        """Return the label of a pass's messages, of kind of call, number and direction, on CPUs; else None."""
+        """Return the label of the messages of a pass, [LABEL_BYTES], uint8, on CPUs; None on GPUs.
+
+        It tells the kind of call, the number of the call `which`, and the direction.
+        """
         if self.device.type != "cpu":
             return None
         return torch.frombuffer(bytearray(which.label(direction, self.digest)), dtype=torch.uint8)
 
     @cached_property
     def digest(self) -> bytes:
-        """Return the digest of the kind of call, equal on all ranks of the ring."""
+        """Return 8 bytes that stand for the kind of call: its ring, signature and options; equal on all ranks."""
         state = self.rank_state
         text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared))
         return blake2b(text.encode(), digest_size=8).digest()

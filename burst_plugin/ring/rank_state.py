@@ -31,9 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class RankState:
-    """A rank of the context-parallel group, and its transports: of its ring, and of its `group`.
+    """One rank of the context-parallel group: its place, its transports, its caches and its counts of calls.
 
-    `is_process` says that other ranks are other processes; `at_end` is called when this rank gives up.
+    rank, topology: its number, and the nodes of all ranks.
+    transport: carries messages around its ring. ulysses_transport: within its `group`.
+    route_table: what ranks do in each pass; ranks of one process may share it.
+    is_process: whether the other ranks are other processes.
+    at_end: called when this rank gives up.
+    profile: records passes; None while there is none.
+    choices: of the call made last, for people to read.
+    calls_made, state_calls: attention calls so far, and calls of layers that carry a state along the sequence, or of
+        convolutions.
+    training_step: the step that the next calls belong to, if the caller says so.
+    progress: where this rank is in its program.
+    passes_digest: of all passes so far, in their order, which ranks compare.
+    expected_bytes: the bytes that schedules have had this rank send, by channel.
+    ring_id: tells this ring from others of the same group, once its ranks have met.
     """
 
     rank: int
@@ -64,7 +77,7 @@ class RankState:
 
     @cached_property
     def group(self) -> RankGroup:
-        """Return the group in which this rank exchanges heads or blocks: itself alone if it does neither."""
+        """Return the group of ranks, this one included, that exchange heads or blocks; this rank alone if none do."""
         group, place = self.groups.of(self.rank)
         return RankGroup(self.topology, self.groups.members(group), place, self.groups.gathers)
 
@@ -75,12 +88,12 @@ class RankState:
 
     @property
     def ring_rank(self) -> int:
-        """Return the number of this rank in its ring, which is the number of its group."""
+        """Return the number of this rank in its ring, which is also the number of its group."""
         return self.groups.of(self.rank)[0]
 
     @property
     def ring_peers(self) -> range:
-        """Return the ranks of this rank's ring."""
+        """Return the context-parallel ranks of this rank's ring, in its order."""
         return self.groups.ring(self.groups.of(self.rank)[1])
 
     @property
@@ -89,9 +102,11 @@ class RankState:
         return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
-        """Return, for each link, the ranks of the communicator that serves it: the whole ring or, `by_link`, a part.
+        """Return, for each link, the context-parallel ranks of the communicator that serves it.
 
-        apart: without `by_link`, give the link inside the node a communicator of the node's ranks only.
+        by_link: whether each link has a communicator of its own: of the ranks of this node, and of this rank's
+            counterparts on all nodes. If not, the whole ring serves both.
+        apart: without `by_link`, give the link inside the node a communicator of the node's ranks all the same.
         """
         ring, groups = self.ring_peers, self.route_table.ring_topology
         in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
@@ -105,7 +120,7 @@ class RankState:
         return {**({Link.INTRA: in_node} if len(in_node) > 1 else {}), Link.INTER: tuple(ring)}
 
     def note_call(self, choices: dict[str, str]) -> None:
-        """Note that an attention call is about to be made."""
+        """Note that an attention call with these `choices`, by name, is about to be made, and count it."""
         self.choices = choices
         self.calls_made += 1
 
@@ -115,11 +130,14 @@ class RankState:
         return self.calls_made + self.state_calls
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that this rank has sent; see `ContextParallel.traffic`."""
+        """Return the bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
         return _by_name(self.transport.sent_bytes + self.ulysses_transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that this rank should have sent; see `ContextParallel.expected_traffic`."""
+        """Return the bytes that this rank should have sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
+
+        They are counted from the schedules of its calls.
+        """
         return _by_name(self.expected_bytes)
 
     def reset_traffic(self) -> None:
@@ -129,12 +147,12 @@ class RankState:
 
     @property
     def is_in_pass(self) -> bool:
-        """Return whether a pass has begun and not ended."""
+        """Return whether a pass or a comparison of this ring is running."""
         return self._busy.locked()
 
     @contextmanager
     def one_pass(self, direction: Direction, call: CallId, device: torch.device) -> Iterator[None]:
-        """Run the block as a pass of `call`: no other pass meanwhile, no autocast, and on GPUs one stream for all.
+        """Return a context that runs a pass of `call`: no other pass meanwhile, no autocast, one CUDA stream for all.
 
         A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
         RuntimeError. The other ranks are told why when they miss this one. A pass that is refused before it begins,
@@ -163,7 +181,7 @@ class RankState:
 
     @contextmanager
     def warming_up(self, device: torch.device) -> Iterator[None]:
-        """Run the block as a pass that sends nothing: one that raises leaves the ring as it was."""
+        """Return a context that runs a pass which sends nothing: if it raises, the ring stays as it was."""
         self.check_usable(device)
         with self.alone():
             if device.type == "cuda":
@@ -172,9 +190,9 @@ class RankState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other threads of this process from sending messages of this ring during the block.
+        """Return a context that keeps other threads of this process from sending messages of this ring.
 
-        Raises RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
+        Entering it raises RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
         """
         if not self._busy.acquire(blocking=False):
             raise self._entered_twice()
@@ -194,7 +212,10 @@ class RankState:
         return error
 
     def check_usable(self, device: torch.device) -> None:
-        """Raise RuntimeError if this ring has ended, on another stream than before, or while a graph is captured."""
+        """Raise RuntimeError unless a pass may begin now on `device`.
+
+        It may not if this ring has ended, on another CUDA stream than before, or while a CUDA graph is captured.
+        """
         self.check_open()
         if device.type != "cuda":
             return
@@ -220,7 +241,10 @@ class RankState:
             raise RingError(self.transport.board.ended)
 
     def close(self) -> None:
-        """End this ring: no pass comes any more. Raise RuntimeError in the middle of one."""
+        """Close this ring on this rank, whose later passes raise RuntimeError, and free its buffers.
+
+        Raises RuntimeError in the middle of a pass.
+        """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
@@ -234,11 +258,14 @@ class RankState:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether a pass was left half way, or a call refused by this rank alone."""
+        """Return whether this rank has given up: a pass was left half way, or a call refused by this rank alone."""
         return bool(self._broken)
 
     def give_up(self, error: BaseException) -> None:
-        """End this ring, while other ranks may be in the middle of a pass, and tell them why."""
+        """End this ring because of `error`, while other ranks may be in the middle of a pass, and tell them why.
+
+        A ring of one rank does not end.
+        """
         if self.topology.ranks > 1:
             if self.at_end is not None:
                 self.at_end()
@@ -248,7 +275,7 @@ class RankState:
 
     @contextmanager
     def profiled(self, profile: Profile) -> Iterator[Profile]:
-        """Note passes in `profile` until the end of the block. Raise RuntimeError if they are noted already."""
+        """Return a context that records passes in `profile`. It raises RuntimeError if some are recorded already."""
         if self.profile is not None:
             raise RuntimeError("this ring is being profiled already; leave that `with` block before entering another")
         self.profile = profile

@@ -20,9 +20,14 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Inputs(NamedTuple):
-    """A rank's tensors, see `burst_attention`.
+    """The tensors of one rank in an attention call: q, k, v and optional ones; see `burst_attention`.
 
-    For `latent_attention`, k and v are the tensors that travel: latents, and the part of keys that heads share.
+    q: [B, S_local, Hq, D]. k, v: [B, S_local, Hkv, D or Dv]; for `latent_attention`, latents [B, S_local, 1, C] and
+        the part of keys that heads share [B, S_local, 1, R], which travel.
+    sink: [Hq], a logit per head.
+    bias: [1 or B, 1 or Hq, S_local, S_global].
+    selection: [B, S_local, n] or [B, G, S_local, n], positions of keys.
+    weight: of `latent_attention`, by which keys and values are made from latents.
     """
 
     q: Tensor
@@ -35,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether the gradients of bias and weight are wanted; each takes a computation of its own.
+    """Which optional gradients a backward pass computes: of bias and weight, each by a computation of its own.
 
     from_lse: whether any rank may have a gradient of lse, which ranks that exchange heads then send each other.
     """
@@ -46,7 +51,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, needed: Sequence[bool]) -> Wanted:
-        """Return the wanted gradients, from whether each of `Inputs` needs one."""
+        """Return the wanted gradients, from whether each field of `Inputs`, in order, needs a gradient."""
         by_name = dict(zip(Inputs._fields, needed, strict=True))
         return cls(by_name["bias"], by_name["weight"])
 
@@ -55,7 +60,7 @@ ALL_WANTED = Wanted()
 
 
 class ExtraTensors(TypedDict, total=False):
-    """The optional inputs of attention, which few calls have."""
+    """A dict of the optional inputs of attention, by name, which few calls have."""
 
     sink: Tensor | None
     bias: Tensor | None
@@ -63,9 +68,10 @@ class ExtraTensors(TypedDict, total=False):
 
 
 class Outputs(NamedTuple):
-    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on.
+    """The outputs of attention on one rank: out [B, S, Hq, Dv], lse [B, Hq, S], and the largest scores.
 
-    Where heads are exchanged, lse too is there only if it is asked for.
+    lse: always there on the ring; where heads are exchanged, afterwards only if it is asked for.
+    max_logits: [Hq], the largest scores of each head that this rank worked on; None unless asked for.
     """
 
     out: Tensor
@@ -73,13 +79,16 @@ class Outputs(NamedTuple):
     max_logits: Tensor | None = None
 
     def asked_for(self, request: Request) -> tuple[Tensor, ...]:
-        """Return out, and lse and max_logits if `request` asks for them."""
+        """Return (out,), followed by lse and by max_logits if `request` asks for them."""
         wanted = (True, request.lse, request.max_logits)
         return tuple(x for x, wants in zip(self, wanted, strict=True) if wants and x is not None)
 
 
 class BackwardOperands(NamedTuple):
-    """The operands of a backward pass: tensors of queries, all inputs, and `factor` [B, H, S] of moving queries."""
+    """The operands of a backward pass on the ring: the tensors of queries, and all inputs of the forward pass.
+
+    factor: [B, H, S], what queries that travel send in place of out; None if they send out, or do not travel.
+    """
 
     queries: Queries
     inputs: Inputs
@@ -87,10 +96,13 @@ class BackwardOperands(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of a call besides tensors, see `burst_attention`. `tokens` is a pair, of queries and of keys.
+    """The arguments of an attention call besides tensors, see `burst_attention`.
 
-    `scale` is one given beside `scores`; see `scaled`. `forward` overrides the strategy's option, if it is given.
-    `latents` says that keys and values are made where they arrive.
+    tokens: of (queries, keys): the sequence that the rows are taken from; None if it is cut evenly.
+    max_logits, lse: whether the largest scores, and lse, are to be returned.
+    scale: the factor on scores if it is given beside `scores`, until `scaled` moves it there.
+    forward: the side that moves in the forward pass, in place of the strategy's option; None for the option.
+    latents: whether keys and values are made from latents where these arrive.
     """
 
     mask: Mask = Causal()
@@ -104,12 +116,12 @@ class Request(NamedTuple):
 
 
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
-    """Return the tokens of (queries, keys); one `Tokens` stands for both sides."""
+    """Return the tokens of (queries, keys); one `Tokens`, or None, stands for both sides."""
     return tokens if isinstance(tokens, tuple) else (tokens, tokens)
 
 
 def has_gradients(inputs: Inputs) -> bool:
-    """Return whether a call with these tensors takes part in gradients."""
+    """Return whether autograd records a call with these tensors: in grad mode, if any of them requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
@@ -139,7 +151,7 @@ def check_kinds(inputs: Inputs, request: Request) -> None:
 
 
 def check_mask(mask: object) -> None:
-    """Raise ValueError for anything but a mask."""
+    """Raise ValueError if `mask` is not a `Mask`; the message names a mask for things often given instead."""
     if isinstance(mask, Mask):
         return
     if isinstance(mask, type) and issubclass(mask, Mask):
@@ -154,7 +166,7 @@ def check_mask(mask: object) -> None:
 
 
 def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
-    """Return a sequence given whole or, if that is allowed, by its length. Raise ValueError for anything else."""
+    """Return `tokens` as a `Tokens`; with `or_length` it may be the sequence's length. Else raise ValueError."""
     if isinstance(tokens, Tokens):
         return tokens
     if or_length:
@@ -246,13 +258,13 @@ def _check_selection(selection: Tensor, inputs: Inputs) -> None:
 
 
 def check_local(name: str, x: Tensor) -> None:
-    """Raise ValueError for a DTensor, whose shape is not the shape of this rank's tensor."""
+    """Raise ValueError if `x`, called `name`, is a DTensor, whose shape is not the shape of this rank's tensor."""
     if hasattr(x, "to_local"):
         raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
 
 
 def check_type(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError for floating-point types that attention does not support, such as 8-bit types."""
+    """Raise ValueError if tensor `name` has a floating-point type that attention does not support, such as 8 bits."""
     if dtype.is_floating_point and dtype not in _TYPES:
         raise ValueError(
             f"{name} has type {dtype}, but attention is computed in float64, float32, bfloat16 or float16; cast it "
@@ -261,7 +273,10 @@ def check_type(name: str, dtype: torch.dtype) -> None:
 
 
 def shapes_of(inputs: Inputs, latents: bool) -> Shapes:
-    """Return the local shapes of a call. Raise ValueError for tensors that do not fit together."""
+    """Return the local shapes of a call, read from its tensors; raise ValueError if these do not fit together.
+
+    latents: whether `inputs.k` and `inputs.v` are latents and the part of keys that heads share.
+    """
     if latents:
         return _latent_shapes(inputs)
     q, k, v = inputs[:3]
@@ -306,7 +321,11 @@ def _latent_shapes(inputs: Inputs) -> Shapes:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless a rank's q, k, v can attend."""
+    """Raise ValueError unless a rank's q, k and v fit together.
+
+    q has to be [batch, local queries, heads, head dim], k and v [batch, local keys, key/value heads, .], with heads a
+    multiple of key/value heads, of one floating-point type that attention supports, on one device.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_local(name, x)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -28,14 +28,14 @@ _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 
 
 class Attending(NamedTuple):
-    """An attention problem: the sequence of the queries, the sequence of the keys, and the mask between them."""
+    """An attention problem: the sequence `q` of queries, the sequence `kv` of keys, and the mask between them."""
 
     q: Tokens
     kv: Tokens
     mask: Mask
 
     def of(self, side: Side) -> Tokens:
-        """Return the sequence of side "q" or "kv"."""
+        """Return the sequence of queries for side "q", of keys for side "kv"."""
         return self.q if side == "q" else self.kv
 
 
@@ -44,9 +44,13 @@ Visits = Callable[[Required | None, Side, int], Required]
 
 
 class PassKey(NamedTuple):
-    """The key of a pass's schedule: side `moving` travels, with partial results if the pass `reduces`.
+    """The key of a pass in tables of schedules and routes.
 
-    place: which of several rings, where groups gather blocks. visits: which of all visits it has, if not all.
+    moving: the side that travels.
+    reduces: whether partial results travel, too.
+    parts: into how many parts, by heads, blocks are cut.
+    place: which of several rings, where groups gather blocks: the place of its ranks in their groups.
+    visits: selects some of all visits, as `PassPlan.visits`; None for all.
     """
 
     attending: Attending
@@ -58,7 +62,10 @@ class PassKey(NamedTuple):
 
 
 class Pairs:
-    """The tiles of every pair of ranks; `runs[side][rank]` are the tokens that a rank holds of side "q" or "kv"."""
+    """The tiles of every pair of a query rank and a key rank of a ring, computed when they are asked for.
+
+    runs: `runs[side][rank]` are the tokens that a rank of the ring holds of side "q" or "kv".
+    """
 
     def __init__(self, attending: Attending, runs: Mapping[str, Sequence[tuple[Run, ...]]]) -> None:
         lengths, mask = (attending.q.length, attending.kv.length), attending.mask
@@ -96,9 +103,9 @@ class Pairs:
         return self._of_ranks[q, k]
 
     def required(self, moving: Side) -> RequiredRows | None:
-        """Return the rows that each rank works on of every block of side `moving`.
+        """Return the rows that each rank works on of every block of side `moving`, by rank and owner.
 
-        None where blocks go to all ranks: if most rows are required, or too many runs meet.
+        None where every block goes to all ranks: if ranks need 40 % or more of every block, or too many runs meet.
         """
         if moving not in self._required:
             regions = [of_rows if moving == "kv" else of_rows.transposed for _, of_rows in self._regions]
@@ -109,7 +116,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part of one pass: its visits and transfers, and the tiles of its visits, by owner."""
+    """One rank's part of one pass: its visits and transfers, and the tiles of its visits.
+
+    schedule: the rank's steps.
+    tiles: by owner of the block visited.
+    runs: by side and owner, the tokens that meet in the visit.
+    """
 
     schedule: RankSchedule
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -117,7 +129,9 @@ class Route:
 
 
 class RouteTable:
-    """The routes under one topology and strategy; ranks of one process may share them.
+    """A table of the routes and schedules of passes under one topology and strategy.
+
+    Ranks of one process may share it.
 
     With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block has the tokens of that group. Only
     `shards` counts ranks of the context-parallel group; all other methods count ranks of the ring.
@@ -148,7 +162,7 @@ class RouteTable:
 
     @property
     def ring_topology(self) -> Topology:
-        """Return the nodes and ranks of the ring."""
+        """Return the nodes and ranks of a ring, where Ulysses groups or mesh groups count as one rank each."""
         return self._ring_topology
 
     @property
@@ -158,11 +172,15 @@ class RouteTable:
 
     @property
     def schedule_name(self) -> str:
-        """Return the name of the schedule used unless a mask leaves out much of the work."""
+        """Return the name of the schedule that passes use unless a mask leaves out much of the work."""
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
-        """Return the layout of these tokens. Raise ValueError if nothing says which, or if it is for other ranks."""
+        """Return the layout that spreads `tokens` over ranks: their own, else the strategy's.
+
+        Raises ValueError if that is "auto", which is a choice by the mask, or if their `holders` name another number
+        of ranks than the context-parallel group has.
+        """
         own: Layout | None = getattr(tokens, "own_layout", None)  # of a subclass, which training need not import
         if own is not None:
             return own
@@ -184,12 +202,12 @@ class RouteTable:
         return LAYOUTS[name]
 
     def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """Return the tokens of a sequence that each rank of the context-parallel group holds."""
+        """Return the tokens of a sequence that each rank of the context-parallel group holds, by rank, as runs."""
         layout, ranks = self.layout(tokens), self._cp_topology.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
-        """Return the block of a sequence that each group holds."""
+        """Return the tokens of a sequence that each group of ranks holds, and where each member's rows are."""
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
@@ -198,7 +216,7 @@ class RouteTable:
         return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """Return the tokens of a sequence that each rank of the ring holds: the block of its group."""
+        """Return the tokens of a sequence that each rank of the ring holds, its group's block, as runs."""
         return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending, moving: Side = "kv", place: int = 0) -> Pairs:
@@ -220,7 +238,7 @@ class RouteTable:
         return self._pairs[key]
 
     def route(self, ring_rank: int, key: PassKey) -> Route:
-        """Return the route of one rank of the ring in a pass: its visits, its transfers and its tiles."""
+        """Return the route of rank `ring_rank` of the ring in a pass: its visits, its transfers and its tiles."""
         pairs = self.pairs(key.attending, key.moving, key.place)
         if (ring_rank, key) not in self._routes:
             schedule, moving, local = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
@@ -240,14 +258,17 @@ class RouteTable:
         return self._routes[ring_rank, key]
 
     def dense(self, reduces: bool, parts: int = 1) -> Schedule:
-        """Return the schedule that has every rank visit every block."""
+        """Return the schedule that has every rank visit every block, cut into `parts`.
+
+        reduces: whether partial results are sent to the owners of blocks.
+        """
         if (reduces, parts) not in self._dense:
             whole = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
             self._dense[reduces, parts] = whole.in_parts(parts)
         return self._dense[reduces, parts]
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
-        """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
+        """Return the most rows of keys that a rank sends, or receives, if keys move: (between nodes, inside one)."""
         lengths = [token_count(held) for held in self.pairs(attending).runs["kv"]]
         return self.schedule(attending, "kv", False).most_rows_moved(lengths)
 
@@ -262,7 +283,15 @@ class RouteTable:
     def schedule(
         self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, visits: Visits | None = None
     ) -> Schedule:
-        """Return the schedule of a pass; by "auto" a sparse one if it sends less over the scarcer link."""
+        """Return the schedule of a pass; by "auto" a sparse one if it sends less over the scarcer link.
+
+        Args:
+            attending: the sequences and the mask.
+            moving: the side that travels.
+            reduces: whether partial results travel, too.
+            parts: into how many parts, by heads, blocks are cut.
+            visits: selects some of all visits, as `PassPlan.visits`; None for all.
+        """
         return self._schedule(PassKey(attending, moving, reduces, parts, visits=visits))
 
     def _schedule(self, key: PassKey) -> Schedule:

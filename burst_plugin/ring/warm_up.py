@@ -31,10 +31,11 @@ _CALL = CallId(0, "warm-up")
 
 
 def warm_up(plan: Plan, inputs: Inputs) -> None:
-    """Run the passes of a call in the threads that will run them, unless passes of their kind have run there.
+    """Run the passes of a call without its messages in the threads that will run them, unless they are known there.
 
-    There is a backward pass if any tensor needs a gradient. They use these tensors, whose values do not matter, and
-    the buffers of the ring. No other rank takes part, and a failure leaves the ring as it was.
+    There is a backward pass if any tensor needs a gradient. Passes use these tensors, whose values do not matter, and
+    the buffers of the ring. No other rank takes part, and a failure leaves the ring as it was. A pass is known in a
+    thread if one of its kind has run there.
     """
     warm_up_forward(plan, inputs)
     if has_gradients(inputs):
@@ -42,14 +43,17 @@ def warm_up(plan: Plan, inputs: Inputs) -> None:
 
 
 def warm_up_forward(plan: Plan, inputs: Inputs) -> None:
-    """Run the forward pass without its messages in this thread, unless a pass of its kind has run here."""
+    """Run the forward pass without its messages in this thread, unless a pass of this kind has run here before."""
     if _is_new(plan, plan.forward):
         with _unnoticed(plan, plan.forward):
             _forward(plan, inputs)
 
 
 def warm_up_backward(plan: Plan, saved: Saved, upstream: tuple[Tensor, Tensor | None]) -> None:
-    """Run the backward pass without its messages in this thread, on its own tensors, which take no memory more."""
+    """Run the backward pass without its messages in this thread, unless a pass of this kind has run here before.
+
+    It uses the call's own tensors, `saved`, and the gradients of out and lse, `upstream`, and takes no more memory.
+    """
     if _is_new(plan, plan.backward):
         with _unnoticed(plan, plan.backward):
             lockstep([backward_program(_alone(plan, "backward"), _CALL, upstream, saved)])

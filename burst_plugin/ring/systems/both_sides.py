@@ -32,7 +32,11 @@ from burst_plugin.types import SIDES, Side
 
 
 def half_of_visits(required: Required | None, moving: Side, ranks: int) -> Required:
-    """Return the required rows of those visits for which side `moving` travels, where both sides move."""
+    """Return the required rows of just the visits that side `moving` travels for, if both sides move.
+
+    required: the rows that each rank works on in all visits, by owner; None if every rank requires every block. Keys
+        and values travel to the ranks up to half way round the ring of `ranks`, queries for the rest.
+    """
     if required is None:
         required = [dict.fromkeys(range(ranks))] * ranks
 
@@ -44,7 +48,10 @@ def half_of_visits(required: Required | None, moving: Side, ranks: int) -> Requi
 
 
 def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
-    """Return by rank of the ring how many (query, key) pairs it works on."""
+    """Return how many (query, key) pairs each rank of the ring works on if both sides move, by rank.
+
+    Pairs in each batch row count where rows have masks of their own; else one row counts for all.
+    """
     pairs, work_of = table.pairs(attending), [0] * table.ring_ranks
     for moving in SIDES:
         for rank, owners in enumerate(half_of_visits(pairs.required(moving), moving, table.ring_ranks)):
@@ -55,18 +62,21 @@ def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HalvedPass(PassPlan):
-    """A pass in which both sides move: this plan moves keys and values, and `other` moves queries."""
+    """The plan of a pass that moves both sides: this one moves keys and values, `other` moves queries."""
 
     other: PassPlan = field(kw_only=True)
 
     @property
     def rings(self) -> tuple[PassPlan, ...]:
-        """Return the plans of both halves."""
+        """Return the plans of both halves: the one that moves keys and values, then the one that moves queries."""
         return (self, self.other)
 
 
 def two_halves(make: Callable[..., PassPlan]) -> PassPlan:
-    """Return the plan of a pass that moves both sides; `make` makes the plan of a pass that moves one."""
+    """Return the plan of a pass that moves both sides.
+
+    make: returns the plan of a pass that moves one side, from `moving` and `visits`, fields of `PassPlan`.
+    """
     other = make(moving="q", visits=half_of_visits)
     return HalvedPass(**vars(other) | {"moving": "kv", "other": other})
 
@@ -74,7 +84,11 @@ def two_halves(make: Callable[..., PassPlan]) -> PassPlan:
 def run_halves(
     plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], call: CallId
 ) -> Generator[None, None, tuple[Tensors, Tensors]]:
-    """Run both halves of one pass of one rank, as `attention_pass.run_pass` runs a whole one."""
+    """Run both halves of one pass of one rank; return the results of its queries, and of its keys and values.
+
+    It takes the place of `attention_pass.run_pass` where both sides move. Results are (out, lse) and () in a forward
+    pass, (dq,) and (dk, dv) in a backward pass. Yields once per step, for ranks that take turns.
+    """
     own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
     rings = [plan.ring_pass(half, parts, own, call, log) for half in pass_plan.rings]

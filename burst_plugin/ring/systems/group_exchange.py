@@ -38,12 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupExchange:
-    """One rank's part in the exchange of its group, for one pass that sends side `moving` around the ring.
+    """The base of exchanges within a group of ranks: one rank's part, in one pass of one call.
 
-    `blocks` has the tokens that the group holds of either side; `label` says which call a message belongs to (see
-    `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
-    is laid out. With more members than key/value heads, `ranks_per_kv_head` of them share a head. `rows`, if
-    given, come from `rank_groups.member_rows`: then all messages are filled at once.
+    Its methods return generators, which yield while messages are under way, for ranks that take turns. Here they send
+    nothing and return their tensors as they are; a subclass replaces some.
+
+    Args:
+        group: this rank's group.
+        transport: carries its messages.
+        blocks: by side, the tokens that the group holds, and each member's rows among them.
+        expected_bytes: counts, by channel, the bytes that are to be sent.
+        packing: returns the layout of a message from the shapes and types of its tensors.
+        moving: the side that goes around the ring in this pass.
+        label: [LABEL_BYTES], uint8, says which call a message belongs to, on CPUs; None for none.
+        profile: records the exchange; None if there is none.
+        ranks_per_kv_head: how many members share a key/value head; above 1 with more members than such heads.
+        rows: by side, from `rank_groups.member_rows`: then all messages are filled at once. None: one by one.
     """
 
     group: RankGroup
@@ -61,12 +71,19 @@ class GroupExchange:
     # ---------------------------------------------------------------------------------------------- forward, in order
 
     def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return the inputs for the backward pass to keep, once this rank's group has exchanged heads, if it does."""
+        """Exchange the inputs of a call before the forward pass; return the inputs that the backward pass keeps.
+
+        Here they are the inputs as they are; where ranks exchange heads, the group's rows of this rank's heads.
+        """
         yield from ()
         return inputs
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Gather what the ring reads in the forward pass, from the inputs that `inputs` returned."""
+        """Return the inputs that the ring reads in the forward pass, from the inputs that `inputs` returned.
+
+        Here they are the inputs as they are; where ranks gather blocks, the side that stays has the whole group's
+        rows.
+        """
         yield from ()
         return inputs
 
@@ -76,7 +93,10 @@ class GroupExchange:
         return out, lse
 
     def outputs(self, outputs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
-        """Return out, and lse if it is asked for, for this rank's rows of all heads."""
+        """Return the outputs of the call, for this rank's rows of all heads, from the outputs of `merged`.
+
+        Here they are returned as they are. with_lse: whether lse is asked for; if not, it may be left out.
+        """
         yield from ()
         return outputs
 
@@ -85,32 +105,51 @@ class GroupExchange:
     def upstream(
         self, dout: Tensor, dlse: Tensor | None, with_lse: bool
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Return the gradients of the outputs of `merged`, from the gradients of the call's out and lse.
+        """Return the gradients that the ring needs of out and lse, from the gradients of the call's out and lse.
 
-        `with_lse` says whether lse was asked for, on all ranks. None is the gradient of an lse that nothing uses.
+        Here they are returned as they are; where ranks exchange heads, for the group's rows of this rank's heads.
+
+        dlse: None if nothing on this rank depends on lse. with_lse: whether gradients of lse are exchanged, on all
+            ranks.
         """
         yield from ()
         return dout, dlse
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
-        """Gather the operands that the ring reads in the backward pass, from this rank's `own`."""
+        """Return the operands that the ring reads in the backward pass, from this rank's `own`.
+
+        Here they are `own` as it is; where ranks gather blocks, the side that stays has the whole group's rows.
+        """
         yield from ()
         return own
 
     def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
-        """Return the gradients of the inputs that the backward pass kept, from the ring's gradients."""
+        """Return the gradients of the inputs that the backward pass kept, from the gradients that the ring computed.
+
+        Here these are returned as they are; where ranks gather blocks, members' gradients of each block are added up.
+        """
         yield from ()
         return grads
 
     def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
-        """Return the gradients of the inputs; `shared_bias` says that heads share the bias."""
+        """Return the gradients of the call's inputs, from the gradients of the inputs that the backward pass kept.
+
+        Here these are returned as they are; where ranks exchange heads, for this rank's rows of all heads.
+        `shared_bias` says that all heads share one bias.
+        """
         yield from ()
         return grads
 
     # ------------------------------------------------------------------------------------------------------- messages
 
     def move(self, pieces: Sequence[ExchangedTensor], sides: Sequence[Side]) -> Generator[None, None, None]:
-        """Exchange `pieces`, each of one of `sides`, within the group, with one message to each other rank."""
+        """Exchange tensors within the group, in one message to each other member; collective in the group.
+
+        pieces: the tensors, on both sides of the exchange; their `result` is complete at the end.
+        sides: "q" or "kv" for each tensor, which says whose rows it has.
+
+        Yields while messages are under way. Raises RingError if a member is lost.
+        """
         log = None if self.profile is None else self.profile.begin_pass("exchange", pieces[0].local.device)
         transport = self.transport if log is None else log.watch(self.transport)
         packings = [
@@ -223,10 +262,14 @@ class GroupExchange:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExchangedTensor(ABC):
-    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
+    """A tensor on both sides of an exchange: this rank's rows of all heads, and the group's rows of its heads.
 
-    Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
-    (`ranks_per_head`), the same ones. With as many ranks per head as there are members, each has all heads.
+    local: [B, S_local, H, D]. joint: [B, S_group, h, D]. One of them is sent from, the other is the `result`.
+    block: the tokens of the group, and where each member's rows are among them.
+    ranks_per_head: how many members have the same heads. Each member has h heads: the ones after the member before it
+        or, where a head has several ranks, the same ones. With as many ranks per head as there are members, each has
+        all heads.
+    traffic: the kind of traffic, for the channel of messages.
     """
 
     local: Tensor
@@ -236,12 +279,12 @@ class ExchangedTensor(ABC):
     traffic: ClassVar[Traffic]
 
     def local_heads(self, member: int) -> Tensor:
-        """Return another member's heads of this rank's local rows."""
+        """Return a view of `local` with the heads of `member`: this rank's rows of them."""
         heads = self.joint.shape[2]
         return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
-        """Return the shape and the type of a message with the rows of `member`."""
+        """Return the shape and the type of a message with the rows of `member`: [B, its rows, h, D]."""
         batch, _, heads, dim = self.joint.shape
         return (batch, self.block.counts[member], heads, dim), self.joint.dtype
 
@@ -252,15 +295,15 @@ class ExchangedTensor(ABC):
 
     @abstractmethod
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return whose rows a message holds: the number of its sender or of its receiver."""
+        """Return whose rows the message from `sender` to `receiver` holds: the number of one of these two members."""
 
     @abstractmethod
     def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill `message`, which is sent to member `receiver`."""
+        """Fill `message` [B, rows, h, D], which is sent to member `receiver`."""
 
     @abstractmethod
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put the received `message` of member `sender` into the result."""
+        """Put the received `message` [B, rows, h, D] of member `sender` into the result."""
 
     @abstractmethod
     def stay(self, place: int) -> None:
@@ -268,18 +311,25 @@ class ExchangedTensor(ABC):
 
     @abstractmethod
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Fill the messages to all other members, [members, B, S, h, D].
+        """Fill the messages to all other members, [others, B, S, h, D], at once.
+
+        rows: [members, S], the places of every member's rows among the group's; the last are this rank's own.
+        place: this rank's place in the group.
+        """
+
+    @abstractmethod
+    def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
+        """Put the received messages of all other members, [others, B, S, h, D], into the result, at once.
 
         `rows` [members, S] are the places of every member's rows among the group's; the last are this rank's own.
         """
 
     @abstractmethod
-    def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put the received messages of all other members into the result, at once."""
-
-    @abstractmethod
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Copy into the result what this rank has for itself, at the given rows; see `stay`."""
+        """Copy into the result what this rank, the member at `place`, has for itself, by an index of rows.
+
+        `rows` [members, S] are the places of every member's rows among the group's; the last are this rank's own.
+        """
 
     def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
@@ -295,7 +345,7 @@ class ExchangedTensor(ABC):
 
 
 class ToHeads(ExchangedTensor):
-    """The exchange before the ring: each message holds the sender's rows of the receiver's heads."""
+    """The exchange of a tensor before the ring: each message holds the sender's rows of the receiver's heads."""
 
     traffic = Traffic.GATHER
 
@@ -305,38 +355,44 @@ class ToHeads(ExchangedTensor):
         return self.joint
 
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the sender."""
+        """Return `sender`: the message from it to `receiver` holds the sender's rows."""
         return sender
 
     def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message with this rank's rows of the receiver's heads."""
+        """Fill `message`, to member `receiver`, with this rank's rows of that member's heads."""
         message.copy_(self.local_heads(receiver))
 
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put the sender's rows in their places among the group's rows."""
+        """Copy the rows in `message`, from member `sender`, to their places among the group's rows in `joint`."""
         for local, joint, length in self.block.spans[sender]:
             self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
 
     def stay(self, place: int) -> None:
-        """Put this rank's own rows in their places among the group's rows."""
+        """Copy this rank's own rows of its heads, as the member at `place`, to their places in `joint`."""
         self.arrive(place, self.local_heads(place))
 
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Fill every message with this rank's rows of the receiver's heads."""
+        """Fill the messages to all others, [others, B, S, h, D], with this rank's rows of each receiver's heads.
+
+        `place` is this rank's place in the group.
+        """
         for some, heads in self._heads_of_others(place):
             messages[some].copy_(heads)
 
     def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put all senders' rows in their places among the group's rows."""
+        """Copy the rows in all received messages, [others, B, S, h, D], to their places in `joint`.
+
+        `rows` [members, S] has the places of each sender's rows among the group's, and last of this rank's own.
+        """
         _put_rows(self.joint, rows[:-1], messages.transpose(0, 1))
 
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Put this rank's own rows in their places among the group's rows."""
+        """Copy this rank's own rows of its heads to their places in `joint`, the last of `rows` [members, S]."""
         _put_rows(self.joint, rows[-1], self.local_heads(place))
 
 
 class ToTokens(ExchangedTensor):
-    """The exchange after the ring: each message holds the receiver's rows of the sender's heads.
+    """The exchange of a tensor after the ring: each message holds the receiver's rows of the sender's heads.
 
     Results of a head that several members share are added up.
     """
@@ -349,16 +405,16 @@ class ToTokens(ExchangedTensor):
         return self.local
 
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the receiver."""
+        """Return `receiver`: the message from `sender` to it holds the receiver's rows."""
         return receiver
 
     def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message with the receiver's rows of this rank's heads."""
+        """Fill `message`, to member `receiver`, with that member's rows of this rank's heads."""
         for local, joint, length in self.block.spans[receiver]:
             message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
 
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put this rank's rows of the sender's heads in place, or add them up where members share a head."""
+        """Copy `message`, this rank's rows of member `sender`'s heads, into `local`; add it if they share a head."""
         mine = self.local_heads(sender)
         if self.ranks_per_head > 1:
             mine.add_(message)
@@ -366,15 +422,22 @@ class ToTokens(ExchangedTensor):
             mine.copy_(message)
 
     def stay(self, place: int) -> None:
-        """Put this rank's rows of its own heads in place."""
+        """Copy this rank's rows of its own heads, as the member at `place`, into `local`."""
         self.leave(place, self.local_heads(place))
 
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Fill every message with the receiver's rows of this rank's heads."""
+        """Fill the messages to all others, [others, B, S, h, D], with each receiver's rows of this rank's heads.
+
+        `rows` [members, S] has the places of each receiver's rows among the group's, and last of this rank's own.
+        """
         _take_rows(self.joint, rows[:-1], messages.transpose(0, 1))
 
     def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put this rank's rows of all senders' heads in place, or add them up where all members share all heads."""
+        """Copy all received messages, [others, B, S, h, D], into `local`.
+
+        They are added up where all members share all heads. Each has this rank's rows of the sender's heads; `place`
+        is this rank's place in the group.
+        """
         for some, heads in self._heads_of_others(place):
             if self.ranks_per_head > 1:
                 add_(heads[0], messages[some].unbind())
@@ -382,7 +445,10 @@ class ToTokens(ExchangedTensor):
                 heads.copy_(messages[some])
 
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Put this rank's rows of its own heads in place."""
+        """Copy this rank's rows of its own heads into `local`, as the member at `place`.
+
+        The last of `rows` [members, S] are the places of its rows among the group's.
+        """
         _take_rows(self.joint, rows[-1], self.local_heads(place))
 
 

@@ -49,13 +49,16 @@ from burst_plugin.types import OTHER_SIDE, Side
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MeshExchange(GroupExchange):
-    """One rank's part in gathering inputs within its group before the ring, and reducing results after it."""
+    """One rank's part in gathering blocks within its group before the ring, and reducing results after it.
+
+    The blocks are of the side that stays: queries, or keys and values.
+    """
 
     what: ClassVar[str] = "the exchange of blocks"
 
     @property
     def stays(self) -> Side:
-        """Return the side that does not move."""
+        """Return the side that does not go around the ring, whose blocks the group gathers."""
         return OTHER_SIDE[self.moving]
 
     def gathered(self, inputs: Inputs) -> Generator[None, None, Inputs]:
@@ -67,7 +70,10 @@ class MeshExchange(GroupExchange):
         return inputs._replace(q=q, bias=bias[0].transpose(1, 2) if bias else None)
 
     def gathered_backward(self, own: BackwardOperands) -> Generator[None, None, BackwardOperands]:
-        """Return the operands of the ring's backward pass; gathered queries send their factor in place of out."""
+        """Return the operands of the ring's backward pass: of the side that stays, all rows of the group.
+
+        own: this rank's operands. Queries that are gathered send a factor per row in place of out, if `own` has one.
+        """
         if self.stays == "kv":
             return own._replace(inputs=(yield from self.gathered(own.inputs)))
         (q, dout, out, lse), factor, bias = own.queries, own.factor, own.inputs.bias
@@ -78,7 +84,10 @@ class MeshExchange(GroupExchange):
         return BackwardOperands(Queries(q, dout, out, _as_rows(lse)), inputs, None)
 
     def merged(self, out: Tensor, lse: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return out [B, S, H, D] and lse [B, H, S] of this rank's queries over the keys of all ranks."""
+        """Return out [B, S, H, D] and lse [B, H, S] of this rank's queries over the keys of all ranks.
+
+        out, lse: the results of the ring; if queries stay, of all rows of the group over the keys of one ring only.
+        """
         if self.stays == "kv":
             return out, lse
         (batch, _, heads, dim), block, members = out.shape, self._block, self.group.degree
@@ -90,7 +99,11 @@ class MeshExchange(GroupExchange):
         return merged
 
     def summed(self, grads: Inputs) -> Generator[None, None, Inputs]:
-        """Return the gradients of this rank's inputs; gradients of the side that stays are summed over the group."""
+        """Return the gradients of this rank's inputs, from the gradients that the ring computed.
+
+        Gradients of the side that stays come from the ring with all rows of the group, and each row is summed over
+        members.
+        """
         if self.stays == "kv":
             dk, dv = yield from self._reduce([grads.k, grads.v])
             return grads._replace(k=dk, v=dv)

@@ -17,7 +17,7 @@ from burst_plugin.topology import Topology, Traffic
 
 
 class Span(NamedTuple):
-    """`length` rows: from `local` on in the rank's own order, from `joint` on in the group's."""
+    """A range of `length` rows of a member: from row `local` on in its own order, from `joint` on in the group's."""
 
     local: int
     joint: int
@@ -25,7 +25,12 @@ class Span(NamedTuple):
 
 
 class GroupBlock(NamedTuple):
-    """The tokens that a group holds, as runs, and where the rows of each member are among them."""
+    """The tokens that a group of ranks holds together, in the order of positions, and where each member's rows are.
+
+    runs: the tokens.
+    spans: by member, the ranges of its rows.
+    counts: by member, the number of its rows.
+    """
 
     runs: tuple[Run, ...]
     spans: tuple[tuple[Span, ...], ...]
@@ -33,12 +38,15 @@ class GroupBlock(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return the rows of the whole group."""
+        """Return the number of rows of the whole group."""
         return token_count(self.runs)
 
 
 def group_block(held: Sequence[tuple[Run, ...]]) -> GroupBlock:
-    """Return the rows of all ranks of a group, by position; a group of one keeps its order."""
+    """Return the rows of all ranks of a group together, sorted by position; a group of one keeps its order.
+
+    held: by member, the tokens that it holds, as runs.
+    """
     pieces = []
     for member, runs in enumerate(held):
         starts = accumulate((run.length for run in runs), initial=0)
@@ -75,9 +83,9 @@ def member_rows(block: GroupBlock, place: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A rank's group: its members are the CP ranks `peers`, and this rank is the member at `place`.
+    """A rank's group: its members are the context-parallel ranks `peers`, and this rank is the member at `place`.
 
-    Members share the heads between them or, if the group `gathers`, blocks of all heads.
+    Members share the heads between them or, if the group `gathers`, get each other's blocks of all heads.
     """
 
     topology: Topology
@@ -92,32 +100,35 @@ class RankGroup:
 
     @property
     def head_shares(self) -> int:
-        """Return the number of shares the heads are cut into, one per rank; 1 where ranks gather blocks instead."""
+        """Return into how many shares the group cuts the heads, one per rank; 1 where it gathers blocks instead."""
         return 1 if self.gathers else self.degree
 
     @property
     def ring_place(self) -> int:
-        """Return the number of the ring that this rank goes around, where rings have different blocks."""
+        """Return this rank's place in a group that gathers blocks, where each place has a ring of its own; else 0."""
         return self.place if self.gathers else 0
 
     @property
     def nodes(self) -> int:
-        """Return on how many nodes its members are."""
+        """Return the number of nodes that the members of the group are on."""
         return len({self.topology.node(peer) for peer in self.peers})
 
     @property
     def others(self) -> list[int]:
-        """Return the members besides this rank."""
+        """Return the places in the group of its members other than this rank."""
         return [member for member in range(self.degree) if member != self.place]
 
     def heads_of(self, heads: int) -> slice:
-        """Return which of `heads` heads this rank works on, as a slice."""
+        """Return which of `heads` heads this rank works on, as a slice; all heads where the group gathers blocks."""
         if self.gathers:
             return slice(0, heads)
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
-        """Return [H] of all heads: `mine` [H / degree] at this rank's heads, the value `others` elsewhere."""
+        """Return a tensor with a number for each of all heads, from `mine`, the numbers of this rank's heads.
+
+        mine: [H / degree]. others: the value for all heads but this rank's.
+        """
         all_heads = mine.new_full((len(mine) * self.degree,), others)
         all_heads[self.heads_of(len(all_heads))] = mine
         return all_heads
@@ -129,5 +140,5 @@ class RankGroup:
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
-        """Return a message of `data` to or from another member of the group."""
+        """Return a message of the bytes `data` to or from the member at place `member` of the group."""
         return Message(self.peers[member], self._channels[traffic][member], data)

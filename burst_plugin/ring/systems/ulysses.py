@@ -41,7 +41,7 @@ class HeadExchange(GroupExchange):
     what: ClassVar[str] = "the exchange of heads"
 
     def inputs(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """Return the inputs of the ring: the group's rows of this rank's share of the heads."""
+        """Return the inputs of the ring, from the call's: the group's rows of this rank's share of the heads."""
         group = self.group
         tensors = [inputs.q, inputs.k, inputs.v]
         sides: list[Side] = ["q", "kv", "kv"]
@@ -54,7 +54,11 @@ class HeadExchange(GroupExchange):
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
     def outputs(self, outputs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
-        """Return the outputs of the ring for this rank's rows of all heads; lse only if it is asked for."""
+        """Return the call's outputs, for this rank's rows of all heads, from the outputs of the ring.
+
+        with_lse: whether lse was asked for; None is returned in its place otherwise. `max_logits` is -inf for heads
+            that this rank did not work on.
+        """
         group = self.group
         tensors = [outputs.out]
         if with_lse and outputs.lse is not None:
@@ -71,7 +75,16 @@ class HeadExchange(GroupExchange):
     def upstream(
         self, dout: Tensor, dlse: Tensor | None, with_lse: bool
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Return the gradients of out and lse for this rank's heads; zeros for an lse that only other ranks use."""
+        """Return the gradients of the ring's out and lse, from the gradients of this rank's rows of all heads.
+
+        Args:
+            dout: [B, S_local, H, D].
+            dlse: [B, H, S_local]; None, if nothing on this rank depends on lse, counts as zeros.
+            with_lse: whether gradients of lse are exchanged, on all ranks alike. If not, None is returned for lse.
+
+        Returns:
+            dout [B, S_group, H / degree, D] and dlse [B, H / degree, S_group], of this rank's share of the heads.
+        """
         tensors = [dout]
         if with_lse:
             batch, length, heads, _ = dout.shape
@@ -83,7 +96,10 @@ class HeadExchange(GroupExchange):
         return dout, rows[0].squeeze(3).transpose(1, 2) if rows else None
 
     def grads(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
-        """Return the gradients of the inputs; `shared_bias` says that all heads share one bias."""
+        """Return the gradients of the call's inputs, for this rank's rows of all heads, from the ring's gradients.
+
+        shared_bias: whether all heads share one bias, whose gradient is summed over heads then.
+        """
         group = self.group
         dq, dk, dv, dsink, dbias = grads[:5]
         tensors = [dq, dk, dv]
@@ -100,11 +116,16 @@ class HeadExchange(GroupExchange):
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
     ) -> Generator[None, None, list[Tensor]]:
-        """Send tensors, each of a side, to the ranks of their heads, or back; all ranks of the group call it.
+        """Send tensors to the ranks that work on their heads, or back to the ranks of their rows; collective.
 
         To heads: [B, S_local, H, D] becomes [B, S_group, H / degree, D], the group's rows of this rank's share. Back:
-        the other way round, and what members have of a head that they share is added up. Yields once, while messages
-        are under way, for ranks that take turns.
+        the other way round, and what members have of a head that they share is added up. Yields while messages are
+        under way, for ranks that take turns.
+
+        Args:
+            to_heads: True to send to the ranks of the heads, False to send back.
+            tensors: what to send.
+            sides: "q" or "kv" for each tensor, which says whose rows and heads it has.
         """
         pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
         yield from self.move(pieces, sides)
