@@ -26,14 +26,25 @@ _SAMPLES = "_burst_plugin_samples"  # of a model: a small image, video and clip,
 
 
 def note_replicas(model: torch.nn.Module, group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Note `group`, which returns the ranks that share a model's gradients: its towers run equally often there."""
+    """Note that a model's gradients are shared by the ranks of a group, so that its towers run equally often on them.
+
+    group: a function that is called when a forward begins, and returns the process group of these ranks, or None as
+        long as there is none.
+    """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             _REPLICAS[module] = group
 
 
 def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward with an image of another ring for each tower that runs there; collective."""
+    """Return the arguments of a forward, with media of another ring for towers that run only there; collective.
+
+    If another ring's batch has images, video or audio that this batch has none of, one such input is taken from
+    there, so that the tower runs on every rank that shares its parameters or gradients. `stands_in` is True for it in
+    this forward.
+
+    kwargs: the keyword arguments of the forward, which are returned as they are if nothing is missing.
+    """
     encoders = [(modality, module) for module in model.modules() for modality in modalities_of(module)]
     towers = {f"get_{modality}_features": module for modality, module in encoders}
     for modality, module in encoders:
@@ -76,14 +87,17 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 
 
 def stands_in(module: torch.nn.Module, modality: str) -> bool:
-    """Return whether a module encodes another ring's media in this forward, since its own batch has none."""
+    """Return whether a module encodes another ring's media in this forward, since its own batch has none.
+
+    modality: "image", "video" or "audio".
+    """
     return module in _STAND_INS[modality]
 
 
 def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks between which the parameters of a model are cut; None if each rank has them all.
+    """Return the group of ranks that have a part of a model's parameters each (FSDP, ZeRO-3); None for whole ones.
 
-    Where parts have replicas (HSDP), whose gradients are reduced, it is all ranks.
+    Where parts have replicas (HSDP), it is the group of all ranks, since gradients are reduced between replicas.
     """
     for module in model.modules():
         group = getattr(module, "process_group", None)

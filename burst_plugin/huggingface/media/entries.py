@@ -17,16 +17,22 @@ _PIXELS = ("pixel_values", "input_features")
 
 
 def entries_of(module: torch.nn.Module, modality: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments of a forward that go to a module's tower for `modality`; {} without media."""
+    """Return the keyword arguments of a forward that go to a module's tower; {} if the batch has none for it.
+
+    module: has a method `get_<modality>_features`, whose parameters they are. modality: "image", "video" or "audio".
+    """
     names = _parameters(module, modality)
     found = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
     return found if any(name.startswith(_PIXELS) for name in found) else {}
 
 
 def check_entries(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError, on every rank alike, for entries that are missing or do not fit together.
+    """Raise ValueError, on every rank alike, if images, video or audio of a batch are missing or do not fit together.
 
-    How many features images have is not known before a tower has run; see `features`.
+    Whether there are as many features as placeholder tokens is known, and checked, only after a tower has run.
+
+    shard: has the ids of the whole batch, in which placeholder tokens need media.
+    kwargs: the keyword arguments of the forward.
     """
     absent: dict[int, str] = {}  # by token, what has no entries
     given: set[int | None] = set()

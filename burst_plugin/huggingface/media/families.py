@@ -1,4 +1,4 @@
-"""What differs between model families that take images, video and audio, and which of them ranks may share.
+"""Families of models that take images, video and audio: how they differ, and whether ranks may share the encoding.
 
 A family is here once losses and gradients of its tiny models, towers trained, have been equal to one rank's, for one
 modality at a time: a tower's code does not tell what it does to several images at once. `python -m tools.families`
@@ -69,7 +69,10 @@ _REASONS = {
 
 
 def modalities_of(module: torch.nn.Module) -> list[str]:
-    """Return the modalities that a module encodes in its own forward and puts in the places of tokens."""
+    """Return the modalities that a module encodes in its own forward and puts in the places of placeholder tokens.
+
+    They are "image", "video" or "audio"; empty for a module that encodes none.
+    """
     kind: Any = type(module)
     return list(_modalities_of_class(kind))
 
@@ -83,7 +86,10 @@ def _modalities_of_class(kind: Any) -> tuple[str, ...]:
 
 
 def why_not(module: Any, modality: str) -> str:
-    """Return why ranks cannot share the encoding of a module's images, videos or clips; "" if they can."""
+    """Return why ranks cannot share the encoding of a module's media of one modality; "" if they can.
+
+    modality: "image", "video" or "audio".
+    """
     family = module.config.model_type
     if modality not in EXAMINED.get(family, ()):
         reason = _REASONS.get(family, f"how ranks could share {PLURALS[modality]} has not been examined")
@@ -94,14 +100,17 @@ def why_not(module: Any, modality: str) -> str:
 
 
 def shared_by(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """Return which modalities ranks share in encoding, "image", "video" or "audio", and why not the rest."""
+    """Return the modalities ("image", "video", "audio") whose encoding ranks share, and reasons why not others."""
     found = [(each, why_not(module, each)) for module in model.modules() for each in modalities_of(module)]
     shared = [modality for modality, reason in found if not reason]
     return shared, list(dict.fromkeys(reason.removesuffix(f"; {_INSTEAD}") for _, reason in found if reason))
 
 
 def check_examined(module: Any, modality: str) -> None:
-    """Raise ValueError for a module whose images, videos or clips ranks cannot share."""
+    """Raise ValueError if ranks cannot share the encoding of a module's media of one modality.
+
+    modality: "image", "video" or "audio".
+    """
     reason = why_not(module, modality)
     if reason:
         raise ValueError(
@@ -111,18 +120,24 @@ def check_examined(module: Any, modality: str) -> None:
 
 
 def by_frame(module: Any) -> bool:
-    """Return whether the tower of a model encodes each frame of a video by itself."""
+    """Return whether a model's tower encodes each frame of a video by itself, so that ranks may divide frames."""
     return module.config.model_type in _BY_FRAME
 
 
 def by_row(module: torch.nn.Module, modality: str) -> bool:
-    """Return whether a model takes equally many images for each batch row, with zeros in place of missing ones."""
+    """Return whether a model takes images by batch row, equally many for each, with zeros for missing ones.
+
+    modality: "image", "video" or "audio", whose method `get_<modality>_features` is looked at.
+    """
     code = inspect.unwrap(getattr(type(module), f"get_{modality}_features")).__code__
     return "real_images_inds" in code.co_varnames
 
 
 def token_of(module: Any, modality: str) -> int:
-    """Return the id of the placeholder token of a modality's features. Raise ValueError if it is not configured."""
+    """Return the id of the placeholder token whose places a modality's features take.
+
+    modality: "image", "video" or "audio". Raises ValueError if the module's configuration does not name it.
+    """
     found = known_token(module, modality)
     if found is None:
         raise ValueError(
@@ -133,7 +148,10 @@ def token_of(module: Any, modality: str) -> int:
 
 
 def known_token(module: Any, modality: str) -> int | None:
-    """Return the id of the placeholder token of a modality's features; None if it is not configured."""
+    """Return the id of the placeholder token whose places a modality's features take; None if not configured.
+
+    modality: "image", "video" or "audio".
+    """
     if modality == "video" and module.config.model_type in _VIDEOS_AS_IMAGES:
         modality = "image"
     names = [name.format(modality) for name in _TOKENS]

@@ -1,4 +1,4 @@
-"""Features of images, video and audio: encoded once on the ring, and brought to the ranks that hold their tokens.
+"""Features of images, video and audio: encoded once on the ring, and sent to the ranks that hold their tokens.
 
     model(**local)              pixels of the whole batch, ids of this rank's tokens
       get_image_features(...)   this rank's share of the images; then the rows of its own tokens come from all ranks
@@ -33,7 +33,10 @@ _OF_TEXT = frozenset({SHARD_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q
 
 
 def use_media(pretrained: PreTrainedModel) -> None:
-    """Have the towers of a model share their work between ranks in forwards on shards."""
+    """Have the ranks of a ring share the encoding of images, video and audio in a model's forwards on shards.
+
+    Replaces the methods `get_<modality>_features` of the model's classes; repeated calls change nothing.
+    """
     for module in pretrained.modules():
         for modality in modalities_of(module):
             kind, name = type(module), f"get_{modality}_features"
@@ -43,7 +46,7 @@ def use_media(pretrained: PreTrainedModel) -> None:
 
 
 def takes_media(pretrained: PreTrainedModel) -> bool:
-    """Return whether a model has parts that encode images, video or audio on a ring."""
+    """Return whether a model has modules that put features of images, video or audio in places of tokens."""
     return any(map(modalities_of, pretrained.modules()))
 
 
@@ -171,7 +174,13 @@ def _field(out: Any) -> str:
 
 
 class OutputRows(NamedTuple):
-    """The features of an output, as rows. tensors: each [rows, D]; the rows of the first replace tokens."""
+    """The features in the output of a method `get_<modality>_features`, as rows that can be moved between ranks.
+
+    out: the output itself: a tensor, a list of tensors, or an output object of transformers.
+    tensors: each [rows, D]. The first takes the places of tokens, others are added in layers (deepstack features); if
+        the output has features for layers alone, all of them are.
+    parts: the number of rows of each image, video or clip, if the output tells them apart; else empty.
+    """
 
     out: Any
     tensors: list[Tensor]
@@ -179,7 +188,7 @@ class OutputRows(NamedTuple):
 
     @classmethod
     def of(cls, out: Any) -> OutputRows:
-        """Return the rows of the output of a model's method."""
+        """Return the features of `out`, the output of a model's method `get_<modality>_features`, as rows."""
         features: Any = out if isinstance(out, Tensor | list | tuple) else getattr(out, _field(out))
         deep = [each[1] if _is_numbered(each) else each for each in getattr(out, "deepstack_features", None) or []]
         layers = [torch.cat([*each]) if isinstance(each, list | tuple) else each.flatten(0, -2) for each in deep]
@@ -192,9 +201,11 @@ class OutputRows(NamedTuple):
         return cls(out, [rows, *layers], [len(rows) // len(features)] * len(features) if features.dim() > 2 else [])
 
     def counts(self, units: Units, numbers: Sequence[int], runs: Sequence[int]) -> list[int]:
-        """Return how many rows there are for each unit: -1 if that cannot be told.
+        """Return how many rows of features each encoded unit has, such as an image; all -1 if that cannot be told.
 
-        runs: of tokens that follow each other, the length of each, in the whole batch.
+        units: all units of the batch. numbers: which of them this output has the features of.
+        runs: the lengths of all runs of consecutive placeholder tokens in the whole batch; if there are as many as
+            units, a run is taken to have the features of one unit.
         """
         rows = len(self.tensors[0])
         if len(self.parts) == len(numbers):
@@ -208,7 +219,10 @@ class OutputRows(NamedTuple):
         return told if sum(told) == rows else [-1] * len(numbers)
 
     def put(self, moved: Tensor) -> Any:
-        """Return the model's output with its rows replaced by `moved`, in its original form."""
+        """Return the output in its original form, with `moved` in place of its rows of features.
+
+        moved: [rows, sum of D], the columns of all `tensors` side by side; of any number of rows.
+        """
         rows = list(torch.split_with_sizes(moved, [x.shape[1] for x in self.tensors], 1))
         is_output = not isinstance(self.out, Tensor | list | tuple)
         old: Any = getattr(self.out, _field(self.out)) if is_output else self.out

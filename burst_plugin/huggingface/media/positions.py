@@ -1,4 +1,4 @@
-"""Positions in three axes (mRoPE) of a batch that is cut, made for the whole batch, each document by itself."""
+"""Positions in three axes (mRoPE) for batches that are cut: counted in the whole batch, each document by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_leng
 
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward on a shard, with this rank's positions if images give these axes (mRoPE)."""
+    """Return the arguments of a forward on a shard, with mRoPE positions in three axes for this rank's tokens.
+
+    kwargs: the keyword arguments of the forward. They are returned unchanged for models without such positions,
+        batches without images, video or audio, and positions that are in several axes already.
+
+    Raises ValueError if the placeholder tokens of the batch do not fit its images.
+    """
     inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
     if not shard.has_media or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)

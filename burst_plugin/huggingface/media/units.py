@@ -1,4 +1,4 @@
-"""What a call of a tower encodes, as units that it treats alone: images, tiles, frames, clips.
+"""The inputs of a tower as units, which it encodes independently of each other: images, tiles, frames, clips.
 
 pixel_values [patches of all images, ...], image_grid_thw [images, 3]     patches of one image follow each other
 pixel_values [images, ...], others [images, ...]                          one unit each
@@ -20,11 +20,13 @@ from burst_plugin.towers.sharing import work_of
 
 
 class Units(NamedTuple):
-    """The units that a call of a tower encodes one by one, such as images.
+    """The units that one call of a tower would encode, such as images, which can be shared out between ranks.
 
-    patches: of each unit, or its crops of one size; take: the arguments of a call for some of them, ascending;
-    in_proportion: whether units have rows of features in proportion to their patches, and not to what masks or
-    lengths leave of them.
+    patches: the size of each unit, to compare their work by: its number of patches, or of crops or input values where
+        a call has no patches.
+    take: returns the keyword arguments of a call that encodes only the units with given indices, which ascend.
+    in_proportion: whether the number of features of a unit is in proportion to its patches. It need not be where
+        masks or lengths decide how many features are left.
     """
 
     patches: list[int]
@@ -33,20 +35,25 @@ class Units(NamedTuple):
 
     @property
     def smallest(self) -> int:
-        """Return the number of the unit with the fewest patches."""
+        """Return the index of the unit with the fewest patches, for a rank that has no unit of its own to encode."""
         return min(range(len(self.patches)), key=self.patches.__getitem__)
 
     def work(self, width: int) -> list[float]:
-        """Return an estimate of the work of each unit in a tower of this `width`."""
+        """Return an estimate of each unit's work, in proportion to FLOPs, in a tower of hidden size `width`."""
         return [work_of(patches, width) for patches in self.patches]
 
 
 def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool = False) -> Units:
-    """Return the units, such as images, that a call of a tower encodes.
+    """Return the units, such as images, that a call of a tower would encode, given its arguments.
 
-    name: of the argument with the pixels, or features of sound. by_frame: frames of a video are units of their own.
-    by_row: images are given by row of the batch, as many as the longest row has; images of zeros fill up.
-    Raises ValueError for numbers of images that do not fit together.
+    Args:
+        name: the name of the argument with the pixels, or with features of sound.
+        given: the arguments of the call by name.
+        by_frame: whether the frames of a video are units of their own.
+        by_row: whether images are given by batch row, as many as the row with most images has, filled up with zeros.
+
+    Raises:
+        ValueError: numbers or sizes of images in the arguments do not fit together.
     """
     pixels = given[name]
     if by_row and isinstance(pixels, Tensor):

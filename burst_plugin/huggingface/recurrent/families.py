@@ -35,14 +35,17 @@ _CONV = "causal_conv1d_fn"
 
 
 class Mixer(NamedTuple):
-    """How layers of one class, which carry a state or convolve along the sequence, are put on the ring.
+    """A description of a class of layers that carry a state or convolve along the sequence, to put them on the ring.
 
-    calls: names in the code of its `forward`: functions to be replaced or, with `on_shard`, names that it repeats.
-    on_shard: the replacement of its `forward` on a shard; None if its functions are replaced.
-    method: the method that `on_shard` replaces, if `forward` calls a method for every step that mixes tokens.
-    replaced: the replacements of child modules, by name.
-    takes_mask: it gets the mask of padding as its model does, rather than one that transformers has made of it.
-    keeps: the name of the state that it keeps in itself; empty if it keeps none.
+    calls: names that the code of its `forward` has to use: functions that are replaced or, with `on_shard`, what the
+        replacement repeats.
+    on_shard: the replacement of its `forward` on a shard, called with the module, the shard, and the arguments by
+        name; None if functions are replaced instead.
+    method: the name of the method that `on_shard` replaces, if `forward` calls one for every step that mixes tokens.
+    replaced: child modules to be replaced: their names, and the classes of their replacements.
+    takes_mask: whether it gets the mask of padding as its model does, rather than one that transformers has made of
+        it.
+    keeps: the name of the attribute in which it keeps its state; empty if it keeps none.
     """
 
     calls: tuple[str, ...]
@@ -114,7 +117,10 @@ MIXERS = {
 
 
 def mixers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Mixer]]:
-    """Yield each layer of a model whose class is in `MIXERS`, with the `Mixer` that describes its class."""
+    """Yield each layer of a model that carries a state or convolves along the sequence, with its class's `Mixer`.
+
+    Only classes named in `MIXERS` are known.
+    """
     for module in text_modules(model):
         known = _known(type(module))
         if known is not None:
@@ -131,9 +137,9 @@ def _known(kind: type) -> Mixer | None:
 
 
 def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str]:
-    """Return why layers that carry a state along the sequence cannot run on a ring.
+    """Return the reasons why a model's layers that carry a state cannot run on a ring; empty if they can.
 
-    kinds: the kinds of layers that its configuration names, besides kinds of attention.
+    kinds: the types of layers that its configuration names, besides types of attention.
     """
     found = {type(module): known for module, known in mixers(pretrained)}
     told = [problem for kind, known in found.items() for problem in _problems_of_code(kind, known)]
@@ -183,13 +189,17 @@ def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> s
 
 
 def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
-    """Return whether a model has layers that carry a state, and no attention."""
+    """Return whether a model has layers that carry a state along the sequence, and no attention."""
     inside = {type(module).__name__ for module in text_modules(pretrained) if _known(type(module)) is None}
     return any(True for _ in mixers(pretrained)) and not any("Attention" in name for name in inside)
 
 
 def use_recurrent(pretrained: PreTrainedModel) -> None:
-    """Let the layers of a model that carry a state do so along the ring, on shards; once and for all its forwards."""
+    """Have the layers of a model that carry a state do so from rank to rank in all its forwards on shards.
+
+    Replaces functions of their modeling files, or the `forward` of their classes, and adds hooks. Layers whose code
+    is not known are left as they are; repeated calls change nothing.
+    """
     for module, known in list(mixers(pretrained)):
         if _problems_of_code(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue
@@ -216,7 +226,12 @@ def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard, for a model whose layers may carry a state."""
+    """Return the keyword arguments of a forward on a shard, changed as layers that carry a state need it.
+
+    They get `use_cache=False`, and the mask of padding where layers take it. kwargs: the arguments of the forward,
+    which are returned as they are for a model without such layers. Raises ValueError for a model that would evaluate
+    the shard in pieces (`max_inference_chunksize`).
+    """
     known = [each for _, each in mixers(pretrained)]
     if not known:
         return kwargs
@@ -229,9 +244,9 @@ def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> di
 
 
 def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on the turn of a cache; states are put where layers look for them.
+    """Return the keyword arguments of a forward with a `RingCache`, after states are put where layers look for them.
 
-    kwargs: the keyword arguments for this rank's tokens.
+    kwargs: the keyword arguments for this rank's tokens, returned as they are for a model without recurrent layers.
     """
     states, shard = cache.states, cache.shard
     if states is None:
@@ -246,7 +261,7 @@ def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, 
 
 
 def end_turn(pretrained: PreTrainedModel, cache: RingCache) -> None:
-    """Collect the states that a model's layers left in their modules, at the end of a turn, also of a failed one."""
+    """Move the states that layers left in their modules to the cache, at the end of a turn, also of a failed one."""
     if cache.states is not None and cache.turn is not None:
         take_states(cache.states, _holders(pretrained))
 

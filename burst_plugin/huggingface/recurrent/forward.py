@@ -1,4 +1,4 @@
-"""A forward of layers that carry a state: which shard they have, also in recomputation, and that they were reached.
+"""Forwards of layers that carry a state: which shard a layer has, also in recomputation, and that it was reached.
 
     model(**local)  ->  begin()         notes the shard; masks of padding, caches and checkpoints of this forward
         mixer       ->  shard_of(...)   among its keyword arguments, or of the forward in progress
@@ -40,10 +40,11 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
-    """Return the shard of a call: that among its keyword arguments, or of the forward in progress, or of its turn.
+    """Return the shard that a layer or function is called on; None for a whole batch, which it computes as ever.
 
-    None for whole batches, also on a ring of one rank: layers compute these as ever, unless documents are packed. On
-    one rank, too, these have states of their own.
+    It is found among the keyword arguments, or belongs to the model's forward in progress, or to the turn of its
+    `RingCache`. On a ring of one rank, None is returned as well, unless documents are packed: these have states of
+    their own on one rank, too.
     """
     shard = kwargs.get(SHARD_KEY)
     if not isinstance(shard, SequenceShard):
@@ -55,29 +56,36 @@ def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
 
 
 def states_of_turn() -> LayerStates | None:
-    """Return the states that layers read and replace, if a turn with several columns is in progress; else None."""
+    """Return the states that recurrent layers read and replace in the turn of a `RingCache`; None elsewhere.
+
+    None also in a turn of one token per row that every rank computes by the code of transformers.
+    """
     cache = cache_of_forward()
     return None if cache is None or cache.shard is None else cache.states
 
 
 def placement(shard: SequenceShard, name: str, initial: Sequence[Tensor] = ()) -> recurrent.Placement:
-    """Return the placement of this rank's tokens in documents, for one call that all ranks know by `name`.
+    """Return the placement of this rank's tokens in documents, for one call to a `burst_plugin.recurrent` function.
 
-    initial: the states that rows go on from.
+    name: a name for the call, equal on all ranks. initial: the states [B, ...] that rows go on from; () for zeros.
     """
     shard.cp.rank_state.state_calls += 1
     return recurrent.Placement(shard.cp, mask=shard.mask, tokens=shard.tokens, tag=name, initial=initial)
 
 
 def entering(what: str, *states: Tensor | None) -> list[Tensor]:
-    """Return the states, without None, that a call starts from. Raise ValueError if they are not of a `RingCache`."""
+    """Return the states that a call of a recurrent layer on a shard starts from, without None.
+
+    Raises ValueError, naming the layer or function `what`, if there are any outside of a turn of a `RingCache`: only
+    the rank with the first tokens could use them.
+    """
     if states_of_turn() is None:
         refuse_state(what, *states)
     return [state for state in states if state is not None]
 
 
 def refuse_state(what: str, *states: object) -> None:
-    """Raise ValueError if a call on a shard is given a state to start from."""
+    """Raise ValueError, naming the layer or function `what`, if any of `states` is not None in a call on a shard."""
     if any(state is not None for state in states):
         raise ValueError(
             f"{what} got a state to go on from with a batch that is cut, whose first tokens are on one rank only: "
@@ -89,21 +97,36 @@ def refuse_state(what: str, *states: object) -> None:
 
 
 def mask_of_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Take the place of transformers' mask of padding for layers that carry a state, [B, S]; None without padding."""
+    """Return the mask of padding for recurrent layers, in place of transformers' `create_recurrent_attention_mask`.
+
+    On a shard it is bool [B, S_local], True for tokens that are no padding, or None without padding. Elsewhere the
+    result of `original`, the function that this one replaces, for the same arguments.
+    """
     shard = shard_of({})
     return original(*args, **kwargs) if shard is None else padding_of(shard)
 
 
 def padding_of(shard: SequenceShard) -> Tensor | None:
-    """Return which of a shard's tokens are no padding, [B, S_local]; None if all are."""
+    """Return which of a shard's tokens are no padding, bool [B, S_local]; None if there is no padding."""
     return None if shard.real is None or bool(shard.real.all()) else shard.real
 
 
 def begin(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], takes_mask: bool) -> dict[str, Any]:
-    """Return the keyword arguments of a forward on a shard. Raises ValueError as `check_pieces` does.
+    """Return the keyword arguments of a model's forward on a shard, with `use_cache=False`.
 
-    takes_mask: its layers get the mask of padding just as the model does.
-    No cache is made: its convolutions would go on from this rank's last tokens, which are not the text's last tokens.
+    Also prepares checkpoints of the model, by `carry_into_recomputation`. A cache would go on from this rank's last
+    tokens, which are not the text's last tokens.
+
+    Args:
+        model: a model with layers that carry a state.
+        shard: the shard of the forward.
+        kwargs: the keyword arguments of the forward.
+        takes_mask: whether layers get the model's `attention_mask` as it is; it is the shard's mask of padding then,
+            unless there is one.
+
+    Raises:
+        ValueError: the model is in evaluation mode, and would compute the shard in pieces
+            (`max_inference_chunksize`).
     """
     if not model.training:
         check_pieces(model, shard)
@@ -114,7 +137,7 @@ def begin(model: PreTrainedModel, shard: SequenceShard, kwargs: dict[str, Any], 
 
 
 def check_pieces(model: PreTrainedModel, shard: SequenceShard) -> None:
-    """Raise ValueError for a model that would evaluate a shard in pieces."""
+    """Raise ValueError for a model that would evaluate a shard in pieces, by its `max_inference_chunksize`."""
     chunk = getattr(model.config, "max_inference_chunksize", None)
     if chunk is not None and shard.tokens.length > chunk * shard.cp.ranks:
         raise ValueError(
@@ -124,7 +147,11 @@ def check_pieces(model: PreTrainedModel, shard: SequenceShard) -> None:
 
 
 def carry_into_recomputation(model: torch.nn.Module) -> None:
-    """Let layers that a checkpoint computes again find the forward that they were computed in."""
+    """Have layers that a checkpoint recomputes in the backward pass find the shard that they had in the forward.
+
+    Wraps the checkpoint functions that the modules of `model` hold, of transformers and of PyTorch's
+    `checkpoint_wrapper`; repeated calls change nothing.
+    """
     for module in model.modules():
         for name in _CHECKPOINTS:
             checkpoint = vars(module).get(name)
@@ -149,7 +176,10 @@ def _compute_in(forward: Forward, function: Callable[..., Any], /, *args: Any, *
 
 
 def watch_mixer(mixer: torch.nn.Module) -> None:
-    """Add hooks that let functions inside a layer find its shard, also where a checkpoint around it recomputes it."""
+    """Add hooks to a layer that let functions inside it find the shard that it is called with, also in recomputation.
+
+    Repeated calls change nothing. The layer raises ValueError if it is recomputed without the shard that it had.
+    """
     if _before not in mixer._forward_pre_hooks.values():
         mixer.register_forward_pre_hook(_before, with_kwargs=True)
         mixer.register_forward_hook(_after, always_call=True)

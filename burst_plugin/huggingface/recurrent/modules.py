@@ -25,7 +25,13 @@ _OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
 
 
 def take_over(on_shard: _OnShard, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Take the place of a module's `forward`. `on_shard` gets the module, the shard, and the arguments by name."""
+    """Compute a call of a module's method: by `on_shard` on a shard, by the method itself on a whole batch.
+
+    Bound to `on_shard`, this function replaces the method of the class. Returns the result of either.
+
+    on_shard: takes the module, the shard, and the arguments of the call by name.
+    original: the method that was replaced, called with `module` and the arguments.
+    """
     shard = shard_of(kwargs)
     if shard is None:
         return original(module, *args, **kwargs)
@@ -33,7 +39,11 @@ def take_over(on_shard: _OnShard, original: Callable[..., Any], module: Any, /, 
 
 
 def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Compute MiniMax's attention with a fixed decay on a shard."""
+    """Compute MiniMax's linear attention with a fixed decay on a shard, in place of its `forward`; collective.
+
+    given: the arguments of the module's `forward` by name. Returns outputs [B, S_local, E], and with a cache the last
+        state, else None.
+    """
     hidden: Tensor = given["hidden_states"]
     mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
     projected = module.act_fn(module.qkv_proj(hidden))
@@ -53,9 +63,11 @@ def lightning_attention(module: Any, shard: SequenceShard, given: Mapping[str, A
 
 
 def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
-    """Compute RecurrentGemma's block on a shard: a convolution, then a unit with a state, beside a gate.
+    """Compute RecurrentGemma's block on a shard, in place of its `forward`; collective.
 
-    given: the arguments of the module's `forward` by name.
+    It has a convolution, then a unit with a state (RG-LRU), beside a gate.
+
+    given: the arguments of the module's `forward` by name. Returns outputs [B, S_local, E], and None.
     """
     hidden: Tensor = given["input_states"]
     gate = module.act_fn(module.linear_y(hidden))
@@ -78,7 +90,10 @@ def recurrent_block(module: Any, shard: SequenceShard, given: Mapping[str, Any])
 
 
 def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Compute RecurrentGemma's RG-LRU on a shard; it starts anew with every document."""
+    """Compute RecurrentGemma's RG-LRU on a shard, in place of its `forward`; its state is 0 before every document.
+
+    given: the arguments of the module's `forward` by name. Returns outputs [B, S_local, E]. Collective.
+    """
     x: Tensor = given["activations"]
     in_turn = states_of_turn() is not None
     before = [] if not in_turn or module.recurrent_states is None else [module.recurrent_states]
@@ -128,7 +143,11 @@ def _bounded_root(x: Tensor) -> Tensor:
 
 
 def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Compute xLSTM's matrix memory, [B, H, S, V], on a shard; with a cache also return its last states."""
+    """Compute xLSTM's cell with a matrix memory on a shard, in place of its `forward`; collective.
+
+    given: the arguments of the module's `forward` by name. Returns outputs [B, H, S_local, V] and, if `given` has
+        initial states, the last states (memory, normalizer, maximum), else None.
+    """
     initial, in_turn = entering(type(module).__name__, *(given.get(f"{c}_initial") for c in "cnm")), False
     if initial:
         *parts, most = initial
@@ -146,7 +165,14 @@ def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[
 def compressed_projection(
     module: Any, shard: SequenceShard, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Zaya's queries, keys and values, each [B, S, H, D], with earlier tokens convolved or shifted in."""
+    """Compute the projections of Zaya's compressed convolutional attention on a shard; collective.
+
+    It replaces the module's `forward`, and returns queries [B, S_local, heads, D], keys and values [B, S_local, KV
+    heads, D]. Convolutions mix earlier tokens into queries and keys, and a part of each value is made of the token
+    before. Earlier tokens may be on other ranks.
+
+    given: the arguments of the module's `forward` by name.
+    """
     hidden: Tensor = given["hidden_states"]
     mask = given.get("conv_mask")
     if mask is not None:
@@ -192,7 +218,11 @@ def _with_cached(module: Any, states: LayerStates, qk: Tensor, hidden: Tensor) -
 
 
 def ngram_embedding(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Compute Qwen4's embeddings of n-grams, [B, S, E]; before a document there are tokens that end one."""
+    """Compute Qwen4's embeddings of n-grams on a shard, [B, S_local, E], in place of its `forward`; collective.
+
+    given: the arguments of the module's `forward` by name. A document's first tokens follow end-of-text tokens, as in
+        a row of its own.
+    """
     own, end = partial(inspect.unwrap(type(module).forward), module), module.eos_token_id
     place = placement(shard, "ngram_embedding")
 
@@ -204,7 +234,10 @@ def ngram_embedding(module: Any, shard: SequenceShard, given: Mapping[str, Any])
 
 
 def dilated_convolution(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Compute the convolution of Qwen4's layers of n-grams, [B, S, C]."""
+    """Compute the convolution of Qwen4's layers of n-grams on a shard, [B, S_local, C]; collective.
+
+    It replaces the module's method `_short_conv`, whose arguments by name are `given`. Zeros come before a document.
+    """
     own = partial(inspect.unwrap(type(module)._short_conv), module)
     place = placement(shard, "dilated_convolution")
     width: int = module.short_conv_state_len
@@ -217,10 +250,13 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 class TimeShift(torch.nn.ZeroPad2d):
-    """RWKV's shift by one token, [B, S, E], which has no parameters."""
+    """A replacement of RWKV's `time_shift`, which shifts [B, S, E] by one token; it has no parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return for each token the one before it in its document, 0 for the first."""
+        """Return for each token of x [B, S, E] the one before it in its document, zeros for a document's first.
+
+        Collective on shards. In a turn of a cache, a row's first new token follows its last cached token.
+        """
         shard, states = shard_of({}), states_of_turn()
         if states is not None:
             return states.shifted(x)

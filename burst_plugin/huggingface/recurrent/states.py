@@ -28,12 +28,14 @@ XLSTM = "xlstm"
 
 
 class LayerStates:
-    """The states of recurrent layers: by layer, and by names for families that keep states in their own way.
+    """The states of a model's recurrent layers in a `RingCache`, equal on every rank.
 
-    layers: the layers of a `DynamicCache`.
-    takes_single: whether layers get single tokens, each rank all of them; transformers' RWKV layers mix up rows.
-    columns: the columns of the turn in progress, if it has more than one token.
-    own: the states of families with names, nested tensors [B, ...].
+    layers: the layers of a `DynamicCache` of transformers, which hold the states of most families.
+    takes_single: whether layers compute a turn of one token per row by the code of transformers, all of it on every
+        rank. False for RWKV, whose code mixes up batch rows then.
+    columns: which new tokens this rank computes in the turn in progress: equally many columns of a table in which all
+        rows end together. None if the code of transformers computes all tokens on every rank.
+    own: the states of families that do not keep them in `layers`, by name: nested tensors [B, ...].
     """
 
     def __init__(self, layers: Sequence[Any], takes_single: bool = True) -> None:
@@ -44,7 +46,12 @@ class LayerStates:
         self._shifts = 0
 
     def begin(self, cp: ContextParallel, turn: Turn) -> Columns | None:
-        """Begin a turn, and return its columns, if it has any."""
+        """Begin a turn of new tokens, and return which columns of them this rank computes.
+
+        Rows of new tokens end together in the last column, and every rank has equally many columns. Returns None for
+        a turn of one token per row that every rank computes by the code of transformers. If `takes_single` is False,
+        every rank gets all columns of that turn instead.
+        """
         columns, single = None, max(turn.lengths) == 1
         if single and not self.takes_single:
             columns = Columns.of_one_rank(turn)
@@ -58,20 +65,22 @@ class LayerStates:
         self.columns, self._scans = None, iter(())
 
     def fork(self) -> LayerStates:
-        """Return a copy that later turns can change by itself."""
+        """Return a copy with clones of all states, which later turns change independently."""
         copy = LayerStates(deepcopy(self.layers), self.takes_single)
         copy.own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.own)
         return copy
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all states, which every rank holds."""
+        """Return the number of bytes of all states, which every rank holds."""
         found: list[Tensor] = []
         tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, (self.own, *self._stored()))
         return sum(x.numel() * x.element_size() for x in found)
 
     def with_conv_state(self, x: Tensor, layer: int, state: int, width: int) -> Tensor:
-        """Put the `width` tokens before the columns x [B, C, n] in front; keep the turn's last tokens. Collective.
+        """Return this rank's columns x [B, C, n] with the `width` tokens before them, [B, C, width + n]; collective.
+
+        Stores each row's last `width` tokens as the new state of the convolution.
 
         layer, state: the number of the layer, and of the convolution in it.
         """
@@ -89,14 +98,20 @@ class LayerStates:
         return extended.transpose(1, 2)
 
     def entering_scan(self) -> list[Tensor]:
-        """Return the state that enters the next of the scans that follow a convolution; none before the first turn.
+        """Return a list with the state that a layer's next scan starts from, or [] in the first turn.
 
-        For families whose scans take no state: one scan of a layer, or one for each head.
+        For families whose scans take no state as an argument. After the layer's convolution there is one scan, or one
+        for each head, in order.
         """
         return [state.clone() for state in (next(self._scans, None),) if state is not None]
 
     def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Put `width` tokens before columns; return these and the last tokens; see `Columns.with_tokens_before`."""
+        """Return this rank's columns with `width` earlier tokens in front, and rows' last `width` tokens; collective.
+
+        x: [B, n, ...], this rank's columns. before: the last tokens of rows before the turn, [B, width, ...]; None
+            for zeros.
+        Returns [B, width + n, ...] and [B, width, ...], the latter equal on every rank.
+        """
         assert self.columns is not None
         return self.columns.with_tokens_before(x, width, before)
 
@@ -104,7 +119,11 @@ class LayerStates:
     # Its layers are called in their order, attention before feed-forward.
 
     def shifted(self, x: Tensor) -> Tensor:
-        """Return the token before each column; collective, called twice for each RWKV layer of a turn."""
+        """Return the token before each of this rank's columns x [B, n, E], for RWKV's layers; collective.
+
+        Called twice for each layer of a turn, for attention and then for feed-forward; stores each row's last token
+        for both.
+        """
         layer, is_second = divmod(self._shifts, 2)
         self._shifts += 1
         kept = self.own[RWKV][0 if is_second else 1][:, :, layer]
@@ -113,18 +132,24 @@ class LayerStates:
         return extended[:, :-1]
 
     def entering_averages(self) -> list[Tensor]:
-        """Return the state before a layer's averages of values (WKV) in RWKV: numerator, denominator, maximum."""
+        """Return the state before the turn of an RWKV layer's averages of values (WKV).
+
+        It is a list of numerator, denominator and maximum, [B, E] each.
+        """
         layer = self._shifts // 2
         return [x[:, :, layer] for x in self.own[RWKV][2:]]
 
     def keep_averages(self, last: Sequence[Tensor]) -> None:
-        """Keep the state after a layer's averages of values (WKV) in RWKV: numerator, denominator, maximum."""
+        """Store the state after the turn of an RWKV layer's averages of values (WKV).
+
+        last: numerator, denominator and maximum, [B, E] each.
+        """
         layer = self._shifts // 2
         for kept, x in zip(self.own[RWKV][2:], last, strict=True):
             kept[:, :, layer] = x
 
     def select(self, rows: Sequence[int]) -> None:
-        """Replace the rows: the new row `i` goes on from the states of row `rows[i]`."""
+        """Replace the batch rows, for beam search: the new row `i` gets the states of row `rows[i]`."""
 
         def chosen(x: Any) -> Any:
             return x.index_select(0, torch.tensor(rows, device=x.device)) if isinstance(x, Tensor) else x
@@ -142,12 +167,12 @@ class LayerStates:
 
 
 def states_of(config: Any) -> LayerStates:
-    """Return the states of a model with recurrent layers, before any token."""
+    """Return the `LayerStates` of a model with recurrent layers, given its configuration, before any token."""
     return LayerStates(DynamicCache(config=config).layers, takes_single=config.model_type != RWKV)
 
 
 def attending_layers(config: Any) -> list[int]:
-    """Return the numbers of the layers with keys and values in a model that has recurrent layers as well."""
+    """Return the numbers of the layers that attend, given the configuration of a model with recurrent layers."""
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
     return [
         number
@@ -160,8 +185,11 @@ def attending_layers(config: Any) -> list[int]:
 
 
 def own_arguments(states: LayerStates, config: Any, batch: int, like: Tensor) -> dict[str, Any]:
-    """Return other arguments for a family that does not keep its states in a cache; here are theirs of no tokens.
+    """Return further keyword arguments for a forward of a family that does not keep its states in a `DynamicCache`.
 
+    In the first turn it also stores states of no tokens in `states.own`.
+
+    config: the configuration of the model. batch: the number of batch rows.
     like: a tensor of the type and on the device of hidden states.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -181,13 +209,19 @@ def own_arguments(states: LayerStates, config: Any, batch: int, like: Tensor) ->
 
 
 def put_states(states: LayerStates, holders: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Store states in the modules of those layers that look for them there, given as (module, attribute)."""
+    """Set the states of layers that look for them in their own modules, before a turn.
+
+    holders: the modules, each with the name of the attribute that it keeps its state in.
+    """
     for number, (module, name) in enumerate(holders):
         setattr(module, name, states.own.get(("module", number)))
 
 
 def take_states(states: LayerStates, holders: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Take states back out of the modules of layers, given as (module, attribute)."""
+    """Move the states of layers from their own modules back to `states`, after a turn; set None in the modules.
+
+    holders: the modules, each with the name of the attribute that it keeps its state in.
+    """
     for number, (module, name) in enumerate(holders):
         states.own["module", number] = getattr(module, name)
         setattr(module, name, None)
