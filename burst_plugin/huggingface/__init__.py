@@ -1,6 +1,7 @@
 """BurstAttention in Hugging Face transformers: `attn_implementation="burst"`.
 
-With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it, for Trainer and Accelerate as well. Without:
+With DeepSpeed, `burst_plugin.deepspeed.install()` does all of the following, for Trainer and Accelerate as well.
+Without DeepSpeed:
 
     model = burst_plugin.huggingface.prepare(AutoModelForCausalLM.from_pretrained(name))
     local = burst_plugin.shard_batch(batch, cp)
@@ -48,7 +49,8 @@ Model = TypeVar("Model", bound="torch.nn.Module")
 def prepare(model: Model, *, averages_gradients: bool = False) -> Model:
     """Put `model`, perhaps wrapped, on the ring: it trains on sharded batches, and may evaluate on whole ones.
 
-    Add adapters (PEFT) before, so that they are examined as well.
+    The ring is that of each batch, by `shard_batch(batch, cp)`. Add adapters (PEFT) before, so that they are examined
+    as well.
 
     Args:
         model: a model of transformers, perhaps wrapped.
@@ -60,7 +62,7 @@ def prepare(model: Model, *, averages_gradients: bool = False) -> Model:
 
     Raises:
         ValueError: something in it cannot be computed on shards of its sequences, such as layers in which tokens meet
-            other than by attention, positions that are counted, or losses; each with a reason and a way out.
+            other than by attention, a way of counting positions, or a loss; each with a reason and a way out.
         ImportError: transformers is not installed.
     """
     from burst_plugin.huggingface.models import prepare_model

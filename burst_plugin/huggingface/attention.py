@@ -59,7 +59,12 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # eve
 
 
 def register_attention() -> str:
-    """Make `attn_implementation="burst"` known to transformers; see `burst_plugin.huggingface.register`."""
+    """Register the attention and mask functions of `attn_implementation="burst"` with transformers.
+
+    With transformers 5, attention functions of other implementations raise ValueError from now on if they get a
+    sharded batch. Repeated calls change nothing. Returns a line that says what was done. Raises ImportError if
+    transformers is not installed.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTN_IMPLEMENTATION, forward)
@@ -95,10 +100,14 @@ def forward(
     """Compute attention as transformers calls it: on the ring for sharded batches, on this rank for whole ones.
 
     Args:
-        module: the layer. query, key, value: [B, heads, S, D].
-        attention_mask: a `MaskRecipe`. On the ring padding and documents come from the batch's `SequenceShard`.
-        options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux`, `is_causal`, `alibi_slopes` (on the ring
-            only); and what a model hands on.
+        module: the attention layer.
+        query: [B, heads, S, D]; on a sharded batch S is the number of this rank's tokens.
+        key, value: [B, KV heads, S, D].
+        attention_mask: a `MaskRecipe`, which describes the layer's own mask, or the selection of the layer's indexer
+            (a `PoolChoice`). On the ring padding and documents come from the batch's `SequenceShard`.
+        options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux` (sinks), `is_causal`, `alibi_slopes` (on
+            the ring only); `burst`, the `SequenceShard`, if the layer passes it on; other keyword arguments of the
+            model.
 
     Returns:
         [B, S, heads, D], and None in place of weights.
@@ -199,12 +208,15 @@ def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | N
 
 
 def is_on_ring(values: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether a layer attends on the ring, given its positional and keyword arguments."""
+    """Return whether a layer is called on a sharded batch, and so attends on the ring.
+
+    values, options: the positional and keyword arguments of the call, which have the shard or a `MaskRecipe` with it.
+    """
     return shard_among(values, options) is not None
 
 
 def check_not_training(module: torch.nn.Module) -> None:
-    """Raise ValueError for a layer in training that has no shard."""
+    """Raise ValueError if a layer that was called without a shard is in training mode, with gradients enabled."""
     if module.training and torch.is_grad_enabled():
         raise ValueError(f"{type(module).__name__} {_missing_shard()}")
 
@@ -233,7 +245,11 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
-    """Return why the ring cannot compute the call of a layer; empty if it can."""
+    """Return why the ring cannot compute a call of an attention layer; an empty string if it can.
+
+    module: the layer. attention_mask: its mask argument, a `MaskRecipe` or None; anything else is a problem.
+    options: its keyword arguments, of which those with an unknown tensor or `output_attentions=True` are problems.
+    """
     name, implementation = type(module).__name__, f'attn_implementation="{ATTN_IMPLEMENTATION}"'
     for option, value in options.items():
         strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
@@ -263,7 +279,13 @@ def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mappi
 
 
 def mask_of_call(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
-    """Return the layer's own mask combined with the mask of the batch, in positions of the whole sequence."""
+    """Return the layer's own mask combined with the mask of the batch, in positions of the whole sequence.
+
+    module: the layer. recipe: its mask argument; if that is no `MaskRecipe`, `is_causal` and `sliding_window` among
+        the keyword arguments `options` say what the layer's own mask is. Padding and documents are those of `shard`.
+
+    Raises ValueError for a layer that attends to later tokens in a batch with prefix trees.
+    """
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
     if own.looks_ahead and shard.mask is not None and shard.mask.trees:

@@ -1,4 +1,4 @@
-"""`memory="auto"` for models of transformers: what is known of a run before its first step, and what is said then."""
+"""`memory="auto"` for models of transformers: options are chosen before a step, by the memory that is left."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ _TO_CHANGE = 'to choose yourself: memory="off", or set loss_chunk, mlp_chunk, ke
 
 @dataclass(frozen=True)
 class HeldStates:
-    """Where gradients and the optimizer's states are: the stage of ZeRO, and whether the latter are on the host.
+    """Facts about where a training run keeps gradients and the optimizer's states.
 
-    are_there: whether the optimizer has its states before the first step.
+    zero: the stage of DeepSpeed's ZeRO, 0 to 3; 0 without it.
+    on_host: whether the optimizer's states are in host memory.
+    are_there: whether the optimizer has allocated its states before the first step, which then takes no more memory
+        for them.
     """
 
     zero: int = 0
@@ -52,14 +55,18 @@ _LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a model: the t
 
 
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
-    """Note how gradients and optimizer's states of a model on a ring are held, which memory options depend on."""
+    """Remember where gradients and optimizer states of the model on ring `cp` are kept; `choose_kept` needs it."""
     _STATES[cp] = states
 
 
 def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> None:
-    """Choose the sizes of chunks for a model that is to be trained, perhaps wrapped, if they are left to be chosen.
+    """Choose `loss_chunk` and `mlp_chunk` of a ring's strategy for the size of its model, if `memory="auto"`.
 
-    is_first: whether ZeRO-3 has not taken the model yet: it has to gather an MLP that runs in chunks at once.
+    Options that are set already stay as they are. `mlp_chunk` is chosen only with gradient checkpointing.
+
+    model: the model that is to be trained, perhaps wrapped.
+    is_first: whether DeepSpeed has yet to take the model. Later, `mlp_chunk` of a model that ZeRO-3 has partitioned
+        is left as it is, since ZeRO-3 must know in advance that it has to gather a chunked MLP as a whole.
     """
     strategy = cp.strategy
     model = next((each for each in model.modules() if hasattr(each, "gradient_checkpointing_enable")), None)
@@ -76,7 +83,14 @@ def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> 
 
 
 def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
-    """Choose what share of attention the checkpoints keep, before the longest batch so far is trained; collective."""
+    """Choose `keep_attention` of a ring's strategy before a step on a sharded batch; collective.
+
+    It is the share of attention's outputs that gradient checkpoints keep. Does nothing unless `memory="auto"`, the
+    model trains, and the batch has more tokens than any before it. Chooses sizes of chunks as well, and prints on
+    rank 0 what was chosen.
+
+    model: the model of transformers. batch: the keyword arguments of its forward, tensors of this rank's tokens.
+    """
     cp = shard.cp
     if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
         return
@@ -98,14 +112,18 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
 
 
 def tokens_of(shard: SequenceShard, batch: Mapping[str, Any]) -> int:
-    """Return how many tokens of a sharded batch each rank has, in all rows together."""
+    """Return how many tokens of a sharded batch each rank has, padding included, summed over the batch's rows.
+
+    batch: the keyword arguments of a forward; its `input_ids`, `inputs_embeds` or `position_ids` tell the number of
+        rows.
+    """
     each = (batch[name] for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None)
     ids: Tensor | None = next(each, None)
     return (1 if ids is None else ids.shape[0]) * -(-shard.tokens.length // shard.cp.ranks)
 
 
 def recomputes(model: Any) -> bool:
-    """Return whether the model's layers are checkpointed, by the attribute of any release of transformers."""
+    """Return whether gradient checkpointing is on in a model of transformers, of any release."""
     found = getattr(model, "is_activation_checkpointing", None)
     return bool(model.is_gradient_checkpointing if found is None else found)
 

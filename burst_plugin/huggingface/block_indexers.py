@@ -35,9 +35,12 @@ _MARK = "_burst_plugin_block_indexer"  # of a `forward` that has been replaced
 
 
 class BlockChoice:
-    """An indexer's inputs, from which its blocks are selected later, where the mask is known.
+    """The call of a block indexer, put off until attention knows the mask: blocks of keys are selected then.
 
-    starts: where the selected blocks of the last shard start, int32 [B, groups, S_local, blocks]; None before.
+    The arguments are the indexer's own `forward`, the indexer, and the inputs of the call by name.
+
+    starts: where the blocks selected by the last call of `on_shard` start, in positions of the whole sequence, int32
+        [B, groups of heads, S_local, blocks], -1 for none; None before.
     """
 
     def __init__(self, own: Callable[..., Tensor], module: Any, given: dict[str, Any]) -> None:
@@ -46,7 +49,11 @@ class BlockChoice:
 
     @torch.no_grad()
     def on_shard(self, shard: SequenceShard, mask: Mask) -> Tensor:
-        """Return the positions of all keys that the queries of a shard select, int32 [B, groups, S_local, keys]."""
+        """Return the positions of the keys that a shard's queries select, int32 [B, groups, S_local, n]; collective.
+
+        mask: which keys a query may select, the layer's mask and the batch's together. Positions are those of the
+            whole sequence, -1 in places without a key. Without gradient.
+        """
         module = self._module
         q, k = self._queries_and_keys()
         kind = torch.promote_types(q.dtype, k.dtype)
@@ -65,7 +72,10 @@ class BlockChoice:
 
     @torch.no_grad()
     def on_whole_batch(self, queries: int, keys: int) -> Tensor:
-        """Return the selection of the model's own indexer, bool [B, groups, queries, keys]."""
+        """Return which keys the model's own indexer selects in a whole batch, bool [B, groups, queries, keys].
+
+        queries, keys: the numbers of queries and keys of a batch row.
+        """
         blocks, size = self._own(**self._given), self._module.block_size
         count = -(-keys // size)
         chosen = torch.zeros((*blocks.shape[:2], queries, count + 1), dtype=torch.bool, device=blocks.device)
@@ -84,12 +94,16 @@ class BlockChoice:
 
 
 def block_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield a model's indexers, the modules that choose keys for queries, that select whole blocks of keys."""
+    """Yield a model's block indexers: the modules that select for each query whole blocks of keys to attend to."""
     return (each for each in text_modules(model) if _owner(type(each)) is not None)
 
 
 def problems_of_block_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's indexers of blocks cannot run on a ring: by their code, or their heads."""
+    """Return the reasons why a model's block indexers cannot run on a ring; empty if they can.
+
+    Their code may differ from known releases of transformers, or their number of heads does not divide the number of
+    key/value heads.
+    """
     reasons = {}
     for module in block_indexers(pretrained):
         name, groups = type(module).__name__, module.num_heads
@@ -108,7 +122,11 @@ def problems_of_block_indexers(pretrained: PreTrainedModel) -> list[str]:
 
 
 def use_block_indexers(pretrained: PreTrainedModel) -> None:
-    """Let the indexers of a model select among the blocks of all ranks, on shards; once and for all its forwards."""
+    """Have the block indexers of a model select among the blocks of all ranks in all its forwards on shards.
+
+    Replaces the `forward` of their classes by one that returns a `BlockChoice`. Classes whose code is not known are
+    left as they are; repeated calls change nothing.
+    """
     for module in block_indexers(pretrained):
         owner: Any = _owner(type(module))
         if not _missing(type(module)) and not hasattr(owner.forward, _MARK):

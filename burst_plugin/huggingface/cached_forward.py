@@ -1,9 +1,9 @@
-"""A forward with a `RingCache`: ranks share its new tokens, and bring the outputs of the model's body together.
+"""A forward with a `RingCache`: ranks share its new tokens, and gather the outputs of the model's body.
 
     ids [B, n]  ->  this rank's  ->  layers, which attend on the ring  ->  hidden [B, of all, H]  ->  head  ->  logits
 
-The body's output is brought together, and not the logits: it is smaller, and every rank then computes the same logits
-of those tokens that were asked for. Padding is left out, so that rows of the cache are as long as their texts.
+The body's output is gathered, and not the logits: it is smaller, and every rank then computes the same logits of
+those tokens that were asked for. Padding is left out, so that rows of the cache are as long as their texts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their by
 
 
 def watch_turns(model: PreTrainedModel) -> None:
-    """Add the hooks that let forwards of a model, and of the body under its head, run on a `RingCache`."""
+    """Add hooks to a model that let its forward take a `RingCache`; call it once for a model.
+
+    Before a forward they cut the arguments to this rank's share of the new tokens. After the model's body they gather
+    its output from all ranks, and after the forward they end the turn of the cache. Forwards without a `RingCache`
+    are not changed.
+    """
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.base_model.register_forward_hook(_bring_together, with_kwargs=True)
     model.register_forward_hook(_end, with_kwargs=True, always_call=True)

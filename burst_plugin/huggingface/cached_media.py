@@ -23,11 +23,14 @@ FEATURES = "mm_encoder_outputs"  # the argument of a forward
 
 
 def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Callable[[Tensor], Tensor]) -> Any:
-    """Return features of images and videos with the rows of this rank's tokens.
+    """Return the features of images and videos that a forward got, cut to the rows of this rank's tokens.
 
-    take: returns what this rank has of a tensor [B, n] of all new tokens.
+    given: the arguments of the forward by name, for all new tokens; its `mm_encoder_outputs` are the features, by
+        modality.
+    take: takes a tensor [B, n, ...] of all new tokens, and returns the part of this rank's tokens.
 
-    Raises ValueError for features that are not as many as their tokens.
+    Returns features in the form of `mm_encoder_outputs`. Raises ValueError if there are not as many features as
+    placeholder tokens, or `input_ids` are missing.
     """
     features, ids, found = given[FEATURES], given.get("input_ids"), {}
     for modality, out in features.items():
@@ -52,9 +55,13 @@ def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Cal
 def marked_turn(
     model: PreTrainedModel, types: Tensor | None, real: Tensor, turn: Turn | Columns
 ) -> MarkedTurn | None:
-    """Return the types of a turn's tokens, for the mask of their groups; None if no tokens make groups.
+    """Return the types of a turn's new tokens, to make masks of groups of tokens, such as an image's.
 
-    types: of all new tokens, [B, n]. real: which of them are no padding.
+    types: [B, n], the type of every new token; None if the batch has none.
+    real: [B, n], bool, which of the tokens are no padding.
+    turn: which of the tokens this rank computes.
+
+    Returns None if none of the tokens is in a group.
     """
     rule = group_rule(model)
     if rule is None or types is None:

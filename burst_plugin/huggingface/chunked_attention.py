@@ -45,7 +45,7 @@ class _Heads:
 def attention_modules(model: torch.nn.Module, head_chunk: int) -> list[torch.nn.Module]:
     """Return the attention modules of `model`, which can all work on `head_chunk` query heads at a time.
 
-    Raises ValueError if one cannot, or there is none.
+    Raises ValueError if one cannot, or the model has no attention modules.
     """
     found = [
         each
@@ -138,7 +138,10 @@ def _described(projection: torch.nn.Module) -> str:
 
 
 class ChunkedAttention(ReplacedForward):
-    """Takes the place of the `forward` of an attention module, for batches on the ring."""
+    """A replacement of an attention module's `forward` that computes `chunk` query heads at a time.
+
+    It does so for sharded batches; whole batches go through the `forward` that the module had before.
+    """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,9 +38,13 @@ _INSTEAD = "leave loss_chunk out, for whole logits"
 
 
 def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Have a forward compute its loss in chunks, if it trains on a shard of a ring that asks for it.
+    """Have a forward that is about to begin compute its loss in chunks of tokens.
 
-    Raises ValueError for a loss that would be the mean over the labels of one rank.
+    It does so if it trains on a shard with labels, and the strategy of the shard's ring has a `loss_chunk`. kwargs:
+    the forward's keyword arguments.
+
+    Raises ValueError for labels of a shard without `num_items_in_batch`, whose loss would be the mean over the labels
+    of one rank, and for a model that cannot compute its loss in chunks, if the user has set `loss_chunk`.
     """
     shard = kwargs.get(SHARD_KEY)
     if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
@@ -95,14 +99,15 @@ def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
 
 
 def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:
-    """Let `loss` replace what the next forward of the model does with its head."""
+    """Note on a model that its next forward computes `loss`, which has replaced its head, until `restore_head`."""
     setattr(model, _STATE, loss)
 
 
 def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
-    """Return the output of a forward; its logits are computed when they are read.
+    """Return the output of a forward, with logits that are computed only when they are read if its loss was chunked.
 
-    Raises ValueError if its loss was not computed in chunks although the user has asked for that.
+    The output is returned unchanged if the loss was not to be computed in chunks. Raises ValueError if it was, by the
+    user's `loss_chunk`, and the model computed it in another way.
     """
     state: ChunkedLoss | None = getattr(model, _STATE, None)
     if state is None:
@@ -122,16 +127,30 @@ def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
 
 
 def restore_head(model: PreTrainedModel) -> None:
-    """Undo what `begin_chunked_loss` did, also after a forward that failed."""
+    """Give a model its head and loss function back after a forward with a chunked loss, also after a failed one."""
     state: ChunkedLoss | None = model.__dict__.pop(_STATE, None)
     if state is not None:
         state.restore()
 
 
 class ChunkedLoss:
-    """The loss function of one forward, which has taken the `head` of the model. loss: the loss that it returned.
+    """A loss function for one forward of a causal language model, which computes head and loss in chunks of tokens.
 
-    needed: whether it is an error if a model does not compute its loss by it; else it may take whole logits.
+    When it is made, it puts a stand-in in place of the model's head, and itself in place of the model's loss
+    function; `restore` undoes both.
+
+    Args:
+        model: the model.
+        chunk: logits of so many tokens exist at a time.
+        needed: whether it is an error if the model computes its loss in another way; if not, it may get whole logits.
+        shard: the shard of the forward, on whose ring ranks meet when whole logits are read later; None for none.
+
+    Attributes:
+        head: the module that `get_output_embeddings()` returns.
+        loss: the loss that the last call returned; None before.
+
+    Raises:
+        ValueError: the model has no head, a loss of its own, or a head with hooks that would see a loss for logits.
     """
 
     def __init__(
@@ -162,7 +181,10 @@ class ChunkedLoss:
         model._loss_function = self
 
     def readable(self, logits: Any) -> Any:
-        """Return logits as a tensor that is computed when it is read; return other values as they are."""
+        """Return logits of this forward as a tensor that is computed when it is read; return other values unchanged.
+
+        logits: a value of the model's output, which is a `DeferredLogits` if it stands for logits.
+        """
         if not isinstance(logits, DeferredLogits):
             return logits
         if logits.made is not None or not self._vocabulary:
@@ -251,7 +273,12 @@ class ChunkedLoss:
                 head.forward = own
 
     def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
-        """Return the summed loss of all labels, divided by `count`."""
+        """Return the sum of the cross-entropies of all labels, divided by `count`, a scalar tensor.
+
+        hidden: [B, S_local, H]. head: computes logits from rows of `hidden`, chunk by chunk. count: the number of
+            labels in the whole batch, by which losses of all ranks are divided.
+        labels: [B, S_local], int64, of the next tokens (shifted already); `ignore_index` for those that do not count.
+        """
         return linear_cross_entropy(hidden, head, labels, reduction="sum", divisor=count, ignore_index=ignore_index)
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model run in chunks: of tokens its dense MLPs and norms, of heads its attention."""
+"""Run modules of a model in chunks: dense MLPs and norms in chunks of tokens, attention in chunks of heads."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ _CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which somethin
 def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool = False) -> list[torch.nn.Module]:
     """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return chunked modules.
 
-    Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads. If
-    `mlp_chunk` `is_chosen` by `memory="auto"`, modules run at once on fewer tokens than that, and so do all of a
-    model whose MLPs cannot be cut.
+    Args:
+        model: a model of transformers.
+        strategy: every MLP and norm gets at most `mlp_chunk` tokens at a time, every attention module computes
+            `head_chunk` query heads at a time; 0 for all at once.
+        is_chosen: whether `mlp_chunk` was chosen by `memory="auto"`. Then modules run at once on fewer tokens than
+            that, and so do all of a model whose MLPs cannot be cut.
 
-    Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP; and
-    for one with attention that cannot be cut by heads.
+    Raises:
+        ValueError: a model with `mlp_chunk` has experts, an MLP that takes more than one tensor, or no MLP, unless
+            `is_chosen`; a model with `head_chunk` has attention that cannot be cut by heads.
     """
     of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
     if getattr(model, _CHUNKS, (0, 0)) == chunks:
@@ -62,7 +66,7 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool
 
 
 def restore_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Let all modules of `model` run at once again; return the modules that ran in chunks."""
+    """Give modules of `model` that run in chunks their own `forward` back; return these modules."""
     restored = []
     for module in model.modules():
         if restore_forward(module):

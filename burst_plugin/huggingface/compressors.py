@@ -64,9 +64,12 @@ class _IndexerCall(NamedTuple):
 
 
 class EntriesOfShard(NamedTuple):
-    """The entries that queries of a shard attend to besides tokens.
+    """The compressed entries, one for each window of tokens, that queries of a shard attend to besides tokens.
 
-    size: how many of this rank's keys are entries; they are the last ones. starts: as for `Entries.attend`.
+    size: how many of this rank's keys are entries; they come after its tokens.
+    entries: says which tokens of all ranks each entry is made of, and computes the attention.
+    starts: where the windows of selected entries start in the whole sequence, int32 [B, S_local, k], -1 for none;
+        None if queries attend to all entries of earlier windows.
     """
 
     size: int
@@ -74,24 +77,33 @@ class EntriesOfShard(NamedTuple):
     starts: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, mask: Mask, window: int, terms: Mapping[str, Any]) -> Tensor:
-        """Return attention [B, S, H, D] of queries, given keys, the mask of tokens, the layer's window and terms."""
+        """Return attention [B, S_local, H, D] of this rank's queries to all ranks' tokens and entries; collective.
+
+        q: [B, S_local, H, D]. k: [B, S_local + size, 1, D], keys that are values as well, of tokens, then of entries.
+        mask: which tokens a query attends to, with documents and padding. window: how many tokens back, itself
+            included.
+        terms: keyword arguments of `burst_attention`, of which `scores`, `sink` and `tag` are used.
+        """
         kept = {name: terms[name] for name in ("scores", "sink", "tag")}
         return self.entries.attend(q, k, mask, starts=self.starts, window=window, **kept)
 
 
 class EntriesOfBatch(NamedTuple):
-    """The entries that queries of a whole batch may attend to, bool [B, 1, queries, entries]."""
+    """A mask that says which compressed entries each query of a whole batch attends to besides tokens.
+
+    seen: bool [B, 1, queries, entries], True where the query attends to the entry.
+    """
 
     seen: Tensor
 
     @property
     def size(self) -> int:
-        """Return the number of entries."""
+        """Return the number of entries in a batch row."""
         return self.seen.shape[3]
 
 
 def compressors(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield a model's modules of known classes that compress windows of tokens into entries to attend to."""
+    """Yield a model's compressors: modules of known classes that make one key (an entry) of each window of tokens."""
     return (each for each in text_modules(model) if _kind(type(each)) is not None)
 
 
@@ -101,12 +113,15 @@ def _kind(kind: type) -> str | None:
 
 
 def layer_types_of_compressors(pretrained: PreTrainedModel) -> tuple[str, ...]:
-    """Return the types of the layers in a model that have compressors, as its configuration names them."""
+    """Return the types, as in the `layer_types` of configurations, of a model's layers with compressors."""
     return tuple(sorted({_kind(type(each)) or "" for each in compressors(pretrained)}))
 
 
 def problems_of_compressors(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's compressors cannot run on a ring: their code is not as in known releases."""
+    """Return the reasons why a model's compressors cannot run on a ring; empty if they can.
+
+    The only reason is that the code of a compressor, or of its indexer, differs from known releases of transformers.
+    """
     reasons = {}
     for module in compressors(pretrained):
         for part, used in _parts(module):
@@ -133,7 +148,11 @@ def _missing(kind: type[torch.nn.Module], used: tuple[str, ...]) -> list[str]:
 
 
 def use_compressors(pretrained: PreTrainedModel) -> None:
-    """Let the compressors of a model make entries for all ranks, on shards; once and for all its forwards."""
+    """Have the compressors of a model make entries on shards for the queries of all ranks, in all its forwards.
+
+    Replaces the `forward` of the classes of compressors and of their indexers, and adds hooks to the layers around
+    them. Classes whose code is not known are left as they are; repeated calls change nothing.
+    """
     for layer in text_modules(pretrained):
         module: Any = getattr(layer, "compressor", None)
         if _kind(type(module)) is None or any(_missing(type(part), used) for part, used in _parts(module)):
@@ -169,9 +188,14 @@ def _forget_call(layer: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def held_entries(layer: torch.nn.Module) -> EntriesOfShard | EntriesOfBatch | None:
-    """Return the entries behind the tokens in a layer's keys, and let go of them; None if there are none.
+    """Return the compressed entries that a layer's compressor has appended to the layer's keys; None if it has none.
 
-    Raises ValueError if a compressor has made entries of a shard without the ring.
+    layer: an attention layer. Its compressor has held the entries since it made them, and lets go of them.
+
+    Returns an `EntriesOfShard` if the layer was called on a shard, an `EntriesOfBatch` on a whole batch.
+
+    Raises ValueError if the compressor has made entries of this rank's tokens alone, since its `forward` was
+    replaced.
     """
     module = getattr(layer, "compressor", None)
     call: _LayerCall | None = None if module is None else vars(module).get(_CALL)

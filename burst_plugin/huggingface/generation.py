@@ -1,7 +1,7 @@
-"""`generate` of transformers with a `RingCache`: what ranks must do alike, they compare at its beginning and its end.
+"""`generate` of transformers with a `RingCache`: ranks compare settings at its beginning, and tokens at its end.
 
-Between the two, each forward compares its tokens. So a rank that samples another token, or stops before the others,
-has an error, and they have it as well.
+Between the two, each forward compares its tokens. So if a rank samples another token, or stops before the others, it
+raises an error, and so do the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_ge
 
 @contextmanager
 def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
-    """Let `generate` without a cache make a `RingCache` on `cp` in this context, or, with None, its usual cache."""
+    """Have `generate` make a `RingCache(cp)` in this context if it is called without a cache; None: its usual one."""
     before = _RING.set(cp)
     try:
         yield
@@ -50,7 +50,12 @@ def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
 
 
 def watch_generate() -> None:
-    """Have `generate` of all models take a `RingCache`; repeated calls change nothing."""
+    """Replace `GenerationMixin.generate` of transformers by one that takes a `RingCache`.
+
+    Repeated calls change nothing. With such a cache it raises ValueError on every rank if ranks differ in settings,
+    images or results, or if an option is not supported. Without one it runs as before, but for calls within
+    `ring_for_generation`.
+    """
     if not hasattr(GenerationMixin.generate, _MARK):
         setattr(wrap(GenerationMixin, "generate", _generate), _MARK, True)
 
@@ -87,7 +92,10 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 
 def name_of_cache(kind: type[Any] = GenerationMixin) -> str:
-    """Return the name of `generate`'s argument for a cache in this release of transformers, for one kind of model."""
+    """Return the name of `generate`'s argument for a cache in this release of transformers, as "past_key_values".
+
+    kind: the class of the model; by default the name for most models is returned.
+    """
     prepare = getattr(kind, "prepare_inputs_for_generation", GenerationMixin.prepare_inputs_for_generation)
     parameters = inspect.signature(prepare).parameters
     if not any(name in parameters for name in CACHES):  # a model that hands on what it is given

@@ -1,8 +1,9 @@
-"""TRL's GRPOTrainer and RLOOTrainer on a ring: their losses take log-probabilities from folded rollouts.
+"""TRL's GRPOTrainer and RLOOTrainer on a ring: rollouts of all ranks are folded before the model computes them.
 
-Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss
-of its own, and gradients are averaged over all of them. What the model says of the completions is computed by the
-ring, for the rollouts of all its ranks at once.
+Folded rollouts are one sequence, in which tokens at the beginning that rollouts share are there once. Ranks of a ring
+stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss of its own, and
+gradients are averaged over all of them. Log-probabilities of completions are computed by the ring, for the rollouts
+of all its ranks at once.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ _FIELDS = ("model", "ref_model", "temperature", "accelerator", "aux_loss_enabled
 
 
 def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
-    """Have TRL's GRPOTrainer or RLOOTrainer compute its log-probabilities folded, over ranks of `cp`; collective.
+    """Have TRL's GRPOTrainer or RLOOTrainer compute its log-probabilities over the ranks of `cp`; collective.
 
-    Everything else stays as it is: ranks draw prompts, generate, reward and average gradients as data-parallel ones.
-    So losses and gradients are equal to TRL's on as many ranks.
+    The ranks' rollouts are folded: put together as one sequence, in which beginnings that rollouts share are computed
+    once, and which the ranks share. Everything else stays as it is: ranks draw prompts, generate, reward and average
+    gradients as data-parallel ones. So losses and gradients are equal to TRL's on as many ranks.
 
     Args:
         trainer: a GRPOTrainer or RLOOTrainer, or one of a class derived from them, before `train()`. Its model and
             its reference model are prepared.
-        cp: the ranks that compute together: all of Accelerate's, or equally many of them on each.
+        cp: the ring of ranks that compute together: all of Accelerate's ranks, or one of several rings of equal size
+            into which these are divided.
 
     Returns:
         The same trainer.

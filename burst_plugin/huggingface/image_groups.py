@@ -25,9 +25,11 @@ from burst_plugin.sequence.masks import BidirectionalSpans, Causal, Mask, PerRow
 
 
 class GroupRule(NamedTuple):
-    """Which tokens of a row make groups: tokens that the batch's entry `name` says are of one of `types`.
+    """A rule that says which tokens of a row form groups, within which tokens attend to each other both ways.
 
-    is_one: whether all of them are one group; else every run of them is a group of its own.
+    name: the entry of a batch with the tokens' types, such as "token_type_ids".
+    types: the types of the tokens that are in groups.
+    is_one: whether all these tokens of a row are one group; else every run of consecutive ones is a group of its own.
     """
 
     name: str
@@ -53,9 +55,10 @@ MAKES_MASKS = ("paligemma",)
 class MarkedTurn(NamedTuple):
     """The types of new tokens that come to a cache, in the form that `SequenceShard` has for a batch.
 
-    token_types: by the name of the entry, for each row its runs of one type, in positions of the whole row.
-    positions: of this rank's tokens in their rows, [B, n], int64 on the CPU.
-    length: of the longest row.
+    token_types: by the name of the batch's entry of types, for each row its runs of new tokens of one type, (start,
+        stop, type), in positions of the whole row.
+    positions: the positions of this rank's new tokens in their rows, [B, n], int64 on the CPU.
+    length: the number of tokens of the longest row, new tokens included.
     """
 
     token_types: Mapping[str, tuple[TypeRuns, ...]]
@@ -70,10 +73,11 @@ def group_rule(model: torch.nn.Module) -> GroupRule | None:
 
 
 def layer_mask(model: torch.nn.Module) -> LayerMask | None:
-    """Return the argument `layer_mask` of `shard_batch` for a model; None if `layout="auto"` needs none.
+    """Return the function to pass to `shard_batch` as `layer_mask` for a model; None if `layout="auto"` needs none.
 
-    `layout="auto"` balances work by this mask in models that make all images of a row, or a whole prompt, one group.
-    Single images of a few hundred tokens, each a group of its own, make no difference.
+    It makes the model's mask from the types of a batch's tokens. `layout="auto"` balances work by this mask in models
+    that make all images of a row, or a whole prompt, one group. Single images of a few hundred tokens, each a group
+    of its own, make no difference.
 
         local = shard_batch(batch, cp, layer_mask=layer_mask(model))
     """
@@ -89,6 +93,7 @@ def _mask_of_types(rule: GroupRule, types: Mapping[str, tuple[TypeRuns, ...]]) -
 def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | None = None) -> Mask | None:
     """Return the mask of a whole batch that lets tokens attend to earlier tokens and to their group.
 
+    shard: the batch, or the new tokens of a cache, with the types of all tokens. rule: which types make groups.
     left: how many tokens before it a token attends to besides its group; None is no bound.
 
     Returns None for a batch without groups. Documents, padding and windows around groups are left to other masks.
@@ -98,9 +103,12 @@ def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | N
 
 
 def groups_agree(shard: SequenceShard | MarkedTurn, rule: GroupRule, blocks: Tensor) -> bool:
-    """Return whether a model groups the tokens of this rank as `rule` does.
+    """Return whether a model puts those tokens of this rank in groups that `rule` puts in groups.
 
-    blocks: [B, S_local], the model's group of each token, numbered within this rank; -1 for none. It is waited for.
+    If the rule makes one group of all, the model must have numbered it 0 everywhere.
+
+    blocks: [B, S_local], integers, the group that the model's mask gives each token, -1 for none. The host waits for
+        it.
     """
     rows = shard.token_types[rule.name]
     length = shard.length if isinstance(shard, MarkedTurn) else shard.tokens.length

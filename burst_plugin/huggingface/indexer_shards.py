@@ -1,6 +1,6 @@
-"""Which shard an indexer has: its layer is given that, and hands on to the indexer what its queries are made of.
+"""Indexers are told the shard that the layer around them was called with, which the layer does not pass on to them.
 
-layer(..., burst=shard) -> note() -> indexer(hidden_states, ...) -> shard_of_indexer(indexer)
+layer(..., burst=shard) -> hook of the layer notes it -> indexer(hidden_states, ...) -> shard_of_indexer(indexer)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SHARD = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's fo
 
 
 def watch_layer(layer: torch.nn.Module) -> None:
-    """Add hooks to a layer with an `indexer` that tell this one its shard; once."""
+    """Add hooks to a layer that tell its `indexer` which shard it is called with; repeated calls change nothing."""
     if _note_shard not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_note_shard, with_kwargs=True)
         layer.register_forward_hook(_forget_shard, always_call=True)
 
 
 def shard_of_indexer(indexer: torch.nn.Module) -> SequenceShard | None:
-    """Return the shard that the layer of an indexer was given; None for a whole batch."""
+    """Return the shard that the layer around an indexer has been called with; None for a whole batch."""
     return vars(indexer).get(_SHARD)
 
 

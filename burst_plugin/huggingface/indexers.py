@@ -42,12 +42,13 @@ _USED = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "in
 
 
 class Indexer(NamedTuple):
-    """What tells a class of indexers from others.
+    """A description of one class of indexers, the modules that select for each query the keys to attend to.
 
-    rotary: the function of its file that rotates queries and keys.
-    rotates_last: the last numbers of each head are rotated, rather than the first.
-    widens_keys: keys are normed in the type of the norm's weight.
-    reads: the argument that queries are made of; hidden states are normed before, and queries scaled by positions.
+    rotary: the name of the function in the class's file that applies rotary embeddings to queries and keys.
+    rotates_last: whether rotary embeddings go to the last numbers of each head, rather than to the first.
+    widens_keys: whether keys are cast to the type of their norm's weight before they are normed.
+    reads: the argument of `forward` that queries are projected from. If it is "hidden_states", these are normed
+        first, and queries are scaled by a factor that depends on their positions.
     """
 
     rotary: str = "apply_rotary_pos_emb"
@@ -81,7 +82,10 @@ def _known(kind: type) -> Indexer | None:
 
 
 def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
-    """Return the types of the layers with indexers, if a model has some, all of a known kind."""
+    """Return the types, as in the `layer_types` of configurations, of a model's layers with indexers.
+
+    Returns () if the model has no indexer, or one of an unknown class.
+    """
     named = {type(module) for module in text_modules(pretrained) if type(module).__name__.endswith("Indexer")}
     of_blocks = {type(module) for module in block_indexers(pretrained)}
     of_keys = {kind for kind in named if _known(kind) is not None}
@@ -92,7 +96,10 @@ def layer_types_of_indexers(pretrained: PreTrainedModel) -> tuple[str, ...]:
 
 
 def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's indexers cannot run on a ring: their code is not as in known releases."""
+    """Return the reasons why a model's indexers, of any kind, cannot run on a ring; empty if they can.
+
+    Their code may differ from known releases of transformers, or an option of theirs does not suit a ring.
+    """
     found = {type(module): known for module, known in indexers(pretrained)}
     missing = {kind: names for kind, known in found.items() if (names := _missing(kind, known))}
     return [
@@ -115,7 +122,11 @@ def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
 
 
 def use_indexers(pretrained: PreTrainedModel) -> None:
-    """Let the indexers of a model select among the keys of all ranks, on shards; once and for all its forwards."""
+    """Have the indexers of a model, of any kind, select among the keys of all ranks in all its forwards on shards.
+
+    Replaces the `forward` of their classes, and adds hooks to the layers around them. Classes whose code is not known
+    are left as they are; repeated calls change nothing.
+    """
     use_block_indexers(pretrained)
     use_pool_indexers(pretrained)
     use_mask_indexers(pretrained)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention of transformers on a ring: latents travel, not the keys and values made of them.
+"""Multi-head latent attention of transformers on a ring: latents travel, and not the keys and values made of them.
 
 All its families make keys and values of latents in a method `expand_kv`, by a linear layer `kv_b_proj`. On a shard
-the method hands on empty tensors in their place, and the attention function finds the latents on the layer.
+the method returns empty tensors in their place, and the attention function finds the latents on the layer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ _WRAPPED = "_burst_plugin_wrapped"
 
 
 class Latents(NamedTuple):
-    """What a layer's keys and values are made of: c [B, 1, S, C], and the part that heads share, [B, 1, S, R]."""
+    """The compressed form of a layer's keys and values in multi-head latent attention.
+
+    c: the compressed latents, [B, 1, S, C].
+    shared: the part of the keys that all heads share, with rotary embeddings applied, [B, 1, S, R].
+    """
 
     c: Tensor
     shared: Tensor
 
 
 def use_latents(model: torch.nn.Module) -> None:
-    """Have layers of multi-head latent attention send latents on shards, as `Strategy.latents` says."""
+    """Have a model's layers of multi-head latent attention exchange latents, where `Strategy.latents` says so.
+
+    Replaces the `expand_kv` of their classes, and adds hooks to the layers; repeated calls change nothing.
+    """
     for layer in text_modules(model):
         kind: Any = type(layer)
         if not hasattr(kind, "expand_kv"):
@@ -76,9 +83,12 @@ def _expanded_later(original: Callable[..., Any], layer: Any, c: Tensor, shared:
 
 
 def held_latents(layer: torch.nn.Module, key: Tensor) -> Latents | None:
-    """Return the latents that a layer's keys are to be made of, and let go of them; None if it has made keys.
+    """Return the latents that a layer holds in place of keys and values, and remove them from it; None for none.
 
-    Raises ValueError if something has replaced the empty keys.
+    layer: a layer of attention that has just called `expand_kv`. key: the keys that it passes to attention, which are
+        empty if it holds latents.
+
+    Raises ValueError if the layer has replaced the empty keys by others.
     """
     empty, latents = vars(layer).pop(_HELD, (None, None))
     if empty is not None and empty is not key:
@@ -91,7 +101,9 @@ def held_latents(layer: torch.nn.Module, key: Tensor) -> Latents | None:
 
 
 def up_weight(layer: Any, c: Tensor) -> Tensor:
-    """Return the weight that makes keys and values of latents, [heads * (own key dim + value dim), C].
+    """Return the weight that makes a layer's keys and values of latents, [heads * (own key dim + value dim), C].
+
+    layer: has `kv_b_proj`. c: latents [..., C]; only their dtype, device and C matter.
 
     The layer itself computes it from an identity matrix, so that hooks gather parameters, and adapters add their
     weights. These hooks go by inputs that need gradients.
@@ -107,9 +119,12 @@ def up_weight(layer: Any, c: Tensor) -> Tensor:
 def attend_to_latents(
     tensors: tuple[Tensor, Tensor, Tensor], weight: Tensor, cp: ContextParallel, terms: Mapping[str, Any]
 ) -> Tensor:
-    """Return attention [B, S, H, Dv] of queries [B, S, H, D] to latents and shared keys [B, S, 1, .].
+    """Return attention [B, S, H, Dv] of this rank's queries to the latents of all ranks; collective.
 
-    `terms` are the options of the call.
+    tensors: queries [B, S, H, D], latents [B, S, 1, C], and the part of keys that all heads share, [B, S, 1, R], with
+        rotary embeddings applied.
+    weight: as `up_weight` returns it, [H * (D - R + Dv), C].
+    terms: keyword arguments of `latent_attention`, `scores` among them.
 
     Keys that queries selected one by one are not expanded, since many queries select each: queries and outputs are
     projected instead, to the space of latents and back.

@@ -23,9 +23,9 @@ class LogLikelihood(NamedTuple):
     """The log-likelihoods of the ends of texts; every rank has all of them.
 
     total: [B], float64, the sum of the log-probabilities of the tokens that are scored.
-    is_greedy: [B], bool, whether each scored token is the most likely one.
+    is_greedy: [B], bool, whether every scored token of the text is the most likely one.
     of_tokens: [B, S], float32 or float64, the log-probability of each token; 0 for tokens that are not scored.
-    is_scored: [B, S], bool.
+    is_scored: [B, S], bool, which tokens are scored: those after the given beginning, without padding.
     """
 
     total: Tensor
@@ -44,7 +44,7 @@ def log_likelihood(
     attention_mask: Tensor | None = None,
     chunk: int = 1024,
 ) -> LogLikelihood:
-    """Return how likely texts are after their beginnings; collective.
+    """Return the log-likelihood of each text's end, given its beginning, without whole logits; collective.
 
     Each rank computes its share of the tokens, and logits of `chunk` scored tokens at a time.
 
@@ -54,11 +54,14 @@ def log_likelihood(
         cp: the context-parallel group.
         context: how many tokens at the beginning of each row are given and not scored, at least 1; one number, or one
             for each row.
-        attention_mask: [B, S], 0 for padding, which does not count.
+        attention_mask: [B, S], 0 for padding, which does not count; None for no padding.
         chunk: logits of so many tokens exist at a time.
 
+    Returns:
+        A `LogLikelihood` of all texts, on every rank.
+
     Raises:
-        ValueError: on every rank, for what does not fit, or if ranks differ.
+        ValueError: on every rank, for arguments or a model that are not as described, or if ranks differ.
 
     Example:
         found = log_likelihood(model, torch.cat([question, answer], 1), cp, context=question.shape[1])

@@ -1,4 +1,4 @@
-"""What Llama 4 has beside other models: attention in chunks, and temperatures that grow along a row.
+"""Parts of Llama 4 that other models do not have: attention in chunks, and temperatures that grow along a row.
 
     chunks of 3, of a row that is padded on the left by 2:   . . a b c | d e f | g
     documents a b c d and e f, packed:                       a b c | d | e f
@@ -19,7 +19,11 @@ from burst_plugin.sequence.masks import Documents, Mask, PerRow, document_starts
 
 
 def chunk_mask(shard: SequenceShard, size: int) -> Mask:
-    """Return the mask of attention in chunks of `size` tokens. Raises ValueError for a shard of a prefix tree."""
+    """Return the mask that lets tokens attend only to tokens of their own chunk of `size` tokens.
+
+    It is in positions of the whole sequence. Chunks are counted from the first real token of a row, and from the
+    start of each document of `shard`. Raises ValueError for a shard of a prefix tree.
+    """
     if shard.mask is not None and shard.mask.trees:
         raise ValueError(
             "attention in chunks is not supported with a tree, which has several tokens at one position; leave the "
@@ -41,9 +45,10 @@ def _chunks(mask: Mask | None, length: int, size: int) -> Mask:
 
 
 def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShard) -> Tensor:
-    """Return queries [B, heads, S, D] with the temperatures of their places in the whole row.
+    """Return queries [B, heads, S, D], scaled by the attention temperatures of their positions in the whole row.
 
-    The layer has scaled them by the temperatures of their places in this rank's part of the row.
+    module: an attention layer, which has scaled `query` already, by the temperatures of positions counted in this
+        rank's part of the row. Layers without temperatures get their queries back unchanged.
     """
     if not getattr(module, "attn_temperature_tuning", None) or module.use_rope:
         return query

@@ -41,7 +41,12 @@ _MARK = "_burst_plugin_mask_indexer"  # of a `forward` that has been replaced
 
 
 class ShardMask:
-    """A placeholder for a layer's bool mask on a shard, until the layer's indexer has selected keys."""
+    """A placeholder for a layer's bool mask on a shard, until the layer's indexer has selected keys.
+
+    Combined with a selection by `&`, it is that selection.
+
+    recipe: the mask that the model asked for. shard: the shard that the layer was called with.
+    """
 
     dtype = torch.bool
 
@@ -54,7 +59,7 @@ class ShardMask:
 
 
 def mask_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield a model's indexers, the modules that choose keys for queries, that return masks."""
+    """Yield a model's mask indexers: modules that select keys for each query, and return them as a mask."""
     return (each for each in text_modules(model) if _is_known(type(each)))
 
 
@@ -63,7 +68,10 @@ def _is_known(kind: type) -> bool:
 
 
 def problems_of_mask_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's mask indexers cannot run on a ring: their code is not as in known releases."""
+    """Return the reasons why a model's mask indexers cannot run on a ring; empty if they can.
+
+    The only reason is that their code differs from known releases of transformers.
+    """
     found = {type(module): _missing(type(module)) for module in mask_indexers(pretrained)}
     return [
         f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
@@ -80,7 +88,11 @@ def _missing(kind: type[torch.nn.Module]) -> list[str]:
 
 
 def use_mask_indexers(pretrained: PreTrainedModel) -> None:
-    """Let the indexers of a model select among the blocks of all ranks, on shards; once and for all its forwards."""
+    """Have the mask indexers of a model select among the blocks of all ranks in all its forwards on shards.
+
+    Replaces the `forward` of their classes, and adds hooks to the layers around them. Classes whose code is not known
+    are left as they are; repeated calls change nothing.
+    """
     for module in mask_indexers(pretrained):
         owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
         if not _missing(type(module)) and not hasattr(owner.forward, _MARK):

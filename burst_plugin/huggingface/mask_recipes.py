@@ -60,7 +60,13 @@ _KNOWN = frozenset(
 
 
 class Forward(NamedTuple):
-    """A forward of `model` in progress. shard: the shard that its batch is; None for a whole batch or a cache."""
+    """The forward pass of a model that is in progress, and the batch that it runs on.
+
+    model: the model of transformers, or a layer that was called by itself.
+    shard: the shard that its batch is; None for a whole batch, or with a cache.
+    positions: the `position_ids` of this rank's tokens, as the model got them; None if it got none.
+    cache: the `RingCache` that it runs with; None for none.
+    """
 
     model: torch.nn.Module
     shard: SequenceShard | None
@@ -79,7 +85,11 @@ def enter_forward(
     positions: Tensor | None,
     cache: RingCache | None = None,
 ) -> None:
-    """Note that a model's forward begins. Without a shard, a part of an outer model has the outer model's batch."""
+    """Note that a model's forward begins, on `shard`, with these `positions` of this rank's tokens, or with `cache`.
+
+    Without a shard, a module inside the model whose forward is in progress takes over that model's shard, positions
+    and cache. `leave_forward` ends it.
+    """
     outer = _FORWARDS.get()
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
         shard, positions, cache = outer[-1][1:]
@@ -87,25 +97,25 @@ def enter_forward(
 
 
 def forward_in_progress() -> Forward | None:
-    """Return the forward in progress, the innermost one."""
+    """Return the model forward in progress: the innermost one if models are nested, None if there is none."""
     forwards = _FORWARDS.get()
     return forwards[-1] if forwards else None
 
 
 def shard_of_forward() -> SequenceShard | None:
-    """Return the shard of the forward in progress."""
+    """Return the shard that the forward in progress runs on; None for a whole batch, or without a forward."""
     forward = forward_in_progress()
     return None if forward is None else forward.shard
 
 
 def cache_of_forward() -> RingCache | None:
-    """Return the cache of the forward in progress, if ranks share its keys and values."""
+    """Return the `RingCache` that the forward in progress runs with; None for none."""
     forward = forward_in_progress()
     return None if forward is None else forward.cache
 
 
 def given_positions() -> Tensor | None:
-    """Return the positions of this rank's tokens in the forward in progress, if that has a shard of a batch."""
+    """Return the `position_ids` of this rank's tokens in the forward in progress; None for a whole batch."""
     forwards = _FORWARDS.get()
     if not forwards or forwards[-1].shard is None or forwards[-1].shard.as_given:
         return None
@@ -121,7 +131,7 @@ def leave_forward(model: torch.nn.Module) -> None:
 
 @contextmanager
 def as_in_forward(forward: Forward) -> Iterator[None]:
-    """Make `forward` the one in progress in this context, as while a checkpoint computes its layers again."""
+    """Make `forward` the forward in progress in this context, as while a checkpoint computes its layers again."""
     before = _FORWARDS.set((*_FORWARDS.get(), forward))
     try:
         yield
@@ -130,12 +140,15 @@ def as_in_forward(forward: Forward) -> Iterator[None]:
 
 
 class MaskRecipe:
-    """The request for a mask that transformers made. `ndim` tells transformers that nothing is left to do.
+    """A description of an attention mask in place of a tensor: the arguments of transformers' request for the mask.
 
-    shard: the shard of the forward that made the recipe. Layers that hand no keyword arguments to their attention
-        hand on the mask, also in recomputation, so that attention finds the shard here.
-    rule: how the model of that forward groups tokens that attend to each other both ways.
+    Its `ndim` of 4 tells transformers that the mask is complete.
+
+    shard: the shard of the forward that made the recipe; None for a whole batch. Layers that hand no keyword
+        arguments to their attention hand on the mask, also in recomputation, so that attention finds the shard here.
+    rule: how the model of that forward groups tokens that attend to each other both ways; None for no groups.
     turn: the types of new tokens, in a forward with a cache.
+    asked: the arguments of `transformers.masking_utils.sdpa_mask`.
     """
 
     ndim = 4
@@ -167,7 +180,7 @@ class MaskRecipe:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the mask, [B, 1, S_q, S_k], which code that makes one mask of another reads."""
+        """Return the shape that the mask would have as a tensor, [B, 1, S_q, S_k], which some models read."""
         return torch.Size((self._asked["batch_size"], 1, self._asked["q_length"], self._asked["kv_length"]))
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
@@ -186,11 +199,11 @@ class MaskRecipe:
         return whole[index]
 
     def to(self, *args: Any) -> MaskRecipe:
-        """Return the recipe itself, which is of no type and on no device; MPT asks for a mask of booleans."""
+        """Return the recipe itself, for models such as MPT that cast their mask: it has no type and no device."""
         return self
 
     def within(self, window: int) -> MaskRecipe:
-        """Return the recipe of this mask restricted to a window of so many keys, the query's own included."""
+        """Return this mask's recipe restricted to a sliding window of `window` keys, the query's own included."""
         from transformers.masking_utils import and_masks, sliding_window_overlay
 
         within = and_masks(self._asked["mask_function"], sliding_window_overlay(window))
@@ -198,7 +211,11 @@ class MaskRecipe:
         return MaskRecipe(shard=self.shard, rule=self._group_rule, turn=self._turn, **asked)
 
     def tensor(self, *, always: bool) -> Tensor | None:
-        """Return the mask [B, 1, S_q, S_k], True where a query may attend; None for a causal one unless `always`."""
+        """Return the mask as a bool tensor [B, 1, S_q, S_k], True where a query may attend to a key.
+
+        always: whether to make it in any case. If not, None may be returned for a mask that is plainly causal or
+            full.
+        """
         if always not in self._made:
             from transformers.masking_utils import sdpa_mask
 
@@ -216,7 +233,7 @@ class MaskRecipe:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """Return the names, in transformers, of the rules in this mask that a ring does not support."""
+        """Return transformers' names of the mask functions in this mask that a ring does not support."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
         unsized |= self._rules.keys() & {_CHUNKS} if self.chunk is None else set()
         from transformers import masking_utils
@@ -250,12 +267,15 @@ class MaskRecipe:
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Return whether the model has handed over positions that look like documents."""
+        """Return whether the model's own mask keeps documents apart, by `position_ids` that begin anew."""
         return _DOCUMENTS in self._rules
 
     @property
     def window(self) -> int | None:
-        """Return how many keys back a query attends to, itself included; to either side if the window has two."""
+        """Return the size of the mask's sliding window, in keys; None without a window.
+
+        The query itself is included. In a window to both sides the number is of keys on either side.
+        """
         if not self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS}:
             return None
         size: int | None = self._asked.get("local_size")
@@ -265,12 +285,12 @@ class MaskRecipe:
 
     @property
     def chunk(self) -> int | None:
-        """Return how many tokens attend to each other in attention in chunks; None for other attention."""
+        """Return the size of chunks in tokens if tokens attend only within their chunk, as in Llama 4; else None."""
         return self._asked.get("local_size") if _CHUNKS in self._rules else None
 
     @property
     def mask(self) -> Mask:
-        """Return a layer's mask within one sequence, without padding, documents and chunks."""
+        """Return the layer's mask as a `Mask`, without padding, documents and chunks, which are added elsewhere."""
         causal, window, groups = _CAUSAL in self._rules, self.window, self._groups
         if groups is not None:
             assert self._marked is not None
@@ -287,7 +307,11 @@ class MaskRecipe:
 
 
 def mask_recipe(**asked: Any) -> Any:
-    """Return the recipe of a mask, given the arguments of `transformers.masking_utils.sdpa_mask`."""
+    """Return a `MaskRecipe`, given the arguments of `transformers.masking_utils.sdpa_mask`.
+
+    This is the mask function of `attn_implementation="burst"`. A recipe that is given as `attention_mask` is returned
+    as it is.
+    """
     if isinstance(asked.get("attention_mask"), MaskRecipe):
         return asked["attention_mask"]  # generation has prepared it before
     if torch.compiler.is_compiling():  # which stops at a batch in a global variable
@@ -322,7 +346,7 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
 
 
 def has_documents(mask: Mask | None) -> bool:
-    """Return whether a batch's mask keeps documents apart."""
+    """Return whether the mask of a batch, as `SequenceShard.mask` has it, keeps documents apart; False for None."""
     if isinstance(mask, Both):
         return has_documents(mask.one) or has_documents(mask.other)
     if isinstance(mask, PerRow):
@@ -401,9 +425,11 @@ def _names_by_code() -> dict[CodeType | None, str]:
 
 
 def shard_among(values: Iterable[Any], options: Mapping[str, Any]) -> SequenceShard | None:
-    """Return the shard of a layer's batch, found by keyword or in a mask among its arguments; None for a whole batch.
+    """Return the shard that a layer was called with; None for a whole batch.
 
-    values, options: the layer's positional and keyword arguments.
+    It is the keyword argument `burst`, or comes with a `MaskRecipe` among the arguments.
+
+    values, options: the positional and keyword arguments of the call.
     """
     shard: SequenceShard | None = options.get(SHARD_KEY)
     if shard is not None:

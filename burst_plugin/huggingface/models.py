@@ -1,6 +1,6 @@
-"""Which models of transformers can run on a ring: models whose tokens meet only in ways that are known here.
+"""Find out whether a model of transformers can run on a ring, and switch it: its tokens may meet in known ways only.
 
-What a model parks in host memory in a step is known before its first forward.
+A forward on a shard that would need more host memory than there is, for what its checkpoints offload, is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,13 @@ _MIXING = {  # options by which ranks compute otherwise than one would
 
 
 def prepare_model(model: torch.nn.Module, averages_gradients: bool = False) -> None:
-    """Put `model` on the ring, or raise ValueError with all reasons; see `burst_plugin.huggingface.prepare`."""
+    """Put a model on the ring, so that it trains on sharded batches.
+
+    Raises ValueError, before anything is changed, with all reasons why it cannot run there.
+
+    averages_gradients: whether the training loop averages gradients over the ranks of the ring, rather than adding
+        them.
+    """
     reasons = problems(model, averages_gradients=averages_gradients)
     if reasons:
         raise ValueError("; ".join(reasons))
@@ -83,9 +89,10 @@ def prepare_model(model: torch.nn.Module, averages_gradients: bool = False) -> N
 
 
 def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
-    """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`.
+    """Switch a model, perhaps wrapped, to `attn_implementation="burst"`, after `problems` has found none in it.
 
-    `averages_gradients` is whether gradients are averaged over ranks, as DeepSpeed does.
+    Replaces functions of its classes and adds hooks to its modules. averages_gradients: whether the training loop
+    averages gradients over the ranks of the ring, as DeepSpeed does, rather than adding them.
     """
     register_attention()
     watch_generate()
@@ -210,10 +217,10 @@ def _calls(shard: SequenceShard) -> tuple[int, int]:
 
 
 def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that takes a batch: the model of transformers or PEFT inside a user's module.
+    """Return the module that takes a sharded batch: the model of transformers or PEFT inside a user's module.
 
-    If the user's module computes with whole labels itself, shapes do not match and it fails, rather than computing a
-    wrong loss.
+    That is `model` itself, also compiled, unless it is a user's module. If the user's module computes with whole
+    labels itself, shapes do not match and it fails, rather than computing a wrong loss.
     """
     original = getattr(model, "_orig_mod", model)  # torch.compile's
     if _is_pretrained(original) or _is_peft(original):
@@ -232,10 +239,15 @@ def problems(
 ) -> list[str]:
     """Return the reasons why a model cannot be computed on shards of its sequences; empty if it can.
 
-    is_whole: on a ring of one rank, batches stay as they are, and only masks and the counting of labels matter.
-    is_own_mean: labels are not counted on a ring of one rank, and any loss will do.
-    averages_gradients: gradients are averaged over ranks, as DeepSpeed does.
-    apart: a model inside `model` that gets whole sequences, and leaves shards to its body.
+    Args:
+        model: a model of transformers, perhaps wrapped.
+        is_whole: whether the ring has one rank, so that batches stay whole. Then only masks and the loss of labels
+            are examined.
+        is_own_mean: whether the loss is each rank's own mean over labels, as the model has it. With `is_whole`, any
+            loss will do then.
+        averages_gradients: whether gradients are averaged over ranks, as DeepSpeed does, rather than added.
+        apart: a model inside `model` that is not examined, since its head gets whole sequences, and only its body
+            gets shards; None for none.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -352,9 +364,10 @@ def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
 
 
 def has_own_loss(pretrained: PreTrainedModel) -> bool:
-    """Return whether a forward of transformers computes a loss without its `loss_function`, which takes shift_labels.
+    """Return whether a model computes the loss of labels in code of its own, not by transformers' `loss_function`.
 
-    Models of one's own may do that: they are given shift_labels, too.
+    Such code does not take the `shift_labels` of a shard. For classes outside of transformers the answer is False:
+    they are given `shift_labels`, too.
     """
     forward: Any = inspect.unwrap(type(pretrained).forward)
     if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers."):
@@ -426,7 +439,12 @@ def _peft_configs(module: Any) -> list[Any]:
 
 
 def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
-    """Raise MemoryError if this host has no room for what the checkpoints of `model` park of a sharded batch."""
+    """Raise MemoryError if host memory does not suffice for what a model's checkpoints will offload in a step.
+
+    Does nothing in evaluation, or without `Strategy.offload` or gradient checkpointing.
+
+    batch: the keyword arguments of the forward on `shard`.
+    """
     strategy = shard.cp.strategy
     tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
     if not (strategy.offload and model.training and recomputes(model)) or tokens is None:

@@ -1,7 +1,7 @@
 """Attention modules of transformers that compute scores by themselves, rather than by its attention interface.
 
 Their `forward` takes another way once they are given a `MaskRecipe`: the steps before and after the scores are done
-here, and the scores as `attn_implementation="burst"` computes them for other models.
+here, and the scores are computed as `attn_implementation="burst"` computes them for other models.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ class _Family(NamedTuple):
 
 
 def old_attention(pretrained: PreTrainedModel) -> list[type[torch.nn.Module]]:
-    """Return the classes of a model's attention modules that this module knows how to adapt."""
+    """Return the classes of a model's attention modules that bypass transformers' interface and can be adapted."""
     kinds = {type(module) for module in pretrained.modules()}
     return [kind for kind in kinds if _family(kind) is not None and not _rounds_alibi(pretrained)]
 
 
 def problems_of_old_attention(pretrained: PreTrainedModel) -> list[str]:
-    """Return why attention modules that do not go through transformers' interface cannot run on a ring."""
+    """Return the reasons why a model's attention modules that bypass transformers' interface cannot run on a ring.
+
+    Empty if the model has none, or all can be adapted.
+    """
     if _rounds_alibi(pretrained):
         return [
             "its ALiBi is rounded to bfloat16 in a way that depends on where a token is in the batch, which a ring "
@@ -65,7 +68,10 @@ def _rounds_alibi(pretrained: PreTrainedModel) -> bool:
 
 
 def adapt(pretrained: PreTrainedModel) -> bool:
-    """Let a model's attention modules of known classes run on the ring; return whether there are any."""
+    """Have attention modules that bypass transformers' interface run on the ring; return whether a model has any.
+
+    Replaces the `forward` of their classes, once.
+    """
     kinds = old_attention(pretrained)
     for kind in kinds:
         if not hasattr(kind.forward, _MARK):

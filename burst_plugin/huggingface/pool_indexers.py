@@ -40,10 +40,11 @@ _MARK = "_burst_plugin_pool_indexer"  # of what has been replaced
 
 
 class PoolChoice:
-    """The pools that the queries of a shard select, which layers may share.
+    """The pools of keys, so many consecutive tokens each, that the queries of a shard select; layers may share it.
 
-    starts: where pools start in the whole sequence, int32 [B, S_local, n], -1 for none.
-    keys_of: returns the positions of the pools' keys, given `starts`; see `sparse.keys_of_pools`.
+    starts: where the selected pools start in the whole sequence, int32 [B, S_local, n], -1 for none.
+    keys_of: takes `starts`, and returns the positions of all keys that queries attend to, int32 [B, S_local, m], -1
+        for none: those of the selected pools, and those of a query's own, unfinished pool.
     """
 
     def __init__(self, starts: Tensor, keys_of: Callable[[Tensor], Tensor]) -> None:
@@ -51,9 +52,9 @@ class PoolChoice:
         self._last: Callable[[], Tensor | None] = lambda: None
 
     def keys(self) -> Tensor:
-        """Return the positions of keys, int32 [B, S_local, m], -1 for none.
+        """Return the positions of the keys that queries attend to, int32 [B, S_local, m], -1 for none.
 
-        Only users of the tensor keep it, such as autograd. As long as any does, all get one tensor.
+        The tensor is made anew unless an earlier caller, such as autograd, still has it.
         """
         found = self._last()
         if found is None:
@@ -63,7 +64,7 @@ class PoolChoice:
 
 
 def pool_indexers(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield a model's indexers, the modules that choose keys for queries, that select pools of keys."""
+    """Yield a model's pool indexers: the modules that select for each query whole pools of keys to attend to."""
     return (each for each in text_modules(model) if is_pool_indexer(each))
 
 
@@ -73,7 +74,10 @@ def is_pool_indexer(module: Any) -> bool:
 
 
 def problems_of_pool_indexers(pretrained: PreTrainedModel) -> list[str]:
-    """Return why a model's indexers of pools cannot run on a ring: by their code, or without the last pool."""
+    """Return the reasons why a model's pool indexers cannot run on a ring; empty if they can.
+
+    Their code may differ from known releases of transformers, or queries do not always attend to their own pool.
+    """
     reasons = {}
     for module in pool_indexers(pretrained):
         name = type(module).__name__
@@ -91,7 +95,11 @@ def problems_of_pool_indexers(pretrained: PreTrainedModel) -> list[str]:
 
 
 def use_pool_indexers(pretrained: PreTrainedModel) -> None:
-    """Let the indexers of a model select among the pools of all ranks, on shards; once and for all its forwards."""
+    """Have the pool indexers of a model select among the pools of all ranks in all its forwards on shards.
+
+    Replaces the `forward` of their classes, and the method of layers that makes a mask of a selection. Classes whose
+    code is not known are left as they are; repeated calls change nothing.
+    """
     for module in pool_indexers(pretrained):
         if not _missing(type(module)):
             owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))

@@ -39,7 +39,7 @@ _EXAMINED = "_burst_plugin_counts"  # of a model: which of its modules counts po
 
 
 def counts_unknown(pretrained: PreTrainedModel) -> bool:
-    """Return whether a model counts positions in a way that ranks cannot follow."""
+    """Return whether a model counts positions in a way that is not known, so that it cannot run on shards."""
     kinds = {type(module) for module in text_modules(pretrained)}
     if any(map(_counts_otherwise, kinds)):
         return True
@@ -62,7 +62,11 @@ def _is_one(kind: type, names: re.Pattern[str]) -> bool:
 
 
 def watch_positions(pretrained: PreTrainedModel) -> None:
-    """Find the modules of a model that count positions, and add hooks where needed; once and for all its forwards."""
+    """Note how a model counts positions, for `with_positions`, and add hooks to its tables of positions.
+
+    Repeated calls change nothing. Hooked tables return the embeddings of a shard's positions in place of those of a
+    count from 0.
+    """
     found: dict[re.Pattern[str], torch.nn.Module] = {}
     for module in text_modules(pretrained):
         for names in (_BY_PADDING, _BY_IDS, _TABLES, _BY_ALIBI, _NO_POSITIONS):
@@ -75,7 +79,7 @@ def watch_positions(pretrained: PreTrainedModel) -> None:
 
 
 def problem_with_cache(model: PreTrainedModel) -> str:
-    """Return why a model's positions do not suit a `RingCache`, whose tokens count from 0; empty if they do."""
+    """Return why a model cannot run with a `RingCache`, which counts positions from 0; an empty string if it can."""
     counts = getattr(model, _EXAMINED, {})
     if _NO_POSITIONS.pattern in counts:
         return "its ALiBi is not supported there; use a model with positions"
@@ -89,7 +93,11 @@ def with_positions(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a forward, with positions as the model would count them in the whole batch.
 
-    Collective for models that count ids. Raises ValueError on every rank for what shards would count otherwise.
+    Models that take `position_ids` as they are, whole batches (`shard` None), and batches that came with positions
+    are left as they are. args, kwargs: the arguments of the forward, for this rank's tokens.
+
+    Collective for models that count ids. Raises ValueError on every rank for padding or prefix trees that a model
+    would count otherwise.
     """
     counts = getattr(model, _EXAMINED, None)
     if not counts or shard is None or shard.as_given:

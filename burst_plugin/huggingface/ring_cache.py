@@ -27,19 +27,20 @@ _DRAFT = 128  # tokens that models which assist may draft at once; some of them 
 
 
 class RingCache(Cache):
-    """The cache of a model: keys and values are spread over the ranks of a ring, and every rank holds all states.
+    """A cache for a model of transformers, whose keys and values are spread over the ranks of a ring.
 
         model = burst_plugin.huggingface.prepare(model).eval()
         ids = model.generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
 
     All ranks call `generate`, or the model, with identical whole tokens, and get identical results: prompts are cut
-    among the ranks, and each rank computes the tokens that follow one by one; see `burst_plugin.inference.KVCache`.
-    A cache that is given again goes on after the tokens that it holds, as other caches do.
+    among the ranks, and each rank computes the tokens that follow one by one. Every rank holds all states of
+    recurrent layers. A cache that is given again goes on after the tokens that it holds, as other caches do.
 
     Args:
         cp: the context-parallel group, all of whose ranks take part.
-        options: `reserve`, `offload`, `forward` and `rewind` of `KVCache`. Layers that have a window by the model's
-            configuration keep the tokens of that window, and `rewind` more, which `crop` may then cut off.
+        options: `reserve`, `offload`, `forward` and `rewind` of `burst_plugin.inference.KVCache`. Layers that have a
+            window by the model's configuration keep the tokens of that window, and `rewind` more, which `crop` may
+            then cut off.
 
     Raises:
         ValueError: for an argument that is not valid.
@@ -61,7 +62,7 @@ class RingCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens; not collective, but every rank has to do so."""
+        """Forget all tokens; not collective, but every rank has to call it."""
         self._kv: KVCache | None = None
         self._windows: dict[int, int | None] = {}  # of layers that attend, by their numbers in the model
         self._set_states(None)
@@ -93,7 +94,7 @@ class RingCache(Cache):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the number of tokens of each row, without padding."""
+        """Return the number of tokens of each batch row, without padding; () if the cache is empty."""
         return () if self._kv is None else self._kv.lengths
 
     @property
@@ -104,23 +105,23 @@ class RingCache(Cache):
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent for attention: see `KVCache.bytes_sent`."""
+        """Return how many bytes this rank has sent for attention, {"intra": in its node, "inter": between nodes}."""
         new = {} if self._kv is None else self._kv.bytes_sent
         return {link: n + new.get(link, 0) for link, n in self._sent.items()}
 
     @property
     def seen(self) -> Tensor:
-        """Return which tokens so far are real and which padding, [B, columns], bool on the CPU."""
+        """Return which tokens so far are real, True, and which are padding, bool [B, tokens] on the CPU."""
         return self._seen
 
     @property
     def turn(self) -> Turn | None:
-        """Return the turn of the forward in progress, None if there is none."""
+        """Return the new tokens of the forward in progress and how ranks share them; None between forwards."""
         return self._turn
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether the cache has had a first turn."""
+        """Return whether the cache has had a first forward."""
         return self._kv is not None
 
     @property
@@ -137,7 +138,10 @@ class RingCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return (number of keys with padding, 0), for callers in transformers; no mask of this size is made."""
+        """Return the number of keys after a forward of `query_length` new tokens, with padding, and an offset of 0.
+
+        transformers asks for it to make masks. No mask of this size is made.
+        """
         return self.get_seq_length() + int(query_length), 0
 
     # ---------------------------------------------------------------------------------------------- during a forward
@@ -145,11 +149,19 @@ class RingCache(Cache):
     def begin_turn(
         self, windows: Mapping[int, int | None], states: LayerStates | None, new: Tensor, ids: Tensor, last: bool
     ) -> Turn | Columns:
-        """Begin the turn of a forward, and return which tokens are this rank's; collective.
+        """Begin the turn of a forward, and return which of its new tokens this rank computes; collective.
 
-        `windows` say for each layer that attends how many tokens before itself a token attends to, None for all.
-        `states` are the states that a model with recurrent layers begins with. `new` [B, n] says which tokens are no
-        padding, `ids` are their ids; `last` says whether only logits of the last token are asked for.
+        Args:
+            windows: for each layer that attends, by its number in the model, how many tokens before itself a token
+                attends to; None for all.
+            states: the states that a model with recurrent layers begins with, used in the first turn; None for other
+                models.
+            new: bool [B, n], which of the new tokens are no padding.
+            ids: integers, the ids of the new tokens without padding, which ranks compare.
+            last: whether only logits of each row's last token are asked for.
+
+        Returns:
+            The `Turn`, or for recurrent layers the `Columns` of a turn of more than one token.
         """
         if self._kv is None:
             self._kv = KVCache(self.cp, len(windows), windows=list(windows.values()) or None, **self._options)
@@ -165,7 +177,9 @@ class RingCache(Cache):
         return columns
 
     def mark(self, marked: MarkedTurn | None, rule: GroupRule | None) -> None:
-        """Note the types of the turn's tokens, which decide what groups of tokens attend to each other both ways.
+        """Note the types of the turn's tokens, since tokens such as an image's attend to each other both ways.
+
+        marked: the types; None if no new token is in a group. rule: which types make groups.
 
         Raises ValueError for a group that comes in two turns: its first tokens have attended without the others.
         """
@@ -188,7 +202,11 @@ class RingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values unchanged; the attention that follows appends them to the cache."""
+        """Return a layer's keys and values unchanged; the attention that follows appends them to the cache.
+
+        transformers calls this in layers. Raises ValueError for a model that is not on the ring, or if a layer before
+        did not attend.
+        """
         if self._turn is None:
             raise ValueError(
                 "a RingCache got keys and values of a model that is not on the ring: call "
@@ -205,9 +223,19 @@ class RingCache(Cache):
     def attend(
         self, name: str, qkv: tuple[Tensor, Tensor, Tensor], mask: Mask, scores: Scores, sink: Tensor | None
     ) -> Tensor:
-        """Return attention of the layer `name` to all that it has cached; collective.
+        """Return attention [B, n, heads, D] of this rank's new tokens to all cached and new tokens; collective.
 
-        `qkv` are the queries, keys and values of this rank's new tokens, [B, n, heads, D]; so are the outputs.
+        Args:
+            name: of the layer's class, for errors. Its keys and values were given to `update` just before.
+            qkv: queries, keys and values of this rank's new tokens, [B, n, heads, D] each; keys and values are
+                cached.
+            mask: the layer's own mask, in positions of a row.
+            scores: scale and softcap of scores.
+            sink: a logit for each head, [heads], that takes part in the softmax without a value; None for none.
+
+        Raises:
+            ValueError: the layer did not call `update`, or its mask reaches further than the window that the cache
+                keeps.
         """
         if self._layer is None or self._kv is None:
             raise ValueError(
@@ -235,7 +263,14 @@ class RingCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Return the input of a convolution, [B, C, n], with earlier tokens in front, and keep the last tokens."""
+        """Return the input of a layer's convolution with earlier tokens in front, and store its last tokens.
+
+        transformers calls this. It is collective where ranks share the tokens of the turn.
+
+        conv_states: [B, C, n], the new tokens of this rank.
+        layer_idx, state_idx: the number of the layer, and of the convolution in it.
+        conv_kernel_size: how many tokens are stored and, where ranks share the tokens, put in front.
+        """
         if self.states is None or self.states.columns is None:
             if conv_kernel_size:
                 kwargs["conv_kernel_size"] = conv_kernel_size
@@ -244,24 +279,27 @@ class RingCache(Cache):
         return self.states.with_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the state of MiniMax's linear attention."""
+        """Return the state of linear attention in a layer of MiniMax, whose model calls this; None at first."""
         return None if self.states is None else self.states.own.get(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Keep the state of MiniMax's linear attention."""
+        """Store the state of linear attention in a layer of MiniMax, whose model calls this."""
         if self.states is not None:
             self.states.own[layer_idx] = linear_cache
 
     @property
     def rnn_state(self) -> Any:
-        """Return the states of xLSTM's layers, which its model writes into."""
+        """Return the states of xLSTM's layers, a tuple of tensors for each, which its model reads and overwrites."""
         assert self.states is not None
         return self.states.own[XLSTM]
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return hidden states [B, n, H] of the turn's tokens from all ranks; collective, where ranks share them.
+        """Return the hidden states of all the turn's tokens, [B, n, H]; collective where ranks share the tokens.
 
-        If only the last token is asked for, they are [B, 1, H]; else n is all columns of the forward, 0 for padding.
+        hidden: the hidden states that this rank has computed.
+
+        n is the number of new tokens of the forward, padding included, for which there are zeros. If only logits of
+        the last token are asked for, the result is [B, 1, H].
         """
         assert self._kv is not None
         assert self._turn is not None
@@ -288,7 +326,10 @@ class RingCache(Cache):
         return columns
 
     def end_turn(self) -> bool:
-        """End the turn of a forward; return whether it is complete. A failed forward leaves no tokens."""
+        """End the turn of a forward; return whether all its layers have attended and its hidden states were gathered.
+
+        The tokens of a forward that failed before its layers have all attended are forgotten.
+        """
         turn, new, self._turn, self._new, self._layer, self.shard = self._turn, self._new, None, None, None, None
         self.marked = None
         if self.states is not None:
@@ -306,12 +347,15 @@ class RingCache(Cache):
     # ---------------------------------------------------------------------------------------------- between forwards
 
     def activate_past_recording(self) -> None:
-        """Keep more tokens than the windows need from now on, so that `crop` can cut off rejected drafts."""
+        """Have layers with windows keep more tokens than these need, so that `crop` can cut off rejected drafts.
+
+        transformers calls this before assisted generation. Nothing changes once the cache has had a forward.
+        """
         if self._kv is None:
             self._options = {**self._options, "rewind": max(_DRAFT, self._options.get("rewind", 0))}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of each row.
+        """Forget the last `-tokens_to_remove` tokens of each row, padding included; nothing for 0.
 
         Raises ValueError for numbers above 0, and for models with recurrent layers.
         """
@@ -327,19 +371,22 @@ class RingCache(Cache):
             self._kv.truncate(self._seen.sum(1).tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the rows, for beam search: the new row `i` goes on from row `beam_idx[i]`."""
+        """Replace the batch rows, for beam search: the new row `i` goes on from row `beam_idx[i]`, int64 [rows]."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times, side by side."""
+        """Repeat each batch row `repeats` times, the copies side by side: rows a, b become a, a, b, b."""
         self._select([row for row in range(len(self.lengths)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows with these numbers, in this order."""
+        """Keep only the batch rows with these numbers, in this order; indices is int64 [rows]."""
         self._select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def finish(self) -> None:
-        """Tell all ranks that no forward follows for now, as `generate` does at its end; collective."""
+        """Tell all ranks that no forward of this cache follows for now, so that none waits for one; collective.
+
+        Raises ValueError on every rank if a rank begins a forward instead.
+        """
         if self._kv is not None:
             self._kv.finish()
 
@@ -394,12 +441,15 @@ def _reach(mask: Mask) -> int | None:
 
 
 def ring_cache_of(values: Iterable[Any]) -> RingCache | None:
-    """Return the `RingCache` among the arguments of a forward, whatever its name is in a release."""
+    """Return the `RingCache` among the values of a forward's arguments; None if there is none."""
     return next((value for value in values if isinstance(value, RingCache)), None)
 
 
 def tell(cp: ContextParallel, error: Exception) -> None:
-    """Report an `error` to all ranks, each of which raises ValueError where it next compares; collective."""
+    """Report an error of this rank to all ranks, and raise it as ValueError; collective.
+
+    The other ranks raise ValueError where they next compare values on the ring `cp`.
+    """
     try:
         cp.agree({}, error_text(error), "tokens for a cache")
     except ValueError as told:

@@ -1,4 +1,7 @@
-"""Log-probabilities of rollouts, which are folded and run through a model of transformers over a ring."""
+"""Log-probabilities of rollouts, folded into one sequence that a model of transformers computes over a ring.
+
+In a folded sequence, tokens at the beginning that rollouts share are there once.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ class _Values(NamedTuple):
 
 
 class RolloutLogProbs(_Values):
-    """A model's log-probabilities of rollouts: a tuple of three, with a fourth value beside.
+    """A model's log-probabilities of rollouts, a named tuple of three values, with a fourth as an attribute.
 
     log_probs: for each rollout [T - 1], float32 or float64; entry t is the log-probability of its token t + 1.
     entropies: for each rollout [T - 1]; the entropies of the distributions that its tokens were drawn from.
     tokens: the number of tokens that the model computed, over all ranks, without padding.
-    router_loss: the load-balancing loss of its experts over all tokens of the rollouts, as if these were a padded
-        batch; None if that was not asked for.
+    router_loss: the attribute, no part of the tuple: the load-balancing loss of its experts over all tokens of the
+        rollouts, as if these were a padded batch; None if that was not asked for.
     """
 
     router_loss: Tensor | None = None
@@ -55,9 +58,9 @@ def rollout_log_probs(
     chunk: int = 1024,
     router_loss: bool | None = None,
 ) -> RolloutLogProbs:
-    """Return the log-probabilities of rollouts; beginnings that rollouts share are computed once; collective.
+    """Return the log-probabilities of rollouts, whose shared beginnings are computed once; collective.
 
-    Ranks have equally many tokens of the folded sequence, and logits of `chunk` tokens at a time.
+    Rollouts are folded into one sequence, of which all ranks have equally many tokens.
 
     Args:
         model: a causal language model of transformers, perhaps wrapped, after `prepare`.
@@ -66,19 +69,19 @@ def rollout_log_probs(
         own: whether every rank gives rollouts of its own, at least one, and computes a loss of its own from their
             values, as data-parallel ranks do. The ring folds the rollouts of all its ranks together. By default all
             ranks give the same rollouts, and compute the same loss.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by, above 0.
         chunk: logits of so many tokens exist at a time.
         router_loss: whether to return the load-balancing loss of experts, of this rank's rollouts with `own`. By
             default if the model's configuration has `output_router_logits`.
 
     Returns:
-        See `RolloutLogProbs`. A rank's gradients of parameters come from its tokens, and are to be added up over
-        ranks. They are gradients of the loss or, with `own`, of the sum of all ranks' losses; its backward pass is
+        A `RolloutLogProbs`. A rank's gradients of parameters come from its tokens, and are to be added up over ranks.
+        They are gradients of the loss or, with `own`, of the sum of all ranks' losses; its backward pass is
         collective. Where gradients are averaged, as by DistributedDataParallel, the loss is to be multiplied by the
         number of ranks, or, with `own`, is the mean of the ranks' losses.
 
     Raises:
-        ValueError: on every rank, for what does not fit, or if ranks differ.
+        ValueError: on every rank, for arguments or a model that are not as described, or if ranks differ.
 
     Example:
         log_probs, entropies, _ = rollout_log_probs(model, rollouts, cp)

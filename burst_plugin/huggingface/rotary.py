@@ -22,7 +22,7 @@ _ADDED = "_burst_plugin_added_position"  # of a module in the middle of a forwar
 
 
 def problem_of_rotary(model: PreTrainedModel) -> str:
-    """Return why a model's rotary embedding cannot be told the longest position; "" if it can or need not."""
+    """Return why a model's rotary embedding cannot be told a batch's longest position; "" if it can or need not."""
     kinds = _rope_types(model.config.get_text_config()) & set(_KINDS)
     if not kinds or any(True for _ in _dependent(model)):
         return ""
@@ -33,7 +33,10 @@ def problem_of_rotary(model: PreTrainedModel) -> str:
 
 
 def use_longest_positions(model: torch.nn.Module) -> None:
-    """Give the longest position of the whole batch to those rotary embeddings of a model that depend on it."""
+    """Add hooks that give a model's rotary embeddings the longest position of the whole batch.
+
+    Only embeddings that depend on it are hooked. Repeated calls change nothing.
+    """
     for module in _dependent(model):
         if _add_position not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_add_position, with_kwargs=True)

@@ -36,7 +36,10 @@ _TOLERANCE = 1e-5
 
 
 def problem_of_router_loss(pretrained: PreTrainedModel, averages_gradients: bool) -> str:
-    """Return why a model's router loss cannot be computed over a whole ring; empty if it can."""
+    """Return why a model's router loss (`output_router_logits`) cannot be computed over a ring; empty if it can.
+
+    averages_gradients: whether gradients are averaged over the ranks of a ring, rather than added.
+    """
     off = "leave output_router_logits out, in TRL by router_aux_loss_coef=0.0"
     functions = [getattr(module, _FUNCTION) for module in _modules(pretrained)]
     if not functions or not all(map(_is_known, functions)):
@@ -51,7 +54,10 @@ def problem_of_router_loss(pretrained: PreTrainedModel, averages_gradients: bool
 
 
 def check_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for a forward on a shard whose router loss cannot be computed over the whole ring."""
+    """Raise ValueError for a forward on a shard whose router loss cannot be computed over the whole ring.
+
+    kwargs: the keyword arguments of the forward. Without a shard or a router loss nothing is checked.
+    """
     shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.as_given or not asks_for_router_loss(pretrained, kwargs):
         return
@@ -67,16 +73,18 @@ def check_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) ->
 
 
 def asks_for_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a forward adds a router loss: as it is asked, or as the model is configured."""
+    """Return whether a forward adds a router loss, by `output_router_logits` in `kwargs` or in the configuration."""
     asked = kwargs.get("output_router_logits")
     configured = getattr(pretrained.config.get_text_config(), "output_router_logits", False)
     return bool(configured if asked is None else asked)
 
 
 def use_router_losses(pretrained: PreTrainedModel, averages_gradients: bool) -> None:
-    """Have the router losses of a model, where it has any, computed over whole rings.
+    """Have a model's load-balancing losses computed over the tokens of all ranks, in its forwards on shards.
 
-    averages_gradients: whether gradients are averaged over the ranks of a ring.
+    Replaces `load_balancing_loss_func` in the files of the model's classes and, for TRL, in that of Mixtral.
+
+    averages_gradients: whether gradients are averaged over the ranks of a ring, which the losses need.
     """
     setattr(pretrained, _AVERAGED, averages_gradients)
     for module in _modules(pretrained):
@@ -137,11 +145,12 @@ def _on_rings(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RouterLosses:
-    """The router losses of one forward on a shard, of groups of rows that share tokens.
+    """The router losses of one forward on a shard of a prefix tree, one for each group of rows.
 
-    In its context a model adds no router loss to its own.
+    A group may be the rollouts of one rank, which share tokens. This is a context manager: while it is entered, the
+    model adds no router loss to its own; `of_groups` returns the losses after the forward.
 
-    weights: how many rows of each group have a token [G, S] of the whole sequence.
+    weights: [G, S], how many rows of each group contain each token of the whole sequence.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Tensor) -> None:
@@ -157,14 +166,22 @@ class RouterLosses:
         delattr(self._model, _TAKEN)
 
     def take(self, gate_logits: tuple[Tensor, ...], experts: int, top_k: int, shard: SequenceShard) -> Tensor:
-        """Keep what the loss needs of a forward's `gate_logits`, and return 0 in place of the model's own loss."""
+        """Store what the losses of groups need of a forward's router logits, and return 0, a scalar tensor.
+
+        The function in place of `load_balancing_loss_func` calls it, and the model adds the 0 to its own loss.
+
+        gate_logits: for each layer [tokens of this rank, experts]. experts: their number. top_k: experts per token.
+        """
         padded = torch.nn.functional.pad(self._weights, (0, shard.tokens.length - self._weights.shape[1]))
         weights = shard.cp.shard(padded, 1, shard.tokens).to(gate_logits[0].device)
         self._experts, self._sums = experts, _sums(gate_logits, experts, top_k, weights)
         return gate_logits[0].new_zeros(())
 
     def of_groups(self, cp: ContextParallel) -> Tensor:
-        """Return the router loss of each group, [G], whose gradient reaches this rank's tokens; collective."""
+        """Return the router loss of each group, float32 [G], after the forward; collective.
+
+        Its gradient reaches the router logits of this rank's tokens, so that ranks' gradients are to be added.
+        """
         assert self._sums is not None, "the forward computes a router loss"
         return _of_groups(self._sums, self._experts, cp, 1)
 

@@ -1,4 +1,4 @@
-"""Models that also take images, audio or video, on text alone: what text does not pass is left as it is.
+"""Models that also take images, audio or video, on text alone: modules that text does not pass are left as they are.
 
 Model  ->  projector, towers: of images, audio, video; never run on a shard, so neither examined nor switched
        ->  language model: examined, and on the ring
@@ -46,15 +46,16 @@ _OF_TEXT = frozenset(
 
 
 def other_parts(config: Any) -> list[str]:
-    """Return the names of the configurations of parts besides the language model, such as a vision tower."""
+    """Return the names of inner configurations of models beside the language model, such as "vision_config"."""
     text = config.get_text_config()
     return [name for name in config.sub_configs if _is_part(getattr(config, name, None), text)]
 
 
 def text_part(config: Any) -> str | None:
-    """Return the name of the configuration of a language model that has other parts beside it; None if it has none.
+    """Return the name of the inner configuration of a language model, such as "text_config", beside other parts.
 
-    Without a configuration of its own a language model cannot be told from these parts: text may pass through them.
+    Returns None for an encoder-decoder, for a model without other parts, and for a language model without a
+    configuration of its own: it cannot be told from the other parts, so that text may pass through them.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder or not other_parts(config):
@@ -70,7 +71,10 @@ def _is_part(config: Any, text: Any) -> bool:
 
 
 def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the models inside `model` that text does not pass through: all but its language model with its parts."""
+    """Return the models inside `model` that text does not pass through, such as a vision tower.
+
+    These are all inner models of transformers but the language model and the models inside it.
+    """
     found: dict[int, PreTrainedModel] = {}
     for around in model.modules():
         if isinstance(around, PreTrainedModel) and text_part(around.config):
@@ -83,7 +87,7 @@ def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 
 def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the names and modules of a model that text may pass through, itself included: all but the towers'."""
+    """Yield the names and modules of a model that text may pass through: all but its towers and their modules."""
     left_out = {id(part) for tower in towers(model) for part in tower.modules()}
     for name, module in model.named_modules():
         if id(module) not in left_out:
@@ -91,13 +95,13 @@ def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules of a model that text may pass through, itself included: all but the towers'."""
+    """Yield the modules of a model that text may pass through: all but its towers and their modules."""
     for _, module in named_text_modules(model):
         yield module
 
 
 def leaves_attention_to_parts(model: PreTrainedModel) -> bool:
-    """Return whether a model has parts besides its language model, and attention only in the models inside it."""
+    """Return whether a model has parts beside its language model, and attention in its inner models only."""
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
     theirs = {id(part) for each in inner for part in each.modules()}
     own = [each for each in model.modules() if id(each) not in theirs]
@@ -105,7 +109,11 @@ def leaves_attention_to_parts(model: PreTrainedModel) -> bool:
 
 
 def watch_towers(model: PreTrainedModel) -> None:
-    """Add hooks that refuse a forward of a tower on a shard."""
+    """Add hooks to a model's towers, such as of images, which raise ValueError if a tower runs on a shard.
+
+    Towers that ranks share run outside of the forward on the shard, and are not refused. Repeated calls change
+    nothing.
+    """
     for tower in towers(model):
         if _refuse_tower not in tower._forward_pre_hooks.values():
             tower.register_forward_pre_hook(_refuse_tower)
@@ -123,7 +131,11 @@ def _refuse_tower(tower: torch.nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for a shard with images, video or audio that a model cannot share, or was cut without."""
+    """Raise ValueError if a shard has images, video or audio that ranks cannot share, or entries that were not cut.
+
+    Models that take only text are not checked. args, kwargs: the arguments of the forward on the shard, which is
+    `kwargs["burst"]`.
+    """
     if not text_part(model.config):
         return
     shard, name = kwargs[SHARD_KEY], type(model).__name__
