@@ -28,11 +28,12 @@ def install(strategy: Strategy | None = None) -> MegatronAdapter:
             defaults.
 
     Returns:
-        The adapter; `str(adapter)` says what was done.
+        The adapter; `str(adapter)` lists what was changed in Megatron-core.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: heads are in chunks, or an earlier `install()` had another strategy.
+        ValueError: `strategy.head_chunk` is set, which Megatron's layers cannot follow; or an earlier `install()` had
+            another strategy.
     """
     from burst_plugin.megatron.adapter import install_adapter
 

@@ -45,14 +45,18 @@ _MARK = "_burst_plugin_adapter"
 
 
 class MegatronAdapter:
-    """An installed adapter: its rings, and a report of the changes that it made."""
+    """What `install()` returns: the rings of this process, and a report of the changes that it made to Megatron-core.
+
+    strategy: the options for all layers; None to take them from Megatron's parsed arguments. `registry`: the rings
+    and what they know of batches. `report`: the lines that `str()` lists.
+    """
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.registry = Registry(strategy)
         self.report: list[str] = []
 
     def contexts(self) -> list[ContextParallel]:
-        """Return the rings in use, one per context-parallel group."""
+        """Return the `ContextParallel` objects in use, one for each context-parallel group."""
         return self.registry.contexts()
 
     def __str__(self) -> str:
@@ -60,7 +64,16 @@ class MegatronAdapter:
 
 
 def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
-    """Install the adapter once, and return it; see `burst_plugin.megatron.install`."""
+    """Repair and wrap Megatron's functions for the ring, once per process, and return the adapter.
+
+    A later call changes nothing and returns the adapter of the first.
+
+    Args:
+        strategy: options for all layers; None: the `--burst-*` flags if Megatron's parser ran, else the defaults.
+
+    Raises:
+        ValueError: `strategy.head_chunk` is set; or an earlier call had another strategy, and this one is not None.
+    """
     if strategy is not None and strategy.head_chunk:
         raise ValueError(
             f"head_chunk={strategy.head_chunk} is for models of transformers; Megatron's layers project all heads at "

@@ -14,13 +14,13 @@ from burst_plugin.megatron.flags.config import problems_of_own_batches
 
 
 def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
-    """Return the log-probability of every token but the first, given those before it; collective.
+    """Return the log-probability of every token but the first, given the tokens before it; collective.
 
         log_probs = token_log_probs(model, tokens)  # of a context and its continuation, the same on every rank
         likelihood = log_probs[:, len(context) - 1 :].sum(1)
 
     One forward pass without gradients, cut over context-parallel ranks by the layout of the ring; the losses of all
-    ranks are put together in order. Texts need not divide: they are padded at their ends, which nothing before sees.
+    ranks are put together in order. T may be any length: texts are padded at their ends, which no token before sees.
     A rank has the logits of its own tokens, or of a chunk of these with `loss_chunk`.
 
     Args:
@@ -33,7 +33,7 @@ def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
 
     Raises:
         ValueError: for a model in training mode, pipeline stages, hybrid context parallelism,
-            --reset-attention-mask, or tokens that do not fit; on every rank, if ranks have other tokens.
+            --reset-attention-mask, or tokens of another shape; on every rank, for tokens that differ between ranks.
     """
     config = get_model_config(model)
     reasons = _problems(model, config, tokens)

@@ -1,4 +1,4 @@
-"""What Megatron says about itself, for the launcher and `burst doctor`. Imports no Megatron."""
+"""What Megatron reports about itself, for the launcher and `burst doctor`. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from burst_plugin.megatron.releases import about, parse_version, tree_version
 
 
 def report(tree: str | None) -> Iterator[str]:
-    """Yield a report: the release, and what `install` changes, repairs and refuses; `tree` is a checkout, if given.
+    """Yield lines of a report: the release of Megatron, and what `install()` changes, repairs and refuses there.
 
-    Raises ValueError if `tree` is not a checkout.
+    It imports Megatron and installs the adapter in this process; if Megatron cannot be imported, a line says so.
+
+    tree: the path of a Megatron-LM checkout to import, instead of an installed megatron-core; None for the latter.
+    Raises ValueError if it is not a checkout.
     """
     if tree is not None:
         root = Path(tree).resolve()

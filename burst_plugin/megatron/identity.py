@@ -31,9 +31,9 @@ _INTEGERS = ("tokens", "labels", "position_ids")  # of a batch; masks may be as 
 
 
 class Identity:
-    """Where this rank is in its training; see the module.
+    """Counters of this rank's training, which make the tags of attention calls that the ranks of a ring compare.
 
-    Ranks of one ring may have done different things on other rings, so everything is counted by ring.
+    Ranks of one ring may have done different things on other rings, so calls are counted by ring.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,10 @@ class Identity:
 
     @property
     def microbatch_id(self) -> tuple[int, int] | None:
-        """Return (pass, microbatch), the numbers of the ones in progress, on which all pipeline stages agree."""
+        """Return the numbers of the pass and the microbatch in progress; None outside of Megatron's schedules.
+
+        A pass is one forward-backward pass, of training or evaluation. All pipeline stages agree on these numbers.
+        """
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
     @property
@@ -57,7 +60,7 @@ class Identity:
         return self.forward_steps, self.model_calls
 
     def begin_forward_step(self, microbatch: int) -> None:
-        """Note that a forward step of `microbatch` begins."""
+        """Note that a forward step begins; `microbatch` is the number of the microbatch in the schedule's pass."""
         self.forward_steps += 1
         self._microbatch, self.computes_edges = microbatch, False
 
@@ -66,10 +69,16 @@ class Identity:
         self._microbatch = None
 
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
-        """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.
+        """Return the tag of a layer's call on a ring: its iteration, forward step, microbatch, layer and batch.
 
-        Where microbatches have groups of their own, groups take different numbers of them, so that only the layer is
-        sure to be the same on all ranks of a group.
+        All ranks of the ring get equal tags for one call. A part that is not known is None.
+
+        Args:
+            cp: the ring.
+            layer: the module that is called, a core attention or a mixer.
+            layer_number: Megatron's number of its layer.
+            own_group: whether the microbatch has brought its own process group. Such groups take different numbers of
+                microbatches, so that the tag then has the layer alone.
         """
         if own_group:
             return (f"layer {layer_number}",)
@@ -127,10 +136,11 @@ class _Checksum:
 
 
 def hook_schedules(registry: Any) -> str:
-    """Let Megatron's schedules, and the function that cuts its batches, note where this rank is; return a line on it.
+    """Have Megatron's schedules, and its functions that cut batches, keep the counters of `registry.identity`.
 
-    registry: the `Registry` of the rings. The ranks of each ring also compare where they are at the end of a
-    forward-backward pass: a rank that left out a backward pass would go on to other collectives.
+    At the end of a forward-backward pass the ranks of each ring also compare where they are: a rank that left out a
+    backward pass would go on to other collectives. registry: the `Registry` of the rings. Returns a line for the
+    report of `install()`.
     """
 
     def begin(original: Any, model: Any, microbatch_id: int, *args: Any, **kwargs: Any) -> Any:

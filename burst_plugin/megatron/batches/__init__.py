@@ -1,1 +1,1 @@
-"""Batches of Megatron, cut over context-parallel ranks: layouts, packed documents, what loaders hand over."""
+"""Batches of Megatron, cut over context-parallel ranks: layouts, documents, packed sequences, order of samples."""

@@ -1,7 +1,7 @@
 """Conversations of Megatron's SFT data (`--sft`), packed without padding where the ring's layout needs none.
 
-Megatron pads each to a multiple of 2 * context_parallel_size, as zigzag needs it. Samples would depend on the number
-of ranks, also in what of their last conversation is cut off.
+Megatron pads each conversation to a multiple of 2 * context_parallel_size, as zigzag needs it. What fits into a
+sample, and where its last conversation is cut off, would thus depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ _MARK = "_burst_plugin_packs"  # on the constructor of the data
 
 
 def hook_conversations(layout: str) -> None:
-    """Let SFT data pad no conversation, if Megatron's parsed arguments ask for it and `layout` cuts any length."""
+    """Have Megatron's `SFTDataset` pad no conversations, where the ring's layout needs no padding.
+
+    It wraps the constructor of the dataset. Nothing changes unless Megatron's parsed arguments have `--sft` and burst
+    attention.
+
+    layout: the name of the ring's layout; with "zigzag", which needs padding, nothing changes either.
+    """
     if layout == MEGATRONS_OWN or not burst_is_requested() or not getattr(parsed_arguments(), "sft", False):
         return
     data = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset

@@ -1,12 +1,13 @@
 """Offline distillation (`--logits-save-dir`, `--logits-load-dir`): a teacher's files say which tokens ranks held.
 
-Megatron names them by context-parallel and data-parallel rank, reads microbatches in their order, and compares a hash
-of the options that decide the global batches. Options that decide which tokens a rank holds are written beside it:
+Megatron names these files by context-parallel and data-parallel rank, a student reads their microbatches in order,
+and Megatron compares a hash of the options that decide the global batches. Beside that hash the files get the options
+that decide which tokens a rank holds:
 
     {"context_parallel_size": 2, "layout": "striped"}
 
-The hash includes them, unless ranks hold the tokens that they hold in Megatron. Files thus go from and to Megatron
-without this package where they fit, and nowhere else.
+The hash includes these options, unless ranks hold the tokens that they hold in Megatron. So files can be exchanged
+with Megatron without this package where ranks hold the same tokens, and are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ _OF_EVEN = ("data_parallel_size", "micro_batch_size", "global_batch_size", "ramp
 
 
 def stamp_logits(registry: Registry) -> None:
-    """Let a teacher stamp its files of logits, and a student check them, if Megatron's arguments ask for either."""
+    """Have a teacher's files of logits say which tokens ranks held, and a student check that; once per process.
+
+    It wraps Megatron's functions that hash and verify these files: a student raises ValueError for files of a teacher
+    whose ranks held other tokens. Nothing changes unless `--logits-save-dir` or `--logits-load-dir` was parsed.
+
+    registry: the rings, whose layout decides which tokens a rank holds.
+    """
     args = parsed_arguments()
     if not any(getattr(args, name, None) for name in _FLAGS):
         return

@@ -1,12 +1,12 @@
 """Documents of pretraining batches (`--reset-attention-mask`), on their way from the data loader to every layer.
 
 A sample of Megatron's `GPTDataset` holds several documents, each with an end-of-document token last. Megatron
-keeps them apart by masks [S, S]. Here samples say where documents begin, and fill up with S:
+keeps them apart by masks [S, S]. Here a sample has bounds instead: where documents begin, filled up with S.
 
     tokens    the cat <eod> a dog barks <eod> he
     bounds    0 3 7 8 8 8 8 8 8
 
-1. `GPTDataset` adds them to a sample, in the loader's worker.
+1. `GPTDataset` adds bounds to a sample, in the loader's worker.
 2. A rank that reads a batch keeps its bounds. Ranks that do not, of other tensor ranks and of other pipeline stages,
    get them through the store: from host to host, so that no GPU waits.
 3. `GPTModel`, or a hybrid model, takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to
@@ -43,7 +43,10 @@ _KEY = "burst_documents"  # of a sample, and of a batch
 
 
 class MicrobatchDocuments:
-    """The documents of microbatches, by (number of the schedule's pass, number of the microbatch in it)."""
+    """Where the documents of microbatches begin, kept by (number of the forward-backward pass, number in the pass).
+
+    A rank that reads batches fills it by `keep`. Other tensor ranks and pipeline stages read the job's store.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Rows] = {}
@@ -58,9 +61,15 @@ class MicrobatchDocuments:
         return shared.clone()
 
     def keep(self, identity: Identity, bounds: Tensor) -> None:
-        """Note the bounds [B, S + 1] of the microbatch in progress, and publish them for ranks that read no batch.
+        """Note where the documents of the microbatch in progress begin, and publish it for ranks that read no batch.
 
-        Raises ValueError for a second batch with other documents that is read before a model has run the first.
+        Args:
+            identity: knows which microbatch is in progress.
+            bounds: int32 [B, S + 1], where documents begin in each row, filled up with S.
+
+        Raises:
+            ValueError: a second batch with other documents is read before a model has run the first; or no schedule
+                of Megatron is running.
         """
         microbatch, rows = _microbatch_in_progress(identity), rows_of(bounds)
         if self._awaiting == microbatch and self._known[microbatch] != rows:
@@ -81,7 +90,13 @@ class MicrobatchDocuments:
             self._store.set(_key(microbatch), json.dumps(rows))
 
     def of(self, identity: Identity) -> Rows:
-        """Return the documents of the layer that is being recomputed, or else of the microbatch in progress."""
+        """Return the bounds of each batch row's documents, of the recomputed layer or else the current microbatch.
+
+        A row's bounds are where its documents begin, 0 first, and its length last. Of a layer that is being
+        recomputed they are what `recomputing` was given. On a rank that reads no batches this waits until the rank
+        that does has published them. `identity` knows which microbatch is in progress. Raises ValueError if no
+        schedule of Megatron is running.
+        """
         if self._recomputed is not None:
             return self._recomputed
         microbatch = _microbatch_in_progress(identity)
@@ -92,13 +107,16 @@ class MicrobatchDocuments:
         return self._known[microbatch]
 
     def run(self, identity: Identity) -> Rows:
-        """Return the documents of the microbatch in progress, which a model runs now."""
+        """Return the bounds of each batch row's documents for a model that begins to run the microbatch.
+
+        From then on `keep` accepts the next batch. `identity` knows which microbatch is in progress.
+        """
         self._awaiting = None
         return self.of(identity)
 
     @contextmanager
     def recomputing(self, rows: Rows | None) -> Iterator[None]:
-        """Let `of` return `rows` in this context, where a backward pass recomputes a layer; None changes nothing."""
+        """Make `of` return `rows` in this context, where a backward pass recomputes a layer; None changes nothing."""
         before, self._recomputed = self._recomputed, rows
         try:
             yield
@@ -122,28 +140,32 @@ def _key(microbatch: tuple[int, int]) -> str:
 
 
 def are_bounds(attention_mask: Any) -> bool:
-    """Return whether an attention mask says where documents begin: integers [B, N]."""
+    """Return whether an attention mask is the bounds of documents, int32 [B, N], and no mask of Megatron's."""
     return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.dtype == torch.int32
 
 
 def rows_of(bounds: Tensor) -> Rows:
-    """Return the bounds of each row's documents, from bounds [B, N] that are filled up with the row's length.
+    """Return the bounds of each batch row's documents as ints: 0 first, the row's length last, each bound once.
 
-    Raises ValueError for a row that does not begin with 0, or that decreases.
+    bounds: int32 [B, N], each row filled up with its length. Raises ValueError for a row that does not begin with 0,
+    or that decreases.
     """
     rows = (torch.unique_consecutive(row).tolist() for row in bounds.cpu())
     return tuple(check_cu_seqlens(row, "bounds of documents {}") for row in rows)
 
 
 def check_length(rows: Rows, length: int) -> Rows:
-    """Return `rows`. Raise ValueError unless their documents end with the sequence, of `length` tokens."""
+    """Return `rows`, the bounds of each batch row's documents; raise ValueError unless each ends at `length`."""
     for row in rows:
         check_total(row, length)
     return rows
 
 
 def mask_of_rows(rows: Rows) -> Mask:
-    """Return the mask that keeps the documents of every batch row apart."""
+    """Return the mask that keeps the documents of every batch row apart, and is full inside each of them.
+
+    rows: the bounds of the documents of each batch row, 0 first and the row's length last.
+    """
     masks = tuple(map(Documents, rows))
     return masks[0] if len(set(rows)) == 1 else PerRow(masks)
 
@@ -152,7 +174,11 @@ def mask_of_rows(rows: Rows) -> Mask:
 
 
 def hook_documents(registry: Any) -> str:
-    """Let Megatron's loader say where documents begin, and its models hand that on; return a line that says so."""
+    """Have `--reset-attention-mask` give layers the bounds of documents, in place of masks [S, S].
+
+    It wraps Megatron's `GPTDataset`, `forward_step`, language models and multi-latent attention. registry: the rings,
+    whose `documents` keep the bounds. Returns a line for the report of `install()`.
+    """
     _add_to_samples()
     wrap(schedules, "forward_step", partial(_keep_what_is_read, registry))
     for kind in (GPTModel, hybrid_model()):
@@ -162,7 +188,7 @@ def hook_documents(registry: Any) -> str:
 
 
 def hybrid_model() -> Any:
-    """Return the class of models with layers of several kinds, which was `MambaModel` until 0.17."""
+    """Return Megatron's class of models with layers of several kinds: `HybridModel`, or `MambaModel` until 0.17."""
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:

@@ -1,9 +1,10 @@
 """Samples of a global batch in an order that gives microbatches similar work: `--burst-even-microbatches`.
 
-Where attention stays inside documents, the work of a sample is the sum of the squares of its documents' lengths.
-Evened are, in every step, the sums over data-parallel ranks, and then those over the microbatches of a rank. Ranks
-compute the largest first, so that the microbatches that they compute at the same time are alike. Every step trains on
-the samples that Megatron's sampler has for it, in another order, and a run resumes as without the flag.
+Where attention stays inside documents, the work of a sample is the sum of the squares of its documents' lengths. In
+every step, samples are assigned such that data-parallel ranks have similar sums of work, and then the microbatches of
+each rank. Ranks compute their largest microbatches first, so that those computed at the same time are alike. Every
+step trains on the samples that Megatron's sampler has for it, in another order, and a run resumes as without the
+flag.
 
 Works 9 1 4 4 6 2 1 5 on two ranks, one sample per microbatch: in Megatron's order the ranks compute 9 4 6 1 and
 1 4 2 5, in all 20 and 12, or 9 + 4 + 6 + 5 = 24 if they meet after every microbatch. Evened, they compute 9 4 2 1 and
@@ -43,7 +44,10 @@ Assignment = list[list[list[int]]]  # by data-parallel rank and microbatch: numb
 
 
 def add_even_microbatches_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flag, in a group of its own, to the parser. Raise argparse.ArgumentError if it was added already."""
+    """Add `--burst-even-microbatches` to `parser`, in an argument group of its own, and return the parser.
+
+    Raises argparse.ArgumentError if the flag was added already.
+    """
     text = "assign the samples of each step so that data-parallel ranks and pipeline stages wait less for each other"
     group = parser.add_argument_group("even microbatches", "with any attention that stays inside documents")
     group.add_argument(_FLAG, action="store_true", help=text)
@@ -51,12 +55,15 @@ def add_even_microbatches_flag(parser: argparse.ArgumentParser) -> argparse.Argu
 
 
 def evens_microbatches() -> bool:
-    """Return whether Megatron's parsed arguments ask for samples in another order."""
+    """Return whether Megatron's parsed arguments have `--burst-even-microbatches`."""
     return bool(getattr(parsed_arguments(), _FLAG[2:].replace("-", "_"), False))
 
 
 def hook_even_microbatches() -> None:
-    """Let the training data's sampler assign samples evenly, if Megatron's parsed arguments ask for it.
+    """Have Megatron's sampler assign samples evenly, if its parsed arguments have `--burst-even-microbatches`.
+
+    It wraps `build_pretraining_data_loader` and the sampler's iterator; loaders of other data than for training keep
+    Megatron's order.
 
     Raises:
         ValueError: naming every flag that even microbatches cannot run with, and what to write instead.
@@ -131,9 +138,13 @@ def _evened_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, da
 
 
 def works_of(dataset: Any, samples: Sequence[int]) -> list[int]:
-    """Return the work of samples of a `GPTDataset`, or of a blend: the sum of the squares of documents' lengths.
+    """Return the work of attention in each of `samples`: the sum of the squares of its documents' lengths in tokens.
 
-    It is read from the indexes of the dataset, without the tokens. Parts of documents count as documents.
+    It is read from the dataset's indexes, without the tokens. Parts of documents count as documents.
+
+    Args:
+        dataset: a `GPTDataset` of Megatron, or a blend of several.
+        samples: numbers of samples in the dataset.
     """
     if not hasattr(dataset, "datasets"):
         return [_work(dataset, sample) for sample in samples]
@@ -159,9 +170,15 @@ def _load(dataset: Any, names: Sequence[str]) -> None:
 
 
 def assign_evenly(works: Sequence[int], ranks: int, size: int) -> Assignment:
-    """Return which samples the microbatches of every data-parallel rank have, the largest microbatches first.
+    """Return the samples of each data-parallel rank's microbatches in one step, the largest microbatches first.
 
-    Every rank gets equally many microbatches of `size` samples; `ranks * size` divides the number of works.
+    Args:
+        works: the work of each sample of the step; `ranks * size` divides their number.
+        ranks: data-parallel ranks, which get equally many microbatches.
+        size: samples per microbatch.
+
+    Returns:
+        By rank and microbatch a list of `size` places in `works`.
     """
     assigned = []
     for own in _assign(works, ranks):

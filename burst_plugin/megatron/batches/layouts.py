@@ -36,7 +36,12 @@ _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 
 
 def hook_layouts(registry: Registry) -> str:
-    """Let Megatron cut batches and rotary embeddings by the layout of `registry`; return a line that says so."""
+    """Have Megatron cut batches, rotary embeddings and labels of token prediction by the ring's layout.
+
+    It wraps the functions of Megatron that cut, rotate and roll tensors, and `packed_indices` follows the layout,
+    too. registry: the rings, whose `layout` is looked up for every batch. Returns a line for the report of
+    `install()`.
+    """
     hooks = _LayoutHooks(registry)
     for name in functions_that_cut():
         wrap_everywhere(utils, name, hooks.packed_batch if name in WANT_TE else hooks.batch)

@@ -3,7 +3,7 @@
     images [tiles, 3, H, W]     each tile is encoded by one rank; its rows go to the ranks that hold their tokens
     embeddings [B, S, hidden]   put together on every rank, with zeros where others hold the tokens; then cut
 
-Megatron has every rank encode all tiles, cuts in zigzag, and wants Transformer Engine's attention by name.
+Megatron has every rank encode all tiles, cuts in zigzag, and requires Transformer Engine's attention by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class _TileShares(NamedTuple):
 
 
 def hook_llava(registry: Registry) -> str:
-    """Let LLaVA-like models run on a ring; return a line that says so."""
+    """Have Megatron's `LLaVAModel` share images between the ranks of a ring, and cut sequences by its layout.
+
+    Building Megatron's `MimoModel` for a ring raises ValueError from now on. registry: the rings. Returns a line for
+    the report of `install()`.
+    """
     mimo = _imported("megatron.core.models.mimo.model.base")
     if mimo is not None:
         wrap(mimo.MimoModel, "__init__", _refuse_mimo)

@@ -35,10 +35,10 @@ _USUAL_CUT = {"cp_partition_mode": (None, "zigzag"), "zigzag_cp_min_chunk_size":
 
 
 def check_known(params: Any) -> None:
-    """Check fields of `PackedSeqParams` that a newer Megatron may have.
+    """Refuse a `PackedSeqParams` that asks for another cut of batches; warn of unknown fields that are set.
 
-    Raises ValueError if batches are cut in another way than each document in 2 * ranks chunks, zigzag. Warns of
-    fields that are not known here.
+    params: of any release of Megatron. Raises ValueError if a field says that documents are cut otherwise than each
+    in 2 * ranks chunks, in zigzag.
     """
     for name, usual in _USUAL_CUT.items():
         value = getattr(params, name, None)
@@ -61,7 +61,7 @@ def is_packed(params: Any) -> bool:
     """Return whether tensors are packed sequences ("thd"), given their PackedSeqParams or None.
 
     Raises ValueError for a format that is neither thd nor sbhd (the format of hybrid context parallelism), or for
-    fields that `check_known` refuses.
+    fields that say that documents are cut in another way than zigzag.
     """
     if params is None:
         return False
@@ -74,7 +74,12 @@ def is_packed(params: Any) -> bool:
 def by_document(offsets: tuple[int, ...], ranks: int) -> Tokens:
     """Return Megatron's own assignment of packed documents to ranks: each document cut by itself, in zigzag.
 
-    offsets: the bounds of the documents. Raises ValueError for a length that is no multiple of 2 * ranks.
+    Args:
+        offsets: where documents begin, 0 first, and the number of tokens last.
+        ranks: of the context-parallel group.
+
+    Raises:
+        ValueError: a document's length is not a multiple of 2 * ranks.
     """
     for number, (start, stop) in enumerate(pairwise(offsets)):
         if ranks > 1 and (stop - start) % (2 * ranks):
@@ -90,33 +95,38 @@ _assign: Assign = by_document
 
 
 def assign_by(assign: Assign) -> None:
-    """Let `packed_indices` assign tokens to ranks by `assign` from now on."""
+    """Let `packed_indices` assign tokens to ranks by `assign` from now on.
+
+    assign: returns which tokens ranks hold, given (where documents begin and the number of tokens, number of ranks).
+    """
     global _assign
     _assign = assign
 
 
 def layout_of(tokens: Tokens) -> Layout:
-    """Return the layout by which ranks hold `tokens`: zigzag unless they name one or list their holders."""
+    """Return the layout by which ranks hold `tokens`: made of their `holders`, else their `layout`, else zigzag."""
     return LAYOUTS[tokens.layout or "zigzag"] if tokens.holders is None else in_chunks(tokens.holders, tokens.bounds)
 
 
 def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """Return the tokens of a packed sequence that a rank holds: `batch[name].index_select(1, indices)` cuts a batch.
 
-    In zigzag, as long as `install()` was told no other layout, it is
-    `transformer_engine_torch.thd_get_partitioned_indices` for any device.
+    In zigzag, the default layout of `install()` and `--burst-layout`, each document is cut by itself, as
+    `transformer_engine_torch.thd_get_partitioned_indices` does, but on any device. Other layouts cut all documents
+    together.
 
     Args:
         cu_seqlens: where documents begin, 0 first and the number of tokens last. For padded documents give
             `cu_seqlens_padded`.
-        cp_size, cp_rank: of the context-parallel group.
+        cp_size: ranks of the context-parallel group.
+        cp_rank: the number of the rank in this group.
 
     Returns:
         int64 [tokens / cp_size], on the device of `cu_seqlens`.
 
     Raises:
-        ValueError: cu_seqlens decrease; in zigzag the length of a document is not a multiple of 2 * cp_size, in other
-            layouts the number of tokens by cp_size.
+        ValueError: cu_seqlens decrease; in zigzag the length of a document is not a multiple of 2 * cp_size; in other
+            layouts the number of tokens is not a multiple of cp_size.
     """
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
     listed = cu_seqlens.flatten().tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
@@ -131,12 +141,18 @@ def packed_documents(
     read: Callable[[Tensor], Sequence[int]],
     assign: Assign = by_document,
 ) -> tuple[tuple[Tokens, Tokens], Documents]:
-    """Return the tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
+    """Return which tokens of q and of k ranks hold, and the mask of documents, by a `PackedSeqParams` of Megatron.
 
-    Its offsets count tokens of the whole sequence: `*_padded` say where documents begin, the others how long they are
-    without padding. `lengths` are the lengths of q and k on this rank; `read` turns a tensor into ints; `assign` says
-    which tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths or
-    `max_seqlen_*`.
+    Args:
+        params: its offsets count tokens of the whole sequence: `*_padded` say where documents begin, the others how
+            long documents are without padding.
+        ranks: of the context-parallel group.
+        lengths: tokens of q and of k on this rank.
+        read: returns a tensor's values as ints.
+        assign: returns which tokens ranks hold, given (where documents begin, number of ranks).
+
+    Raises:
+        ValueError: offsets do not fit together, or do not fit `lengths` or `max_seqlen_*`.
     """
     q, q_lengths = _side(params, "q", read)
     kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", read)

@@ -12,7 +12,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def triton_or_stand_in() -> Iterator[None]:
-    """Let triton and triton.language be imported in this context, even where triton is not installed."""
+    """Let triton and triton.language be imported in this context, even where triton is not installed.
+
+    Their stand-ins have every name, and are removed from `sys.modules` at the end of the context.
+    """
     if sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None:
         yield
         return

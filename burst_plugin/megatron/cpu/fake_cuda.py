@@ -1,4 +1,4 @@
-"""Stand-ins for what `torch.cuda` has, answered by the CPU; see `cpu`."""
+"""Stand-ins for functions and classes of `torch.cuda`, answered by the CPU, for `burst_plugin.megatron.cpu`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ import torch
 
 
 def replace_cuda() -> list[str]:
-    """Replace functions and classes of `torch.cuda`, for good. Returns a line for each kind of replacement."""
+    """Replace functions and classes of `torch.cuda` for good, by stand-ins that run without a GPU.
+
+    Functions answer as for one idle device or do nothing, generators are the CPU's, streams and events are always
+    done. Returns a line of text for each of these kinds.
+    """
     lines = []
     for meaning, replacements in _replacements().items():
         _replace(replacements)

@@ -23,7 +23,11 @@ _SPECS = (".hybrid_layer_specs", ".mamba_layer_specs")
 
 
 def use_local_layers() -> None:
-    """Let specs that name Transformer Engine's layers be built without it, also existing specs of hybrid models."""
+    """Replace Transformer Engine's layers by Megatron's and PyTorch's own, in modules and specs of Megatron.
+
+    Specs that name Transformer Engine's layers, also existing ones of hybrid models, can then be built where it is
+    not installed. A second call changes nothing.
+    """
     provider = transformer_engine_spec_provider.TESpecProvider
     if provider.grouped_mlp_modules is _experts_one_by_one:
         return

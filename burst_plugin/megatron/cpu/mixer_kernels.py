@@ -1,7 +1,7 @@
 """Definitions in PyTorch of functions that Megatron imports from packages for GPUs.
 
-Its mixers take some of mamba-ssm and flash-linear-attention; Mamba-2 and gated delta net layers are built only where
-these can be imported. The indexer of sparse attention takes one of fast-hadamard-transform.
+Mamba-2 and gated delta net layers call functions of mamba-ssm and flash-linear-attention, and are built only where
+these can be imported. The indexer of sparse attention calls a function of fast-hadamard-transform.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 
 def stand_in_for_packages() -> str:
-    """Make imports of kernel packages, installed or not, get functions in PyTorch; return a line that says so."""
+    """Put modules with functions in PyTorch in place of mamba_ssm, fla and fast_hadamard_transform, installed or not.
+
+    Only Megatron's code finds functions in them. Returns a line of text on the replacement.
+    """
     for path, names in _MODULES.items():
         for end in [place for place, letter in enumerate(path) if letter == "."] + [len(path)]:
             name = path[:end]

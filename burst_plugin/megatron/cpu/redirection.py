@@ -1,4 +1,4 @@
-"""CUDA redirected to the CPU for a whole process: tensors, generators, messages, compilers; see `cpu`."""
+"""CUDA redirected to the CPU for a whole process: tensors, generators, messages and compilers."""
 
 from __future__ import annotations
 
@@ -70,10 +70,12 @@ def is_enabled() -> bool:
 
 
 def prepare(directory: Path) -> list[str]:
-    """Get ready for a script in `directory`. Scripts of a Megatron-LM checkout need a little more than others.
+    """Run `enable()`, and prepare Megatron's training scripts if `directory` is in a Megatron-LM checkout.
+
+    directory: where the script that will run is: in a checkout its root, or a folder in the root such as tools/.
 
     Returns:
-        A line for each change, as `enable()` does.
+        A line of plain English for each change.
     """
     from burst_plugin.megatron.cpu import scripts
 
@@ -199,7 +201,8 @@ def _send_as_from_a_gpu() -> str:
 def hide_cuda_packages() -> str:
     """Hide packages that need a GPU from imports, so that Megatron uses its own code instead; return a line on it.
 
-    Mixers' kernels, which Megatron does not have itself, get definitions in PyTorch.
+    Packages with kernels of mixers, for which Megatron has no code of its own, get definitions in PyTorch. Raises
+    RuntimeError if Megatron-core has been imported already, and has taken optimizers from a package to be hidden.
     """
     loaded = [name for name in sys.modules if name.partition(".")[0] in _CUDA_PACKAGES]
     taken = [name for name in loaded if sys.modules[name] is not None and name in _CUDA_PACKAGES]

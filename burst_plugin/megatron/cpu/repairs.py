@@ -1,4 +1,4 @@
-"""Repairs of Megatron that runs on CPUs need, which have no Transformer Engine and train in float32.
+"""Repairs that Megatron needs only on CPUs, where it runs without Transformer Engine and trains in float32.
 
 They have nothing to do with context parallelism, and are not applied on GPUs.
 """

@@ -28,7 +28,7 @@ _UNNEEDED = {
 
 
 def prepare_training_scripts(checkout: Path) -> list[str]:
-    """Prepare for `pretrain_*.py` of a Megatron-LM checkout, besides `cpu.enable()`, and return lines on it.
+    """Prepare for `pretrain_*.py` of a Megatron-LM checkout, besides `cpu.enable()`; return a line for each change.
 
     All of megatron comes from the checkout, except the compiled dataset helpers of an installed megatron-core if the
     checkout's are not built. Tested with `pretrain_gpt.py`, and `pretrain_mamba.py` or `pretrain_hybrid.py`, of

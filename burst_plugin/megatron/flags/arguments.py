@@ -40,7 +40,10 @@ _OPTIONS = tuple(option for option in fields(Strategy) if option.name not in _WI
 
 
 def written(option: str) -> str:
-    """Return how Megatron's users write an option of `Strategy`, in Markdown."""
+    """Return in Markdown how Megatron's users set an option of `Strategy`: its flag, or what takes the flag's place.
+
+    option: the name of a field of `Strategy`. A dash is returned for options that users of Megatron cannot set.
+    """
     if option in _WITHOUT_FLAG:
         return _WITHOUT_FLAG[option]
     flag = f"`{flag_of(_dest(option))}`"
@@ -48,7 +51,10 @@ def written(option: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add a group with all flags of the plugin. Raise argparse.ArgumentError if they were added already."""
+    """Add an argument group with all `--burst-*` flags of `Strategy`'s options to `parser`, and return the parser.
+
+    Raises argparse.ArgumentError if the flags were added already.
+    """
     group = parser.add_argument_group(
         "burst attention",
         "used by layers whose --cp-comm-type is burst (burst_plugin); `burst plan` estimates what suits a cluster",
@@ -86,7 +92,10 @@ class _Switch(_Noted, argparse.BooleanOptionalAction):
 
 
 def resets_attention_mask() -> bool:
-    """Return whether `--reset-attention-mask` has rings keep documents apart by end-of-document tokens."""
+    """Return whether the ring keeps documents apart by end-of-document tokens, as `--reset-attention-mask` asks.
+
+    False for a context-parallel size of 1, and where no layer has burst attention.
+    """
     args = parsed_arguments()
     return bool(getattr(args, RESETS, False)) and args.context_parallel_size > 1 and burst_is_possible()
 
@@ -101,18 +110,23 @@ def cuts_documents_as_one() -> bool:
 
 
 def burst_is_possible() -> bool:
-    """Return whether any layer may be on a ring. True if Megatron's parser did not run: it is not known then."""
+    """Return whether `--cp-comm-type` names burst for any layer; True if Megatron's parser did not run."""
     args = parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
 def burst_is_requested() -> bool:
-    """Return whether Megatron's parsed arguments ask for burst attention."""
+    """Return whether Megatron's parser ran, and `--cp-comm-type` names burst for any layer."""
     return parsed_arguments() is not None and burst_is_possible()
 
 
 def flag_of(name: str, value: Any = True) -> str:
-    """Return a flag as it is written on the command line, by its name among the parsed arguments."""
+    """Return a flag as it is written on the command line, such as "--burst-layout striped".
+
+    Args:
+        name: of the attribute among parsed arguments, such as "burst_layout".
+        value: written after the flag, the items of a list one by one; True for the flag alone.
+    """
     if name in _UNLIKE:
         return _UNLIKE[name].format(value)
     shown = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
@@ -120,9 +134,10 @@ def flag_of(name: str, value: Any = True) -> str:
 
 
 def option_of(name: str, value: Any = None) -> str:
-    """Return a field of TransformerConfig as its user writes it: as a flag where Megatron's parser ran.
+    """Return a field of TransformerConfig as its user writes it: "--flag value", or else "name=value".
 
-    value: shown beside the name, unless None.
+    It is a flag where Megatron's parser ran and has it. name: of the field. value: None for the flag or the name
+    alone.
     """
     if hasattr(parsed_arguments(), name):
         return flag_of(name, True if value is None else value)
@@ -130,7 +145,12 @@ def option_of(name: str, value: Any = None) -> str:
 
 
 def unsupported(rules: Mapping[str, Rule], options: Any) -> list[str]:
-    """Return a reason for each of `options`, a configuration or arguments, that breaks `rules`, with a way out."""
+    """Return a sentence for each option that breaks its rule: the option with its value, and what to write instead.
+
+    Args:
+        rules: by the name of an option.
+        options: a TransformerConfig or Megatron's parsed arguments; options that it lacks break no rule.
+    """
     return [
         f"{option_of(name, value)} is not supported: {instead}"
         for name, value, instead in broken_rules(rules, options)
@@ -143,7 +163,7 @@ def _dest(option: str) -> str:
 
 
 def options_that_are_set(args: Any) -> list[str]:
-    """Return the names of --burst-* flags that were given other values than their defaults."""
+    """Return the names of burst arguments, such as "burst_layout", whose values in `args` are not their defaults."""
     defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
     return [name for name, default in defaults.items() if getattr(args, name, default) != default]
 
@@ -155,18 +175,21 @@ def parsed_arguments() -> Any:
 
 
 def parsed_layout() -> str:
-    """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
+    """Return the layout that Megatron's parsed arguments ask for, or else the default layout of `Strategy`."""
     return written_layout(parsed_arguments()) or Strategy.layout
 
 
 def written_layout(args: Any) -> str | None:
-    """Return the layout that a flag or a preset among parsed arguments asks for, None if no one does."""
+    """Return the layout that `--burst-layout` or `--burst-preset` asks for in parsed arguments, or else None."""
     layout: str | None = with_preset(_options_of(args)).get("layout")
     return layout
 
 
 def parsed_strategy() -> Strategy | None:
-    """Return the strategy that Megatron's parsed arguments ask for; None if its parser did not run."""
+    """Return the strategy that Megatron's parsed `--burst-*` flags ask for, with `--burst-profile` if given.
+
+    None if Megatron's parser did not run, or had no such flags.
+    """
     args = parsed_arguments()
     if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
         return None
@@ -177,7 +200,7 @@ def parsed_strategy() -> Strategy | None:
 
 
 def strategy_of(args: Any) -> Strategy:
-    """Return the strategy that parsed --burst-* flags ask for, without a profile."""
+    """Return the strategy that the `--burst-*` flags among parsed arguments ask for, without `--burst-profile`."""
     return Strategy.of(None, **_options_of(args))
 
 

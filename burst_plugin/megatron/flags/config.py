@@ -1,7 +1,7 @@
 """Every field of Megatron's TransformerConfig that could affect attention: honoured, or refused by name.
 
-A core attention that ignores a field trains on, and wrongly. So each field of the dataclass is in one of three tables
-here, and a test fails for a field that is in none of them.
+A core attention that ignores a field trains on, and wrongly. So each field of the dataclass is in one of these tables
+of honoured, refused and irrelevant fields, and a test fails for a field that is in none of them.
 """
 
 from __future__ import annotations
@@ -181,12 +181,12 @@ def is_irrelevant(name: str) -> bool:
 
 
 def kinds_of(cp_comm_type: Any) -> list[Any]:
-    """Return the kinds of context parallelism in a `cp_comm_type`: one for all layers, or one for each."""
+    """Return the items of a `cp_comm_type`: one for each layer if it is a list, else itself alone for all layers."""
     return cp_comm_type if isinstance(cp_comm_type, list) else [cp_comm_type]
 
 
 def misspelt_kind(cp_comm_type: Any) -> str | None:
-    """Return an item of a cp_comm_type that is nearly "burst", or None."""
+    """Return the first item of a `cp_comm_type` that is nearly, but not quite, "burst"; None if there is none."""
     for kind in kinds_of(cp_comm_type):
         if kind != "burst" and get_close_matches(str(kind).lower(), ["burst", "burst_attention", "burst_plugin"]):
             return str(kind)
@@ -194,32 +194,47 @@ def misspelt_kind(cp_comm_type: Any) -> str | None:
 
 
 def is_hybrid(config: Any) -> bool:
-    """Return whether hybrid context parallelism is on, in which each microbatch brings its own group."""
+    """Return whether `hybrid_context_parallel` is on: each microbatch then brings its own process group."""
     return bool(getattr(config, "hybrid_context_parallel", False))
 
 
 def brings_groups(config: Any) -> bool:
-    """Return whether microbatches are spread over groups of their own; the branch `dev` has "dynamic" ones."""
+    """Return whether each microbatch brings its own process group, by hybrid or "dynamic" context parallelism.
+
+    Megatron's branch `dev` has the latter. config: a TransformerConfig or Megatron's parsed arguments.
+    """
     return is_hybrid(config) or bool(getattr(config, "dynamic_context_parallel", False))
 
 
 def weighs_losses(config: Any) -> bool:
-    """Return whether losses are weighed over the ranks of a ring: with burst attention, unless it is hybrid."""
+    """Return whether a model's losses are weighed by the tokens of all ranks of its ring.
+
+    They are with burst attention, unless hybrid context parallelism is on.
+    """
     return asks_for_burst(config) and not is_hybrid(config)
 
 
 def spreads_sequences(config: Any) -> bool:
-    """Return whether sequences may be spread over ranks."""
+    """Return whether sequences may be spread over ranks, of a fixed group or of one that a microbatch brings.
+
+    config: a TransformerConfig, or Megatron's parsed arguments.
+    """
     return config.context_parallel_size > 1 or brings_groups(config)
 
 
 def asks_for_burst(config: Any) -> bool:
-    """Return whether any layer of a model may be on a ring."""
+    """Return whether a layer may be on a ring: sequences may be spread, and `cp_comm_type` names "burst"."""
     return spreads_sequences(config) and "burst" in kinds_of(config.cp_comm_type)
 
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
-    """Return what in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
+    """Return a sentence for each field of a TransformerConfig that a layer on the ring cannot honour, and a way out.
+
+    Args:
+        config: of the layer.
+        windowed: whether this layer has the sliding window `config.window_size`.
+        attention_type: Megatron's, "self" or "cross".
+    """
     reasons = unsupported({**REFUSED, **REFUSED_LATER}, config)
     window, softmax, dropout = (
         option_of(name, getattr(config, name)) for name in ("window_size", "softmax_type", "attention_dropout")
@@ -238,7 +253,10 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
 
 
 def problems_of_changing_groups(config: Any) -> list[str]:
-    """Return what a TransformerConfig has that hybrid_context_parallel, whose groups change, cannot honour."""
+    """Return a sentence for each field of `config` that does not go with hybrid_context_parallel, and a way out.
+
+    config: a TransformerConfig, or Megatron's parsed arguments, with hybrid_context_parallel.
+    """
     hybrid, size = option_of("hybrid_context_parallel"), option_of("context_parallel_size")
     reasons = [
         f"{option_of(name, getattr(config, name))} is not supported with {hybrid}: outside of attention it takes a "
@@ -255,7 +273,10 @@ def problems_of_changing_groups(config: Any) -> list[str]:
 
 
 def problems_of_own_batches(config: Any) -> list[str]:
-    """Return what keeps a model from computing batches that do not come from Megatron's loader and schedules."""
+    """Return the reasons why a model cannot run on batches without Megatron's loader and schedules; [] if none.
+
+    config: the TransformerConfig of the model.
+    """
     reasons = []
     if is_hybrid(config):
         reasons.append("hybrid_context_parallel is not supported; use context_parallel_size")
@@ -265,10 +286,10 @@ def problems_of_own_batches(config: Any) -> list[str]:
 
 
 def unknown_fields(config: Any) -> list[str]:
-    """Return fields of a newer Megatron, in none of the tables, that do not have their default values.
+    """Return the names of fields of a TransformerConfig that are not known here, and not at their defaults.
 
-    Fields that classes outside Megatron-core add are for their own use, such as dozens in model providers of NeMo and
-    Bridge.
+    Newer releases of Megatron may have such fields. Fields that are added by subclasses outside of megatron.core, as
+    model providers of NeMo and Bridge do by dozens, are not looked at, since only those classes use them.
     """
     known = {*HONOURED, *REFUSED, *REFUSED_LATER}
     of_megatron = next((kind for kind in type(config).__mro__ if kind.__module__.startswith("megatron.core.")), None)

@@ -55,12 +55,18 @@ _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 
 def flag_problems() -> list[str]:
-    """Return a reason for each of Megatron's parsed flags, beyond TransformerConfig's, that a ring cannot follow."""
+    """Return a sentence for each parsed flag that is no field of TransformerConfig and that a ring cannot follow.
+
+    It names the flag, and what to write instead.
+    """
     return unsupported(REFUSED_FLAGS, parsed_arguments())
 
 
 def refuse_flags() -> None:
     """Stop at start-up if Megatron's parsed arguments ask for something that burst attention cannot do.
+
+    It warns of flags that run, but cost speed or memory or leave burst attention out. With `--reset-attention-mask`
+    it switches off masks of the data loader. Nothing happens if Megatron's parser did not run.
 
     Raises:
         ValueError: naming every such flag with its value, and what to write instead.
@@ -131,7 +137,7 @@ def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
 
 
 def warn_of_quantizers() -> None:
-    """Warn of ModelOpt: it quantizes queries, keys and values only in Transformer Engine's attention."""
+    """Warn if ModelOpt is in use: burst attention leaves queries, keys and values unquantized."""
     if getattr(parsed_arguments(), "modelopt_enabled", False):
         _warn(
             "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "

@@ -2,8 +2,9 @@
 
     lines = model_flags(model_shape("path/to/config.json"), 1, (0, 16, 1))
 
-Names of fields are `ModelFeatures`'s. Sizes come from `ModelShape`. Examined in `pretrain_gpt.py` of 0.16.1 to main:
-what its parser accepts and its model ignores, such as --rope-scaling-factor, counts as a feature without a spelling.
+Features have the names of fields of `ModelFeatures`, sizes come from `ModelShape`. `pretrain_gpt.py` of 0.16.1 to
+main was examined: a flag that its parser accepts and its model ignores, such as --rope-scaling-factor, does not
+count.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ _CLAMPED = "--quick-geglu --no-bias-gelu-fusion --glu-linear-offset 1.0 --activa
 
 
 def model_flags(model: ModelShape, tensor: int, version: Version) -> list[str]:
-    """Return the flags of a model, a few on each line, for one release of Megatron.
+    """Return the flags of a model for Megatron's `pretrain_gpt.py`, as lines of a few flags each.
 
-    tensor: tensor-parallel ranks.
+    Args:
+        model: the sizes of the model, from its config.json.
+        tensor: tensor-parallel ranks.
+        version: the release of Megatron, as (major, minor, patch).
 
-    Raises ValueError for features that this release has no flags for, by name, and for a config.json that is not
-    understood.
+    Raises:
+        ValueError: the release has no flags for features of the model, which are named; or its config.json is not
+            understood.
     """
     release = ".".join(map(str, version))
     if model.mixers or model.kinds:

@@ -27,9 +27,11 @@ _EVALUATION = ("eval_micro_batch_size", "eval_global_batch_size")
 
 
 def hook_validation(arguments: Any, layout: str | None = None) -> None:
-    """Change parsed flags before `validate_args` of `megatron.training.arguments` looks at them.
+    """Wrap Megatron's `validate_args`, so that it sees parsed `--hybrid-context-parallel` as one ring of all ranks.
 
-    layout: of the strategy that `install()` got, which flags do not change; None if it got none.
+    Args:
+        arguments: the module `megatron.training.arguments`.
+        layout: of the strategy that `install()` got, which flags do not change; None if it got none.
     """
     wrap_everywhere(arguments, "validate_args", partial(_validate, layout))
 
@@ -43,14 +45,16 @@ def _validate(layout: str | None, original: Callable[..., Any], args: Any, *othe
 
 
 def take_as_one_ring(args: Any, layout: str | None = None) -> str | None:
-    """Turn parsed `--hybrid-context-parallel` into one ring of all ranks; return what to say of it, or None.
+    """Turn parsed `--hybrid-context-parallel` into one ring of all ranks, by changing `args`; return a message on it.
 
-    It is left alone where Megatron's script brings no packed documents, since a `forward_step` of the user's own may
-    bring groups; where not all layers are burst attention; in a pipeline or without `--calculate-per-token-loss`,
-    which Megatron refuses then; and where ranks cannot be one ring. A step trains on as many samples as before, in
-    microbatches of another size.
+    None is returned, and nothing changes, where Megatron's script brings no packed documents, since a `forward_step`
+    of the user's own may bring groups; where not all layers are burst attention; in a pipeline or without
+    `--calculate-per-token-loss`, which Megatron refuses then; and where ranks cannot be one ring. A step trains on as
+    many samples as before, in microbatches of another size.
 
-    layout: as for `hook_validation`.
+    Args:
+        args: what Megatron's parser returned.
+        layout: of the strategy that `install()` got; None to let flags decide, and choose "auto" if they do not.
     """
     packs = next((name for name in ("sft", PACKS) if getattr(args, name, False)), None)
     if not (is_hybrid(args) and packs and set(kinds_of(args.cp_comm_type)) == {"burst"}):
