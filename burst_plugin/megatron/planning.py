@@ -1,8 +1,8 @@
-"""Plans for Megatron: what its code keeps, how a plan is written as flags, and how a command line is read for one.
+"""Plans for Megatron: what its code keeps, how a plan is written as flags, and how a command line is read as a plan.
 
-A command line is read as Megatron's own parser reads it: `--flag value` or `--flag=value`, never shortened, the last
-one of several. Everything else on the line is passed over: the launcher, the script, the flags that neither cost
-memory nor time.
+A command line is read as Megatron's own parser reads it: `--flag value` or `--flag=value`, never shortened; of a flag
+that is repeated the last counts. Everything else on the line is passed over: the launcher, the script, and flags that
+cost neither memory nor time.
 """
 
 from __future__ import annotations
@@ -34,18 +34,30 @@ _RECOMPUTE = {
 
 
 def space(fused_norms: bool) -> Space:
-    """Return Megatron's `Space`, with Transformer Engine's layers: norms and activations are one kernel each."""
+    """Return the `Space` of plans for Megatron: which parallelism it has, and what its layers keep in memory.
+
+    The layers are Transformer Engine's. fused_norms: without effect here, since their norms and activations are one
+    kernel each in any case.
+    """
     code = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
     return Space(code=code, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
 
 
 def check_expressible(model: ModelShape) -> None:
-    """Raise ValueError if no flags of the Megatron at hand, or of the oldest tested, say what `model` computes."""
+    """Raise ValueError if Megatron has no flags for something that `model` computes.
+
+    The release is that of a Megatron-LM checkout in the current directory, else of the installed megatron-core, else
+    the oldest that was tested.
+    """
     model_flags(model, 1, target_version())
 
 
 def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
-    """Return the flags of a plan, as a file of lines, without data, tokenizer, learning rate and checkpoints."""
+    """Return the text of a plan's files by name: one file of Megatron's flags for a model and a setting, as lines.
+
+    It leaves out flags for data, tokenizer, learning rate and checkpoints. Raises ValueError for a model that
+    Megatron has no flags for.
+    """
     lines = [
         *model_flags(model, setting.tensor, target_version()),
         f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens}",
@@ -66,7 +78,10 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
 
 
 def usage(folder: str, setting: Setting) -> str:
-    """Return text on how to use the files."""
+    """Return the command that trains with a plan's file of flags, and the release of Megatron that these are for.
+
+    folder: where the file is. setting: without effect here.
+    """
     version = ".".join(map(str, target_version()))
     command = "python -m burst_plugin.run --framework megatron pretrain_gpt.py"
     return f"{command} $(cat {folder}/{_FILE}) ... (Megatron {version})"
@@ -167,7 +182,16 @@ def _parsed(text: str) -> argparse.Namespace:
 
 
 def setting_of(text: str, gpus: int, per_node: int) -> Setting:
-    """Return the setting that a command line, or a file of flags, asks for; raise ValueError if it cannot be run."""
+    """Return the setting that a command line, or the text of a file of flags, asks for.
+
+    Args:
+        text: the command line.
+        gpus: of the whole job.
+        per_node: GPUs in a node.
+
+    Raises:
+        ValueError: flags have wrong values, lack --seq-length, or ask for sizes that do not divide.
+    """
     args = _parsed(text)
     if args.seq_length is None:
         raise ValueError("there is no --seq-length among the flags; add it")
@@ -236,7 +260,14 @@ def _ranks_in_node(args: argparse.Namespace, strategy: Strategy, context: int, r
 
 
 def unpriced(text: str, setting: Setting) -> list[str]:
-    """Return sentences on flags that a plan does not price, and on flags that it takes as set."""
+    """Return sentences on how a command line differs from the plan that it is priced as; [] if it does not.
+
+    They name flags that change memory or time and have no price, and flags that a plan assumes and the line lacks.
+
+    Args:
+        text: the command line, or the text of a file of flags.
+        setting: what `setting_of` has read from it.
+    """
     args, strategy = _parsed(text), strategy_of(_parsed(text))
     without = [
         flag_of(name, value)
@@ -279,7 +310,13 @@ def _unpriced_options(args: argparse.Namespace, strategy: Strategy, setting: Set
 
 
 def check_model(text: str, model: ModelShape, setting: Setting) -> None:
-    """Raise ValueError if a command line is for another model, or the model cannot be cut as it says."""
+    """Raise ValueError if a command line is for another model than `model`, or does not divide its heads and layers.
+
+    Args:
+        text: the command line, or the text of a file of flags.
+        model: the sizes of the model that the plan is for.
+        setting: what `setting_of` has read from the command line.
+    """
     if model.mixers or len({kind.attends for kind in model.kinds}) > 1:
         raise ValueError(
             f"the layers of {model.name} are not alike, or have other parts than attention, of which flags are not "

@@ -42,16 +42,22 @@ _KNOWN = 64  # packed batches, of all that a pipeline has in flight
 
 
 def group_of(pg_collection: Any) -> dist.ProcessGroup:
-    """Return the context-parallel group of a ProcessGroupCollection, or else Megatron's global one."""
+    """Return the context-parallel group of a ProcessGroupCollection; Megatron's global one if there is none."""
     group: dist.ProcessGroup = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
     return group
 
 
 class Registry:
-    """One `ContextParallel` per context-parallel group object, shared by all layers and microbatches.
+    """The rings of this process: one `ContextParallel` per context-parallel group, shared by all layers.
 
-    tensor_cache: values read from masks and packed sequences. identity: where this rank is in its training. A copy,
-    such as Megatron makes of module specs, is the same registry.
+    strategy: the options that `install()` got, or None. A copy, such as Megatron makes of module specs, is the same
+    object.
+
+    tensor_cache: values read from masks and packed sequences.
+    identity: this rank's place in its training, for tags of calls.
+    documents: where the documents of microbatches begin.
+    turn: the new tokens of inference while a model computes them, else None.
+    tree: the prefix tree while a model computes its rollouts, else None.
     """
 
     def __init__(self, strategy: Strategy | None) -> None:
@@ -70,7 +76,7 @@ class Registry:
         return self
 
     def given(self) -> Strategy:
-        """Return the options that `install()` got, else the options in Megatron's parsed arguments, else defaults."""
+        """Return the options that the user gave, to `install()` or else to Megatron's parser; else the defaults."""
         return self.strategy or parsed_strategy() or Strategy()
 
     def asked(self) -> Strategy:
@@ -79,18 +85,24 @@ class Registry:
 
     @property
     def layout(self) -> str:
-        """Return the option `layout`, which is looked up for every batch."""
+        """Return the option `layout`, the name of how ranks hold sequences; it is looked up for every batch."""
         return parsed_layout() if self.strategy is None else self.strategy.layout
 
     @property
     def layout_of_sequences(self) -> str:
-        """Return the layout of batches without packed documents; "auto" becomes zigzag, as Megatron cuts batches."""
+        """Return the layout of batches without packed documents: the option, but zigzag in place of "auto"."""
         return "zigzag" if self.layout == AUTO else self.layout
 
     def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:
-        """Return how ranks hold the tokens of packed documents, which begin at `offsets`, by the option `layout`.
+        """Return how ranks hold the tokens of packed documents, by the option `layout`.
 
-        Raises ValueError for lengths that the layout cannot cut, or that ranks cannot share evenly.
+        Args:
+            offsets: where documents begin, 0 first, and the number of tokens last.
+            ranks: of the context-parallel group.
+
+        Raises:
+            ValueError: for lengths that the layout cannot cut, or that ranks cannot share evenly; with "auto" also if
+                there is no ring of so many ranks yet.
         """
         if ranks == 1 or (self.layout == "zigzag" and not cuts_documents_as_one()):
             return by_document(offsets, ranks)
@@ -102,23 +114,28 @@ class Registry:
         return self._tokens_of((offsets,), ranks)
 
     def tokens_of_batch(self, length: int, ranks: int) -> Tokens:
-        """Return how ranks hold the tokens of sequences of `length` in a batch; for "auto" see `MicrobatchDocuments`.
+        """Return how ranks hold the tokens of sequences of `length` in the batch of the microbatch in progress.
 
-        Raises ValueError for documents that end elsewhere.
+        With layout "auto" and --reset-attention-mask it depends on the documents of this microbatch, and may wait
+        until the rank that reads the batch has published them. Raises ValueError for documents that do not end at
+        `length`.
         """
         if self.layout != AUTO or not resets_attention_mask():
             return Tokens(length, layout=self.layout_of_sequences)
         return self._tokens_of(check_length(self.documents.of(self.identity), length), ranks)
 
     def tokens_of_tree(self, tree: PrefixTree, cp: ContextParallel) -> Tokens:
-        """Return how ranks hold the tokens of a prefix tree; with `layout` "auto" they share its work evenly."""
+        """Return how ranks of the ring `cp` hold the tokens of a prefix tree, by the option `layout`.
+
+        With "auto" they share the work of the tree's attention evenly.
+        """
         if self.layout != AUTO:
             return Tokens(tree.length, layout=self.layout)
         return self._kept((tree, cp.ranks), lambda: cp.tokens(tree.length, Causal() & tree, alike=True))
 
     @contextmanager
     def computing(self, tree: PrefixTree) -> Iterator[None]:
-        """Let models compute rollouts of a prefix tree in this context."""
+        """Set `tree` of the registry in this context, while a model computes the rollouts of that prefix tree."""
         self.tree, self.identity.computes_edges = tree, True
         try:
             yield
@@ -152,15 +169,18 @@ class Registry:
         return self._chosen[key]
 
     def contexts(self) -> list[ContextParallel]:
-        """Return all rings in use."""
+        """Return all rings in use, also rings of one rank and rings of groups that microbatches have brought."""
         return list(self._contexts.values())
 
     def rings(self) -> list[ContextParallel]:
-        """Return rings of several ranks that last as long as Megatron's groups, in one order on all their ranks."""
+        """Return the rings of several ranks that last as long as Megatron's groups, in one order on all their ranks.
+
+        Rings of groups that microbatches have brought are left out.
+        """
         return [cp for group, cp in self._contexts.items() if cp.ranks > 1 and group not in self._of_microbatches]
 
     def clear(self) -> None:
-        """Forget all groups, which Megatron has destroyed, and release their rings."""
+        """Forget all groups, which Megatron has destroyed, and release their rings; forget microbatches, too."""
         for cp in self.contexts():
             with suppress(RuntimeError):  # in the middle of a pass that failed
                 cp.release()
@@ -172,10 +192,15 @@ class Registry:
         self.documents = MicrobatchDocuments()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
-        """Return the ring of a layer's group, created on first use, which is then collective.
+        """Return the ring of a layer's group or of a microbatch's own, made on first use, which is then collective.
 
-        `packed_seq_params` may bring a group for one microbatch, with hybrid context parallelism. Raises ValueError
-        if it names a size without a group.
+        Args:
+            config: the TransformerConfig of the layer.
+            pg_collection: the layer's ProcessGroupCollection; None for Megatron's global groups.
+            packed_seq_params: may bring a group for one microbatch, `cp_group`, with hybrid context parallelism.
+
+        Raises:
+            ValueError: packed_seq_params has a `local_cp_size` other than 1 without a group.
         """
         group = getattr(packed_seq_params, "cp_group", None)
         size = getattr(packed_seq_params, "local_cp_size", None)
@@ -197,13 +222,17 @@ class Registry:
         return self._contexts[group]
 
     def ring_of(self, model: Any) -> ContextParallel:
-        """Return the ring of a model, created on first use, which is then collective."""
+        """Return the ring of a model, wrapped or not; it is made on first use, which is then collective."""
         return self.context(get_model_config(model), getattr(unwrap_model(model), "pg_collection", None))
 
     def add(self, group: dist.ProcessGroup | None, hierarchy: Any, *, part: bool = False) -> None:
-        """Make the ring of a group, or of one rank if None; collective.
+        """Make the ring of a group, or of this rank alone if None, and keep it; collective.
 
-        hierarchy: Megatron's list of groups, innermost first. part: whether the group may be smaller than a node.
+        Args:
+            group: the context-parallel group.
+            hierarchy: Megatron's list of hierarchical groups or their sizes, innermost first; None to go by the
+                option `ranks_per_node`.
+            part: whether it is a microbatch's own group, which may be smaller than a node.
         """
         strategy = replace(self.asked(), layout=self.layout_of_sequences)
         size = 1 if group is None else group.size()
@@ -219,11 +248,15 @@ class Registry:
             self._of_microbatches.add(group)
 
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask, layer: int) -> None:
-        """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
+        """Raise ValueError on every rank of the ring `cp` if a mask tensor masks more or less than `mask` does.
 
-        Megatron passes a mask that is merely causal along with the mask type; one that says more must not be ignored.
-        Each mask is checked once. On GPUs, where checking stalls the host, only the masks of calls 1, 2, 4, 8, ...
-        are, unless the strategy says check="always".
+        Megatron passes a mask tensor that is merely causal along with the mask type; one that says more must not be
+        ignored. Each tensor is checked once. On GPUs, where checking stalls the host, only the masks of calls 1, 2,
+        4, 8, ... are, unless the strategy says check="always". A check is collective.
+
+        Args:
+            attention_mask: [B or 1, 1, S/CP, S], True where masked.
+            layer: the id of the layer that asks.
         """
         is_due = self.is_due(cp, mask, cheap=False)
         if not attention_mask.is_cuda or cp.strategy.check == "always":
@@ -233,7 +266,12 @@ class Registry:
             check_same(cp, attention_mask, mask)
 
     def is_due(self, cp: ContextParallel, of: Hashable, *, cheap: bool) -> bool:
-        """Count a comparison `of` something on a ring; return whether ranks make it. `cheap`: it stalls nothing."""
+        """Count an occasion for ranks of the ring `cp` to compare something; return whether they do so now.
+
+        Args:
+            of: names what is compared; occasions are counted for each.
+            cheap: whether comparing does not stall the host.
+        """
         self._compared[cp, of] += 1
         return cp.strategy.check_is_due(self._compared[cp, of], cheap)
 
@@ -244,9 +282,9 @@ class TensorCache:
     Reading a tensor of a GPU stalls the host, so each is read once for all layers.
 
     Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. PyTorch's
-    version counter misses writes by collectives and NumPy. So a value also expires when a model is called, which
-    `clock` tells, or when a layer asks that has asked before: programs with one buffer for all microbatches may then
-    have written the next microbatch into it.
+    version counter misses writes by collectives and NumPy. So a value also expires when `clock()` returns something
+    new, as it does when a model is called, or when a layer asks that has asked before: programs with one buffer for
+    all microbatches may then have written the next microbatch into it.
     """
 
     def __init__(self, clock: Callable[[], Hashable] = lambda: None) -> None:
@@ -254,9 +292,13 @@ class TensorCache:
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
     def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int | None = None) -> _T:
-        """Return the value of `read()` for `tensor` and `question`, read again once it has expired.
+        """Return the value that `read()` got from `tensor` for `question`; it is read again once it has expired.
 
-        layer: the id of the layer that asks now; None if it asks several times.
+        Args:
+            question: tells apart several values of one tensor.
+            read: returns the value; called if none is kept.
+            layer: the id of the layer that asks now, whose second question expires the value; None for a caller that
+                may ask any number of times.
         """
         version = None if tensor.is_inference() else (tensor._version, self._clock())
         place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

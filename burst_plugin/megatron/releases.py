@@ -16,8 +16,9 @@ _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 class Release:
     """A release of Megatron-LM that burst_plugin was tested with.
 
-    tag: of the repository, or "main" for the commit of August 2026.
-    versions: of its megatron.core, in the repository and on PyPI; the tag core_v0.19.0 says 0.19.1.
+    tag: the tag of the release in Megatron-LM's repository, or "main" for the commit of August 2026.
+    versions: of its megatron.core as (major, minor, patch), in the repository and on PyPI; the tag core_v0.19.0 has
+        0.19.1.
     """
 
     tag: str
@@ -57,7 +58,7 @@ def tree_version(tree: Path) -> Version:
 
 
 def target_version() -> Version:
-    """Return the version of the Megatron to write flags for, without importing it.
+    """Return the version of the Megatron to write flags for, as (major, minor, patch), without importing it.
 
     It is the version of a checkout in the current directory, else of the installed megatron-core, else of the oldest
     tested release, whose flags later releases have as well.
@@ -72,7 +73,7 @@ def target_version() -> Version:
 
 
 def about(version: Version) -> str:
-    """Return a line that says whether this version was tested."""
+    """Return a line of text that says whether this version of Megatron, (major, minor, patch), was tested."""
     name = ".".join(map(str, version))
     tags = [release.tag for release in RELEASES if version in release.versions]
     if tags:

@@ -1,4 +1,4 @@
-"""Rollouts that begin alike, folded into a prefix tree, through Megatron's language models on a ring.
+"""Rollouts that begin alike, folded into a prefix tree, run through Megatron's language models on a ring.
 
     def forward_step(data_iterator, model):
         folded, advantages = next(data_iterator)          burst_plugin.trajectories.fold(rollouts)
@@ -45,23 +45,23 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 def edge_log_probs(
     model: Any, folded: Folded, *, chunk: int, length: int | None = None, pad_token_id: int = 0
 ) -> Tensor:
-    """Run a model on this rank's share of folded rollouts, as a `forward_step` of your own does; collective.
+    """Run a model on this rank's share of folded rollouts, inside a `forward_step` of your own; collective.
 
     Every stage and rank of a model calls it with the same rollouts. All context-parallel ranks compute the same loss,
-    from all edges. A loss function returns two values, this loss and what to report: Megatron then adds up gradients
-    over context-parallel ranks, and each rank has the gradients of its own tokens.
+    from all edges. Your loss function returns two values, this loss and what to report: Megatron then adds up
+    gradients over context-parallel ranks, and each rank has the gradients of its own tokens.
 
     Args:
         model: a `GPTModel` or hybrid model whose layers are on a ring, wrapped or not.
-        folded: what `burst_plugin.trajectories.fold` returned.
+        folded: the rollouts, as `burst_plugin.trajectories.fold` returns them.
         chunk: rows of logits at a time.
         length: the number of tokens to pad the sequence to; pipeline stages that pass on tensors of one shape need
-            the `seq_length` of the schedule. By default as few as ranks can hold equally many of.
+            the `seq_length` of the schedule. None pads to the least length that all ranks can share equally.
         pad_token_id: the token to pad with.
 
     Returns:
-        On the last pipeline stage [2, E], float32, log-probabilities and entropies of all edges, for `unfold`; on
-        other stages the tensor that they pass on.
+        On the last pipeline stage [2, E], float32, log-probabilities and entropies of all E edges (predictions from
+        one token of the tree to a next), for `unfold`; on other stages the tensor that they pass on.
 
     Raises:
         ValueError: for models and rollouts that do not fit, on every rank of a ring.

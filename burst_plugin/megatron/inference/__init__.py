@@ -1,4 +1,4 @@
-"""Megatron's static inference on a ring."""
+"""Megatron's static inference (`StaticInferenceContext`) on a ring."""
 
 from __future__ import annotations
 

@@ -41,7 +41,11 @@ _REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 
 def refuse_in_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for a layer that is to keep keys and values itself: it would see one rank's tokens only."""
+    """Raise ValueError if a layer on the ring is called with an inference context: a forward pre-hook.
+
+    Such a layer would keep keys and values itself, and see the tokens of one rank only. `args` and `kwargs` are the
+    arguments of the layer's forward.
+    """
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
         raise ValueError(
             f"inference with context_parallel_size={layer.config.context_parallel_size} and cp_comm_type='burst' is "
@@ -50,7 +54,10 @@ def refuse_in_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def core_attentions(model: Any) -> list[BurstCoreAttention]:
-    """Return the core attention of every layer. Raise ValueError for a layer that is not on the ring, or for none."""
+    """Return the core attention of each layer of a model that has attention, in the order of `model.decoder.layers`.
+
+    Raises ValueError for a layer that is not on the ring or carries a state, and for a model without any attention.
+    """
     cores = []
     for layer in model.decoder.layers:
         core = getattr(layer.self_attention, "core_attention", None)
@@ -72,7 +79,11 @@ def core_attentions(model: Any) -> list[BurstCoreAttention]:
 
 
 def refuse_dynamic(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a `DynamicInferenceContext`; raise ValueError for a model on the ring, so that engines go on without."""
+    """Make a `DynamicInferenceContext`, or raise ValueError for a model on the ring; a wrapper of `original`.
+
+    Megatron's engines catch the error, and go on with a static context. original: the constructor, until 0.17
+    `from_config`, which is called with the other arguments, and whose result is returned.
+    """
     arguments = bind(original, *args, **kwargs).arguments
     config, model = arguments.get("model_config"), arguments.get("model")
     config = get_model_config(model) if config is None and model is not None else config
@@ -85,7 +96,10 @@ def refuse_dynamic(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def refuse_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a hybrid model; raise ValueError at inference on the ring, which keeps no states."""
+    """Run a hybrid model, or raise ValueError if it has an inference context on a ring; a wrapper of `original`.
+
+    The ring keeps no states of mixers for inference. original: the model's forward, whose result is returned.
+    """
     arguments = bind(original, model, *args, **kwargs).arguments
     contexts = [arguments.get("inference_context"), arguments.get("inference_params")]
     if contexts != [None, None] and asks_for_burst(model.config):
@@ -98,7 +112,13 @@ def refuse_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
 
 def check_inference(model: Any, context: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError naming all that inference on a ring cannot honour, each with what to write instead."""
+    """Raise ValueError naming everything that inference on a ring cannot honour, each with what to write instead.
+
+    Args:
+        model: the `GPTModel`, which must be in evaluation mode.
+        context: its inference context, which must be a `StaticInferenceContext` with room for the new tokens.
+        arguments: the arguments of its forward by name; `attention_mask` must be None or causal.
+    """
     config = model.config
     reasons = []
     if not isinstance(context, StaticInferenceContext):

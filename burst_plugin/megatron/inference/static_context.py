@@ -58,7 +58,11 @@ class _Pass(NamedTuple):
 
 
 def hook_inference(registry: Registry) -> str:
-    """Let GPT models with a `StaticInferenceContext` keep keys and values on the ring; return a line that says so."""
+    """Have GPT models with a `StaticInferenceContext` keep keys and values on the ring, in a `KVCache`.
+
+    It wraps `GPTModel.forward` and what Megatron's inference does around it. Dynamic contexts and hybrid models are
+    refused on the ring by a ValueError. registry: the rings. Returns a line for the report of `install()`.
+    """
     hooks = _InferenceHooks(registry)
     wrap(GPTModel, "forward", hooks.forward)
     wrap(GPTModel, "_postprocess", hooks.postprocess)
@@ -73,16 +77,20 @@ def hook_inference(registry: Registry) -> str:
 
 
 def cache_of(context: Any) -> KVCache | None:
-    """Return the batch of sequences that a `StaticInferenceContext` keeps on the ring; None before the first."""
+    """Return the `KVCache` with the keys and values that a `StaticInferenceContext` has on the ring.
+
+    None before the first forward pass of a model with this context.
+    """
     return getattr(context, _CACHE, None)
 
 
 def patch_server() -> None:
-    """Patch Megatron's text generation server, if its script has imported it: call it once flags are parsed.
+    """Patch Megatron's text generation server for context parallelism, if its script has imported it.
 
-    The script starts a server on every rank with the first tensor-parallel shard of the first pipeline stage: with
-    context parallelism on several, which would never hear of rank 0's requests. Here rank 0 alone has one. And from
-    0.17 on it looks up --inference-max-seq-length by a name that no flag has.
+    It has to be called after flags are parsed. The script starts a server on every rank with the first
+    tensor-parallel shard of the first pipeline stage: with context parallelism on several, which would never hear of
+    rank 0's requests. Here rank 0 alone has one. And from 0.17 on the script looks up --inference-max-seq-length by a
+    name that no flag has; here the name exists.
     """
     module, args = sys.modules.get(_SERVER), parsed_arguments()
     if module is None or hasattr(module.MegatronServer.run, "__wrapped__"):

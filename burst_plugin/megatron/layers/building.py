@@ -41,9 +41,11 @@ _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # they compute 
 
 
 def hook_building(registry: Registry) -> str:
-    """Let layers choose their core attention when they are built, and refuse what a ring would compute wrongly.
+    """Have layers choose their core attention when they are built, and refuse what a ring would compute wrongly.
 
-    Returns a line that says so.
+    It wraps constructors of Megatron's layers and models: a layer with `cp_comm_type="burst"` gets the ring's core
+    attention whatever its spec says, or raises ValueError. registry: the rings. Returns a line for the report of
+    `install()`.
     """
     wrap(TransformerLayer, "__init__", partial(_choose_core_attention, registry))
     wrap(MambaLayer, "__init__", partial(_refuse_mamba, registry))
@@ -110,9 +112,11 @@ def _with_choice(attention: Any, registry: Registry) -> Any:
 
 
 class ChosenCoreAttention:
-    """Built in place of a layer's core attention: the ring where `cp_comm_type` is "burst", else the original.
+    """The constructor of a layer's core attention: the ring's if `cp_comm_type` is "burst", else the original.
 
-    Multi-latent attention builds its core attention twice, first without a `cp_comm_type`; that one is never used.
+    An instance is never made: calling the class returns a `BurstCoreAttention`, a `BurstSparseAttention`, or what the
+    spec `original` builds. Multi-latent attention builds its core attention twice, first without a `cp_comm_type`;
+    that first one is never used.
     """
 
     def __new__(cls, *args: Any, original: Any, registry: Registry, **kwargs: Any) -> Any:

@@ -18,7 +18,10 @@ from burst_plugin.sequence.masks import Mask
 
 
 class MaskArguments(NamedTuple):
-    """The arguments of a call of Megatron's core attention besides q, k and v. kind: the name of its AttnMaskType."""
+    """The arguments of a call of Megatron's core attention besides query, key and value.
+
+    kind: the name of its AttnMaskType, such as "causal". The other fields are Megatron's arguments of these names.
+    """
 
     kind: str
     attention_mask: Any
@@ -27,7 +30,11 @@ class MaskArguments(NamedTuple):
 
 
 class CallMask(NamedTuple):
-    """The mask and the bias of a call. tokens: of packed queries and keys, and how ranks hold them; else None."""
+    """What the tokens of one call of core attention attend to, and which tokens ranks hold.
+
+    mask: what positions of the whole sequence attend to. bias: added to the scaled scores, or None. tokens: how ranks
+    hold the tokens (of queries, of keys); None where they hold them by the layout of the ring.
+    """
 
     mask: Mask
     bias: Tensor | None
@@ -35,9 +42,10 @@ class CallMask(NamedTuple):
 
 
 class MaskReader:
-    """Reads the masks of one layer's calls. Tensors are read once for all layers, by the registry's cache.
+    """Turns the mask arguments of one layer's calls into masks; tensors are read once for all layers.
 
-    window: Megatron's `window_size` if the layer has one, else None.
+    window: Megatron's `window_size` (left, right) if the layer has one, else None.
+    registry: the rings, whose `tensor_cache` keeps what was read.
     """
 
     def __init__(self, window: tuple[int, int] | None, registry: Registry) -> None:
@@ -45,9 +53,10 @@ class MaskReader:
         self._registry = registry
 
     def read(self, arguments: MaskArguments, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
-        """Return the mask, bias and tokens of a call with q [B, S/CP, ...] and k [B, Sk/CP, ...].
+        """Return the mask, bias and tokens of a call on the ring `cp`, with q [B, S/CP, ...] and k [B, Sk/CP, ...].
 
-        Raises ValueError for what does not fit together, naming what was got.
+        It may be collective, to compare a mask tensor over ranks. Raises ValueError, naming what was got, for
+        arguments that do not fit together or that the ring does not support.
         """
         kind, attention_mask, attention_bias, packed_seq_params = arguments
         lengths = (q.shape[1], k.shape[1])
@@ -74,7 +83,15 @@ class MaskReader:
         return CallMask(mask, attention_bias, None)
 
     def of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
-        """Return the mask of a mask type and the layer's window, for (queries, keys). Raises ValueError as `read`."""
+        """Return the mask that a mask type allows within the layer's window.
+
+        Args:
+            kind: the name of Megatron's AttnMaskType.
+            lengths: tokens of queries and of keys.
+
+        Raises:
+            ValueError: for an unknown type, or a window where there are not as many queries as keys.
+        """
         if kind not in masks.BY_TYPE:
             raise ValueError(
                 f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"

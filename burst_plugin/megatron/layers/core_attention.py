@@ -34,10 +34,12 @@ _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_chann
 
 
 class CoreCall(NamedTuple):
-    """The arguments of a layer's call for attention on the ring.
+    """The arguments of one attention call on the ring, translated from a call of Megatron's core attention.
 
-    q, k, v: [B, S/CP, heads, dim]; where latents travel these and the shared part of keys, in place of k and v.
-    terms: the keywords of `burst_attention`; with a `weight`, those of `latent_attention`.
+    q, k, v: [B, S/CP, heads, dim]. Where latents are sent, `k` holds the latents and `v` the part of keys that heads
+        share, both with one head.
+    packed: whether Megatron's tensors were packed sequences ("thd"), which have no dimension of B.
+    terms: the keyword arguments of `burst_attention`; with a `weight` among them, of `latent_attention`.
     """
 
     q: Tensor
@@ -51,9 +53,11 @@ class CoreCall(NamedTuple):
 class BurstCoreAttention(MegatronModule):
     """Attention over the context-parallel group, in place of Megatron's DotProductAttention.
 
-    It looks up Megatron's global groups when it runs, and keeps `pg_collection` only if that holds others, so that it
-    may be given another collection, as Megatron-Bridge does to evaluate with other sizes. With
-    softmax_type="learnable" it has the parameter `softmax_offset` [heads/TP], like Megatron's own core attention.
+    It is built with the arguments of Megatron's core attention, and `registry`, the rings. It looks up Megatron's
+    global groups when it runs, and keeps `pg_collection` only if that holds others, so that it may be given another
+    collection, as Megatron-Bridge does to evaluate with other sizes. With softmax_type="learnable" it has the
+    parameter `softmax_offset` [heads/TP], like Megatron's own core attention.
+
     Raises ValueError naming each field of the configuration that cannot be honoured, and what to write instead.
     """
 
@@ -92,7 +96,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def pg_collection(self) -> Any:
-        """Return Megatron's ProcessGroupCollection; None stands for the global groups."""
+        """Return the layer's own ProcessGroupCollection; None if it uses Megatron's global groups."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -169,6 +173,7 @@ class BurstCoreAttention(MegatronModule):
         Args:
             attention_mask: [B or 1, 1 or H, S/CP, Sk], True where masked; for key padding also [B, 1, 1, Sk], or a
                 pair of these (for queries, for keys). Padded queries attend to the keys that are not padding.
+            attn_mask_type: None for the type that the layer was built with.
             attention_bias: [1 or B, 1 or H/TP, S/CP, Sk], added to the scaled scores.
 
         Raises:
@@ -215,7 +220,10 @@ class BurstCoreAttention(MegatronModule):
         return joined
 
     def context(self, packed_seq_params: Any = None) -> ContextParallel:
-        """Return the ring of a call."""
+        """Return the ring that a call runs on: of the group in `packed_seq_params`, or else of the layer's group.
+
+        It is made on first use, which is then collective.
+        """
         return self._registry.context(self.config, self._pg_collection, packed_seq_params)
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None) -> Tensor:
@@ -274,7 +282,11 @@ class BurstCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return `softmax_offset`, cut along its heads over tensor-parallel ranks, like Megatron's own."""
+        """Return the layer's entry for Megatron's distributed checkpoints: `softmax_offset`, cut along its heads.
+
+        Heads are cut over tensor-parallel ranks, and named as Megatron's own core attention names them. Layers
+        without this parameter have no entries. Arguments are Megatron's.
+        """
         replicas = (metadata or {}).get("dp_cp_group")
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

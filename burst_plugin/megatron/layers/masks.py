@@ -1,4 +1,4 @@
-"""Megatron's mask types, windows and mask tensors, as masks of the core. Mask tensors are True where masked."""
+"""Megatron's mask types, windows and mask tensors (True where masked), as `Mask` objects of the ring."""
 
 from __future__ import annotations
 
@@ -30,18 +30,29 @@ _AT_ONCE = 2**24  # elements of a mask
 
 
 def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
-    """Return `mask`, causal or full, within a window in Megatron's form: (left, right), -1 for no bound.
+    """Return `mask`, which is causal or full, within a sliding window.
 
     Causal masks have no right side, whatever the window says, as in Transformer Engine.
+
+    window_size: Megatron's (left, right), keys before and after a query; -1 for no bound.
     """
     left, right = (None if side == -1 else side for side in window_size)
     return SlidingWindow(left, right if mask.looks_ahead else 0)
 
 
 def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return `bias` or 0, where a mask [1 or B, 1 or H, S/CP, Sk] allows, and -inf elsewhere, without a host sync.
+    """Return a bias that is -inf where `attention_mask` is True, and elsewhere `bias`, or 0 if that is None.
 
-    `lengths` are S/CP and Sk. Raises ValueError for a mask of another shape.
+    The host does not wait for the GPU.
+
+    Args:
+        bias: [1 or B, 1 or H, S/CP, Sk], or None.
+        attention_mask: [1 or B, 1 or H, 1 or S/CP, Sk].
+        lengths: S/CP and Sk.
+        dtype: of the result, if `bias` is None.
+
+    Raises:
+        ValueError: for a mask of another shape.
     """
     if (
         attention_mask.dim() != 4
@@ -58,7 +69,10 @@ def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int,
 
 
 def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
-    """Raise ValueError on every rank unless `attention_mask` [1 or B, 1, S/CP, S] equals `mask`; collective."""
+    """Raise ValueError on every rank of the ring `cp` unless a mask tensor equals `mask`; collective.
+
+    attention_mask: [1 or B, 1, S/CP, S], True where masked; the rows are this rank's queries.
+    """
     problem = _shape_problem(attention_mask)
     if not problem:
         differs = torch.tensor(attention_mask.shape[2] * cp.ranks > attention_mask.shape[3])  # not cut over ranks
@@ -76,10 +90,17 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
 
 
 def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Mask:
-    """Return the keys that `attention_mask` [1 or B, 1, 1 or S/CP, Sk] allows, as a mask; collective if per query.
+    """Return the mask that lets all queries attend to the keys that are not padding by `attention_mask`.
 
-    Each row must be what `mask` allows of these keys, or all masked, for a padded query. Raises ValueError on every
-    rank for rows that are neither.
+    Collective over the ring `cp` if the tensor has a row for each query. Each row must then be what `mask` allows of
+    the keys that are not padding, or all masked, for a padded query.
+
+    Args:
+        attention_mask: [1 or B, 1, 1 or S/CP, Sk], True where masked.
+        mask: the mask of the call's mask type, full or causal, to compare rows with. It is not part of the result.
+
+    Raises:
+        ValueError: on every rank, for rows that are neither.
     """
     problem = _shape_problem(attention_mask)
     if problem:
@@ -131,16 +152,19 @@ def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:
 
 
 def as_attention_mask(tree: PrefixTree) -> Tensor:
-    """Encode a prefix tree as a tensor to pass for an attention mask: int32 [1, 2, nodes], parents and lengths."""
+    """Return a prefix tree encoded as a tensor to pass for an attention mask: int32 [1, 2, nodes], on the CPU.
+
+    It holds the parent of each node, then the number of tokens of each node.
+    """
     return torch.tensor([[tree.parents, tree.lengths]], dtype=torch.int32, device="cpu")
 
 
 def is_tree(attention_mask: Any) -> bool:
-    """Return whether an attention mask is a prefix tree."""
+    """Return whether an attention mask is a prefix tree, int32 [1, 2, nodes], and no mask of Megatron's."""
     return isinstance(attention_mask, Tensor) and attention_mask.dim() == 3 and attention_mask.dtype == torch.int32
 
 
 def tree_of(attention_mask: Tensor) -> PrefixTree:
-    """Decode the prefix tree that `as_attention_mask` made into an attention mask."""
+    """Return the prefix tree that `as_attention_mask` has encoded in `attention_mask`, int32 [1, 2, nodes]."""
     parents, lengths = attention_mask[0].tolist()
     return PrefixTree(tuple(parents), tuple(lengths))

@@ -1,6 +1,6 @@
-"""Megatron's multi-head latent attention on a ring on which latents travel, not the keys and values made of them.
+"""Megatron's multi-head latent attention on a ring that sends latents, not the keys and values made of them.
 
-get_query_key_value_tensors    with `linear_kv_up_proj` asleep, which notes the latents and returns empty tensors;
+get_query_key_value_tensors    with `linear_kv_up_proj` switched off: it notes the latents and returns empty tensors;
                                hands on latents for keys, and the part of keys that heads share for values
 core attention                 has the weight of `linear_kv_up_proj`, also where a checkpoint computes it again
 """
@@ -29,7 +29,10 @@ _WITHOUT_NORM, _WITH_NORM = "TEColumnParallelLinear", "TELayerNormColumnParallel
 
 
 def hook_latents() -> None:
-    """Let layers of multi-head latent attention send latents, as `Strategy.latents` says."""
+    """Have layers of multi-head latent attention give the ring latents in place of keys and values.
+
+    It wraps `MLASelfAttention.get_query_key_value_tensors`. Whether a layer does so follows from `Strategy.latents`.
+    """
     wrap(MLASelfAttention, "get_query_key_value_tensors", _with_latents)
 
 

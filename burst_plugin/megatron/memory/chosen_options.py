@@ -42,7 +42,13 @@ _REFERENCE_BYTES = 80 * GIB  # of a GPU, for chunks, which are alike on unlike G
 
 
 def with_chosen(strategy: Strategy, args: Any) -> Strategy:
-    """Return the strategy with its open options chosen, for the run that Megatron's parsed arguments describe."""
+    """Return `strategy` with `loss_chunk` and `keep_attention` chosen to fit the run, if its `memory` is "auto".
+
+    Options that are given stay as they are. Nothing changes unless layers are recomputed as a whole
+    (`--recompute-granularity full`).
+
+    args: Megatron's parsed arguments, which describe the run; None if its parser did not run.
+    """
     if strategy.memory != AUTO or getattr(args, "recompute_granularity", None) != "full":
         return strategy
     found = ((name, getattr(args, name, None)) for name in _SIZES)
@@ -117,7 +123,14 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
 
 
 def in_words(given: Strategy, asked: Strategy) -> str:
-    """Return text on the options of `asked` that were chosen, not given: which, why, how to change them; else ""."""
+    """Return text for the user on the memory options that were chosen: which, why, and how to change them.
+
+    It is "" if nothing was chosen.
+
+    Args:
+        given: the options before the choice.
+        asked: the options after it.
+    """
     said = []
     if asked.loss_chunk != given.loss_chunk:
         said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")

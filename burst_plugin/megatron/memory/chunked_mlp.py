@@ -30,9 +30,9 @@ _REFUSED = {
 
 
 def chunk_mlp(layer: Any, strategy: Strategy) -> None:
-    """Run the MLP of a new `TransformerLayer` in chunks, if `strategy` says so.
+    """Have the MLP of a new `TransformerLayer` run in chunks of `strategy.mlp_chunk` tokens, unless that is 0.
 
-    Raises ValueError, with all reasons, for an MLP that cannot be.
+    It replaces the forward of `layer.mlp`. Raises ValueError, with all reasons, for an MLP that cannot run in chunks.
     """
     asked = strategy.mlp_chunk
     if not asked or isinstance(layer.mlp, IdentityOp):

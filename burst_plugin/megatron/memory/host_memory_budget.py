@@ -1,4 +1,4 @@
-"""What a rank of Megatron parks in host memory in a step, known when its first layer gets its input."""
+"""A check, when a rank's first layer of Megatron gets its input, of the host memory that its step will need."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from burst_plugin.megatron.registry import Registry
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_host_memory_budget(registry: Registry, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise MemoryError if this host has no room for the tensors parked until the first backward pass: a layer hook.
+    """Raise MemoryError if this host has no room for the tensors that a step offloads: a forward pre-hook of layers.
 
-    It looks at full recomputation, which keeps inputs of layers and, with `keep_attention`, outputs of attention.
+    It counts the tensors of all ranks on the host until the first backward pass. It looks at full recomputation only,
+    which keeps inputs of layers and, with `keep_attention`, outputs of attention. It does nothing in evaluation.
+
+    Args:
+        registry: the rings and their options.
+        layer: the `TransformerLayer` that is called.
+        args, kwargs: of its forward; its input is [S/CP, B, H].
     """
     config, hidden = layer.config, args[0] if args else kwargs["hidden_states"]
     if config.recompute_granularity != "full" or not layer.training:

@@ -1,10 +1,10 @@
 """The loss of Megatron's language models in chunks of tokens: `--burst-loss-chunk`.
 
 While a model computes its loss, its output layer returns hidden states, and `compute_language_model_loss` gets these.
-So do the heads of multi-token prediction, which use the same two. The layer is called as a module, since it is a hook
-that waits for its weight with `--overlap-param-gather`. Hidden states are gathered once over sequence-parallel ranks,
-and their gradient is reduced once over tensor-parallel ones, however many chunks there are; a chunk's sums over the
-vocabulary take two collectives of some numbers per token.
+So do the heads of multi-token prediction, which call the same output layer and loss. The output layer is called as a
+module, since it is a hook that waits for its weight with `--overlap-param-gather`. Hidden states are gathered once
+over sequence-parallel ranks, and their gradient is reduced once over tensor-parallel ones, however many chunks there
+are; a chunk's sums over the vocabulary take two collectives of some numbers per token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part
 
 
 def hook_losses(registry: Registry) -> str:
-    """Have models compute their losses in chunks where the options say so; return a line that says it."""
+    """Have GPT and hybrid models compute their losses in chunks of `loss_chunk` tokens, where the options say so.
+
+    It wraps their constructors and the methods that compute losses. Models whose loss cannot be cut raise ValueError
+    if the option was given by the user. registry: the rings and their options. Returns a line for the report of
+    `install()`.
+    """
     for kind, computes in ((GPTModel, "_postprocess"), (hybrid_model(), "forward")):
         wrap(kind, "__init__", partial(_check_model, registry))
         wrap(kind, computes, partial(_with_chunks, registry))
@@ -86,7 +91,10 @@ def _check_chunks(model: Any, chunk: int) -> None:
 
 
 def output_layer_problems(model: Any) -> list[str]:
-    """Return the reasons why the loss of a model cannot be computed in chunks, each with what to write instead."""
+    """Return the reasons why the loss of a model cannot be computed in chunks, each with what to write instead.
+
+    [] if it can be. model: a GPT or hybrid model, without wrappers.
+    """
     reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, model.config)]
     loss = model.compute_language_model_loss
     function = getattr(loss, "__func__", loss)
@@ -163,9 +171,11 @@ def _count_accepted(
 
 @contextmanager
 def with_loss(model: Any, loss: LanguageModelLoss, refusal: str) -> Iterator[None]:
-    """Have a model's output layer return hidden states, and its loss function be the one that goes with them.
+    """Have `model` compute its loss by `loss`, from hidden states that its output layer returns in place of logits.
 
-    Errors of a model that does more with its logits begin with `refusal`.
+    Both are undone at the end of the context.
+
+    refusal: the beginning of the ValueError that is raised if the model does anything else that needs logits.
     """
     layer = model.output_layer
     layer.forward = partial(_hidden_states, layer, refusal, loss.of_logits is not None)
@@ -202,9 +212,14 @@ def _hidden_states(
 
 
 class LanguageModelLoss:
-    """`compute_language_model_loss` of hidden states. calls: how often it was called.
+    """A loss function in chunks, of hidden states, in place of a model's `compute_language_model_loss`.
 
-    of_logits: the loss of whole logits, where a model may make them; None where it may not.
+    Args:
+        layer: the model's output layer.
+        chunk: rows of logits at a time.
+        of_logits: the model's own loss function, for models that may compute whole logits; None if they may not.
+
+    `calls` counts how often it was called with hidden states.
     """
 
     def __init__(self, layer: Any, chunk: int, of_logits: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
@@ -220,7 +235,11 @@ class LanguageModelLoss:
         return losses.transpose(0, 1).contiguous()
 
     def before_logits(self, logits: DeferredLogits) -> tuple[Tensor, Head]:
-        """Return the hidden states [S, B, H] of all tokens, and the head that makes logits of them."""
+        """Return the hidden states [S, B, H] of all tokens, and the `Head` that makes logits of a chunk of them.
+
+        Hidden states are gathered over sequence-parallel ranks. logits: what the output layer returned in place of
+        logits.
+        """
         self.calls += 1
         layer, weight = self.layer, logits.weight
         assert weight is not None

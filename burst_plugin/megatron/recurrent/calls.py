@@ -28,7 +28,11 @@ from burst_plugin.sequence.mask import Mask
 
 
 class MixerCall(NamedTuple):
-    """The call of a mixer on a ring: the mask and tokens of its documents. tag: the name by which ranks know it."""
+    """The call of a mixer, such as Mamba-2, on a ring: what functions inside the mixer have to know of its tokens.
+
+    cp: the ring. mask: causal, inside the documents of the batch. tokens: how ranks hold the tokens; None for the
+    layout of the ring. tag: a name for the call that is the same on all ranks.
+    """
 
     cp: ContextParallel
     mask: Mask
@@ -36,7 +40,10 @@ class MixerCall(NamedTuple):
     tag: tuple[object, ...]
 
     def place(self, what: str) -> recurrent.Placement:
-        """Return the `Placement` of this rank's tokens for one recurrent call, which all ranks name `what`."""
+        """Return the `Placement` of this rank's tokens for one recurrent operation in the mixer, such as its scan.
+
+        what: the name of the operation, the same on all ranks; it becomes part of the placement's tag.
+        """
         self.cp.rank_state.state_calls += 1
         return recurrent.Placement(self.cp, self.mask, self.tokens, (*self.tag, what))
 
@@ -46,13 +53,13 @@ _mask: ContextVar[Any] = ContextVar("burst_plugin_mask_of_layer", default=None)
 
 
 def call_in_progress() -> MixerCall | None:
-    """Return the call of the mixer that is running; None if it runs on whole sequences."""
+    """Return the call of the mixer that is running in this thread; None if it runs on whole sequences."""
     return _call.get()
 
 
 @contextmanager
 def computing(call: MixerCall) -> Iterator[None]:
-    """Let functions inside a mixer find `call` in this context."""
+    """Make `call_in_progress` return `call` in this context, for functions inside a mixer."""
     before = _call.set(call)
     try:
         yield
@@ -61,13 +68,16 @@ def computing(call: MixerCall) -> Iterator[None]:
 
 
 def mask_of_layer() -> Any:
-    """Return the attention mask that the layer around a mixer received but does not pass on."""
+    """Return the attention mask of the layer around the mixer that is running; Megatron does not pass it to mixers.
+
+    None outside of `with_mask`.
+    """
     return _mask.get()
 
 
 @contextmanager
 def with_mask(attention_mask: Any) -> Iterator[None]:
-    """Let a mixer find the attention mask of its layer in this context."""
+    """Make `mask_of_layer` return `attention_mask` in this context, while a layer runs its mixer."""
     before = _mask.set(attention_mask)
     try:
         yield
@@ -76,10 +86,14 @@ def with_mask(attention_mask: Any) -> Iterator[None]:
 
 
 class MixerOnRing:
-    """The connection of a mixer with a state to its ring.
+    """The connection of a mixer that carries a state to its ring, which makes a `MixerCall` of each of its calls.
 
-    groups: the collection that Megatron built the mixer with. It is kept if its context-parallel group is not the
-        global one, which is looked up in each call.
+    Args:
+        registry: the rings.
+        config: the TransformerConfig of the mixer.
+        layer_number: Megatron's number of its layer; None counts as 1.
+        groups: the ProcessGroupCollection that Megatron built the mixer with. It is kept only if its context-parallel
+            group is not the global one, which is looked up in each call.
     """
 
     def __init__(self, registry: Registry, config: Any, layer_number: int | None, groups: Any) -> None:
@@ -92,9 +106,12 @@ class MixerOnRing:
             registry.context(config, self._groups)  # now, since messages of a pipeline are in flight later
 
     def read(self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any) -> MixerCall:
-        """Return the call of a mixer with `hidden_states` [S/CP, B, H], or [S/CP/TP, B, H] in sequence parallelism.
+        """Return the `MixerCall` for one call of the mixer on hidden states.
 
-        Raises ValueError for masks and packed sequences that do not fit, as core attention does.
+        Of `hidden_states`, [S/CP, B, H], or [S/CP/TP, B, H] in sequence parallelism, it reads the shape alone.
+        `attention_mask` and `packed_seq_params` are the mixer's or its layer's, or None; a mask may have to be
+        compared over ranks, which is collective. Raises ValueError for masks and packed sequences that do not fit, or
+        are not causal.
         """
         registry = self._registry
         cp = registry.context(self._config, self._groups, packed_seq_params)

@@ -5,8 +5,8 @@
         whole sequences:  the function itself
         on the ring:      burst_plugin.recurrent, with the function as its kernel
 
-Each takes the original and then its arguments. What is done for each token by itself, such as gates, is done here
-where the original does it.
+Each replacement takes the original function and then its arguments. Work on each token by itself, such as gates, that
+the original function does is done here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,17 @@ _STATES = frozenset(
 
 
 class ConvolutionOnRing(torch.nn.Conv1d):
-    """The `Conv1d` of a gated delta net, which calls it until 0.17 where causal-conv1d is not installed."""
+    """The `Conv1d` of a gated delta net on a ring, whose class it replaces in a layer that has been built.
+
+    Megatron calls this module until 0.17, where causal-conv1d is not installed.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve [B, C, S]; on the ring with the tokens before this rank's runs."""
+        """Return the convolution of `input` [B, C, S] along S; on a ring with the tokens before this rank's.
+
+        It is on a ring while a mixer's call on it is in progress, and returns [B, C, S] then. Else it returns what
+        `Conv1d` does, with padding.
+        """
         call = call_in_progress()
         if call is None:
             return super().forward(input)
@@ -46,9 +53,9 @@ class ConvolutionOnRing(torch.nn.Conv1d):
 
 
 def replace_functions(module: Any, kinds: Mapping[str, _Function]) -> None:
-    """Wrap functions of a module: `kinds` maps their names to wrappers, called as `wrapper(original, ...)`.
+    """Replace functions of a module by wrappers, called as `wrapper(original, ...)` with the function's arguments.
 
-    Names that the module lacks, or has as None, are left out.
+    kinds: wrappers by the name of the function. Names that the module lacks, or has as None, are left out.
     """
     for name, around in kinds.items():
         if getattr(module, name, None) is not None:
@@ -56,7 +63,10 @@ def replace_functions(module: Any, kinds: Mapping[str, _Function]) -> None:
 
 
 def functions_of_mamba(module: Any) -> dict[str, _Function]:
-    """Return the wrappers for functions of `MambaMixer`'s module, by name, as `replace_functions` takes them."""
+    """Return wrappers that run functions of Mamba-2 on the ring, by the names that the functions have in `module`.
+
+    module: Megatron's module of `MambaMixer`, whose own functions become kernels of the wrappers.
+    """
     convolve, scan = getattr(module, "causal_conv1d_fn", None), getattr(module, "mamba_chunk_scan_combined", None)
     fused = partial(_convolve_and_scan, _convolve_by_torch if convolve is None else convolve, scan)
     return {
@@ -88,7 +98,16 @@ def _given(name: str, original: _Function, args: tuple[Any, ...], kwargs: Mappin
 
 
 def convolve_by_method(original: _Function, params: Any, input_: Tensor) -> Tensor:
-    """Replace `MambaContextParallel.conv1d` [B, C, S] in mixers without causal-conv1d, on a ring or not."""
+    """Convolve [B, C, S] along S in place of `MambaContextParallel.conv1d`, and return [B, C, S].
+
+    Mixers without causal-conv1d call that method. On the ring the convolution goes on from the tokens before this
+    rank's; else the result is that of `original`.
+
+    Args:
+        original: the method.
+        params: the `MambaContextParallel`, which has the weights.
+        input_: [B, C, S].
+    """
     call = call_in_progress()
     if call is None:
         return original(params, input_)  # type: ignore[no-any-return]

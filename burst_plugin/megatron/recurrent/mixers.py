@@ -1,6 +1,7 @@
-"""Mixers on the ring: they are built for one rank, with all heads, and are told in each call which tokens they have.
+"""Mixers (Mamba-2, gated delta net) on the ring: built as for one rank, and told in each call which tokens they have.
 
-Megatron's own context parallelism has ranks exchange heads in these layers, and takes batches to be cut in zigzag.
+Every context-parallel rank has all heads of a mixer. Megatron's own context parallelism has ranks exchange heads in
+these layers, and takes batches to be cut in zigzag.
 """
 
 from __future__ import annotations
@@ -39,29 +40,33 @@ _DELTA_NET = sys.modules[GatedDeltaNet.__module__]
 
 
 class GroupOfOne:
-    """A stand-in for a context-parallel group with this rank alone, as far as mixers ask for one."""
+    """A stand-in for a context-parallel group of this rank alone, with the methods that Megatron's mixers call."""
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return 1, the number of ranks."""
         return 1
 
     def rank(self) -> int:
-        """Return the number of this rank."""
+        """Return 0, the number of this rank."""
         return 0
 
 
 def can_take_over(kind: Any) -> bool:
-    """Return whether mixers of the class `kind` can run on the ring."""
+    """Return whether mixers of the class `kind` can run on the ring: `MambaMixer` or `GatedDeltaNet`, no subclass."""
     return kind in (MambaMixer, GatedDeltaNet)
 
 
 def is_on_ring(mixer: Any) -> bool:
-    """Return whether a mixer carries states over a ring."""
+    """Return whether a module is a mixer that was built to carry its state over a ring."""
     return hasattr(mixer, _RING)
 
 
 def hook_mixers(registry: Registry) -> str:
-    """Let mixers with a state be built for the ring, and carry states over it; return a line that says so."""
+    """Have Megatron's Mamba-2 and gated delta net mixers be built for the ring, and carry their states over it.
+
+    It wraps constructors and forwards of these mixers, and the functions that they call. registry: the rings. Returns
+    a line for the report of `install()`.
+    """
     mamba = sys.modules[MambaMixer.__module__]
     replace_functions(mamba, functions_of_mamba(mamba))
     replace_functions(_DELTA_NET, FUNCTIONS_OF_DELTA_NET)
@@ -74,7 +79,11 @@ def hook_mixers(registry: Registry) -> str:
 
 
 def allow_delta_nets() -> None:
-    """Let Megatron accept gated delta nets with context parallelism, for any number of heads."""
+    """Have TransformerConfig accept gated delta nets on a ring, for any number of heads.
+
+    It wraps the checks in its `__post_init__`, which see context_parallel_size=1 there. Other configurations are
+    checked as before.
+    """
 
     def check(original: Callable[[Any], None], config: Any) -> None:
         size = config.context_parallel_size

@@ -1,4 +1,4 @@
-"""Repairs of how Megatron cuts batches and rolls labels; see `faults`."""
+"""Repairs of how Megatron cuts batches and rolls labels; `faults.py` says which releases need them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ran
 
 
 def cut_packed_batches() -> None:
-    """Replace `get_thd_batch_on_this_cp_rank`, which until 0.17 misreads the loader's offsets and has none padded.
+    """Replace Megatron's `get_thd_batch_on_this_cp_rank`, which until 0.17 does not cut packed batches over ranks.
 
-    Megatron cuts all but four entries of these batches, and just four entries of the batches of later releases.
+    The data loader gives it offsets [1, documents + 1], and None for padded ones, with which it fails. The
+    replacement takes these, and returns the rank's part of the batch and its `PackedSeqParams`.
     """
 
     def cut(
@@ -65,12 +66,18 @@ WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_docu
 
 
 def wants_absent_te() -> bool:
-    """Return whether Megatron cuts packed batches by Transformer Engine alone, which is not installed."""
+    """Return whether Megatron cuts packed batches by Transformer Engine alone, and that is not installed."""
     return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in WANT_TE)
 
 
 def cut_packed(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """Cut a batch of packed documents, in the form that Megatron 0.18 gives it, for this rank."""
+    """Cut a batch of packed documents for this rank, as Megatron does from 0.18 on, and return it.
+
+    Args:
+        batch: tokens, labels, loss_mask and position_ids [1, tokens], which are replaced by this rank's part;
+            cu_seqlens and perhaps cu_seqlens_padded say where documents begin.
+        cp_group: the context-parallel group.
+    """
     if cp_group.size() > 1:
         padded = batch.get("cu_seqlens_padded")
         offsets = batch["cu_seqlens"] if padded is None else padded
@@ -79,7 +86,10 @@ def cut_packed(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def cut_without_transformer_engine() -> None:
-    """Cut packed batches without Transformer Engine: from 0.18 on offsets are right, but only it cuts by them."""
+    """Put `cut_packed` in place of Megatron's functions that cut packed batches by Transformer Engine alone.
+
+    Releases from 0.18 on have such functions.
+    """
     for name in WANT_TE:
         if hasattr(utils, name):
             setattr(utils, name, cut_packed)
@@ -102,7 +112,10 @@ def functions_that_cut() -> tuple[str, ...]:
 
 
 def cut_over_context_parallel_ranks() -> None:
-    """Cut a batch that comes without a group over the context-parallel one, if there is one, as until 0.17."""
+    """Have Megatron's functions that cut batches use its context-parallel group where they are given no group.
+
+    They do so until 0.17, and cut over all ranks of the world from 0.18 on.
+    """
 
     def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
         if cp_group is None:
@@ -116,7 +129,10 @@ def cut_over_context_parallel_ranks() -> None:
 
 
 def roll_padded_documents() -> None:
-    """Roll documents where they begin; multi-token prediction rolls them where they would begin without padding."""
+    """Have multi-token prediction roll each packed document within its place in the padded sequence.
+
+    It wraps Megatron's `_roll_tensor_packed_seq`, which takes documents to begin where they would without padding.
+    """
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
         call = bind(original, *args, **kwargs)

@@ -37,7 +37,7 @@ from burst_plugin.megatron.repairs.router_losses import weigh_routers_per_token
 
 @dataclass(frozen=True)
 class Repair:
-    """A fault of Megatron, and what removes it.
+    """A fault of Megatron's code, and the function that repairs it at run time.
 
     name: as `burst doctor` prints it.
     fault: what goes wrong without the repair.
@@ -53,14 +53,14 @@ class Repair:
     needed: Callable[[], bool] = lambda: True
 
     def status(self, version: Version) -> str:
-        """Return "applied", or why the repair is not."""
+        """Return "applied" if this version of Megatron needs the repair here, or else why it is not applied."""
         if self.fixed_in is not None and version >= self.fixed_in:
             return f"not needed since {'.'.join(map(str, self.fixed_in))}"
         return "applied" if self.needed() else "not needed here"
 
 
 def apply_repairs(repairs: Iterable[Repair], version: Version) -> list[str]:
-    """Apply the repairs that this version needs, and return one line for each."""
+    """Apply the repairs that this version of Megatron needs, and return a line of text for each that was applied."""
     due = [repair for repair in repairs if repair.status(version) == "applied"]
     for repair in due:
         repair.apply()

@@ -30,7 +30,11 @@ _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTMo
 
 
 def hook_loss_weights(registry: Registry) -> str:
-    """Divide losses by the mean number of tokens of all context-parallel ranks; return a line that says so."""
+    """Have Megatron divide losses by the mean number of tokens over all context-parallel ranks.
+
+    It wraps the functions that compute the main loss and that of multi-token prediction. registry: the rings. Returns
+    a line for the report of `install()`.
+    """
     wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, registry))
     prediction = _PredictionLoss(registry)
     if hasattr(multi_token_prediction, _PREDICTS):
@@ -215,7 +219,10 @@ def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessG
 
 
 def count_no_labels_as_one() -> None:
-    """Divide the loss of token prediction by 1 at least; Megatron divides by a rank's number of labels, even by 0."""
+    """Have Megatron divide the loss of multi-token prediction by 1 on a rank without labels, where it divides by 0.
+
+    It wraps the `roll_tensor` that counts labels.
+    """
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
         rolled, total = original(*args, **kwargs)

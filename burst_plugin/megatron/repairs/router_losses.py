@@ -5,7 +5,7 @@ Megatron weighs either mean of the z loss by 1/2; here the weights are 2/8 and 6
 it multiplies balancing losses by the number of ranks and by a rank's own tokens, but it has counted the tokens of all
 ranks, 8. Here it is the ranks' mean, 4.
 
-The balancing loss of sequences (`seq_aux_loss`) is a mean over the samples of a microbatch. Where these are packed
+The balancing loss of sequences (`seq_aux_loss`) is a mean over the samples of a microbatch. Where samples are packed
 into one sequence, the layout decides which parts of them a rank holds: see `_RouterLossHooks.find_samples`.
 """
 
@@ -31,7 +31,11 @@ _UNFLATTENS = "_maybe_unflatten_for_moe"  # from 0.19 on
 
 
 def hook_router_losses(registry: Registry) -> str:
-    """Weigh losses of routers by the valid tokens of all ranks; return a line that says so."""
+    """Have Megatron weigh the losses of experts' routers by the valid tokens of all context-parallel ranks.
+
+    It wraps functions of `TopKRouter` and its losses. registry: the rings. Returns a line for the report of
+    `install()`.
+    """
     weights = _RouterLossHooks(registry)
     wrap(routers.TopKRouter, "routing", weights.route)
     wrap(routers.TopKRouter, "_apply_seq_aux_loss", weights.balance_samples)
@@ -159,10 +163,10 @@ def _sums(x: Tensor, is_of: Tensor) -> Tensor:
 
 
 def weigh_routers_per_token() -> None:
-    """Multiply losses of routers by the tensor- and context-parallel ranks with `--calculate-per-token-loss`.
+    """Have `--calculate-per-token-loss` scale router losses by the tensor- times the context-parallel size.
 
-    Megatron multiplies them by a rank's own tokens, and divides them by the tokens of all ranks. It sets their scale
-    anew in every forward step, before the backward pass that reads it.
+    Megatron multiplies these losses by a rank's own tokens, and divides them by the tokens of all ranks. The repair
+    wraps `forward_step_calc_loss`, in which Megatron sets their scale anew in every forward step.
     """
 
     def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How layers with Megatron's sparse attention are found, and configurations that have it with context parallelism."""
+"""How Megatron's sparse attention is found in specs, and accepted by TransformerConfig with a ring."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from burst_plugin.megatron.flags.config import SPARSE, asks_for_burst, kinds_of
 
 
 def hook_sparse_config() -> None:
-    """Let a TransformerConfig have sparse attention with cp_comm_type="burst".
+    """Have TransformerConfig accept sparse attention (`experimental_attention_variant="dsa"`) on a ring.
 
-    Megatron itself refuses context parallelism with it, or ways of it other than gathering all keys.
+    It wraps `__post_init__`, in which Megatron refuses context parallelism with sparse attention, or since 0.19 any
+    kind but "allgather". ValueError is raised where only some layers have cp_comm_type "burst", and for
+    apply_rope_fusion.
     """
     wrap(TransformerConfig, "__post_init__", _accepted)
 
@@ -49,7 +51,7 @@ def _accepted(original: Callable[..., None], config: Any) -> None:
 
 
 def sparse_submodules(core: Any) -> Any:
-    """Return the submodules of a spec of Megatron's sparse attention; None for another core attention."""
+    """Return the submodules of a core attention's spec, if it is of Megatron's sparse `DSAttention`; else None."""
     if not isinstance(core, ModuleSpec):
         return None
     kind = import_module(core.module) if isinstance(core.module, tuple) else core.module

@@ -1,4 +1,4 @@
-"""What Megatron's indexer makes of a rank's tokens, before it would compare all of them with each other."""
+"""The inputs of index scores, as Megatron's indexer of sparse attention computes them from a rank's tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from burst_plugin.sparse import Indexed
 
 
 def index_inputs(indexer: Any, x: Tensor, qr: Tensor, packed_seq_params: Any = None) -> Indexed:
-    """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of a DSAIndexer.
+    """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of a DSAIndexer for a rank's tokens.
 
     Scores are sums over heads of weights * relu(queries . keys), without another scale.
 
-    x: hidden states [S, B, hidden]. qr: compressed queries [S, B, rank]. Under sequence parallelism both are a
-    tensor-parallel rank's part of S.
+    Args:
+        indexer: Megatron's module.
+        x: hidden states [S, B, hidden].
+        qr: compressed queries [S, B, rank]. Under sequence parallelism `x` and `qr` are a tensor-parallel rank's part
+            of S, and what is returned has all of S.
+        packed_seq_params: Megatron's, for packed sequences; else None.
     """
     if hasattr(indexer, "forward_before_topk"):  # from 0.17 on
         q, k, weights = indexer.forward_before_topk(x, qr, packed_seq_params)

@@ -39,8 +39,9 @@ _SINCE_0_19 = hasattr(dsa, "dsa_layout")
 class BurstSparseAttention(BurstCoreAttention):
     """Sparse attention over the context-parallel group, in place of Megatron's DSAttention.
 
-    Its `indexer` is Megatron's own module, with Megatron's names in checkpoints. Raises ValueError naming each field
-    of the configuration that Megatron's sparse attention does not have, and what to write instead.
+    It is built with the arguments of Megatron's core attention, the submodules of DSAttention's spec, and `registry`,
+    the rings. Its `indexer` is Megatron's own module, with Megatron's names in checkpoints. Raises ValueError naming
+    each field of the configuration that cannot be honoured, and what to write instead.
     """
 
     requires_dsa_inputs = True  # since 0.19 Megatron's layers ask for it
@@ -66,13 +67,15 @@ class BurstSparseAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Tensor:
-        """Return sparse attention of q on k and v [S/CP, B, heads, dim]: [S/CP, B, heads * Dv].
+        """Return attention of queries to the keys that the indexer selects for them: [S/CP, B, heads * Dv].
 
-        Without a value, queries are in the space of latents, and so is what is returned; key is latents and the part
-        of keys that heads share, [S/CP, B, 1, C + R]. Packed sequences lack the dimension of B.
+        query, key and value are [S/CP, B, heads, dim]. If value is None, queries are in the space of latents, and so
+        is the result; key then holds latents and the part of keys that heads share, [S/CP, B, 1, C + R]. Packed
+        sequences lack the dimension of B.
 
-        Megatron gives hidden states `x` [S/CP, B, hidden] and compressed queries `qr` [S/CP, B, rank] in `options`,
-        under sequence parallelism those of this tensor-parallel rank's part of S/CP.
+        Megatron gives hidden states `x` [S/CP, B, hidden] and compressed queries `qr` [S/CP, B, rank] in `options`;
+        under sequence parallelism both hold this tensor-parallel rank's part of S/CP. In training the indexer's loss
+        is attached to the result.
 
         Raises:
             ValueError: arguments do not fit together, or ask for something that is not supported.
@@ -206,12 +209,12 @@ class BurstSparseAttention(BurstCoreAttention):
         return Teacher(q, k, scale, weight, over_heads)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the indexer's parameters as Megatron's DSAttention does."""
+        """Return the indexer's entries for Megatron's distributed checkpoints, named as in Megatron's DSAttention."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
 
 def problems(config: Any) -> list[str]:
-    """Return what a TransformerConfig has that sparse attention cannot honour, and what to write instead."""
+    """Return a sentence for each field of a TransformerConfig that sparse attention cannot honour, and a way out."""
     instead = {
         "attention_dropout": "Megatron's own ignores it: write 0",
         "window_size": "leave it out",
