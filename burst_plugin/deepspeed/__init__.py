@@ -65,7 +65,11 @@ def install() -> Adapter:
 
 
 def session(engine: Any = None) -> Session:
-    """Return the session of an engine, or of the only one. Raise ValueError if there is none."""
+    """Return the `Session` of an engine, which cuts its batches and scales its losses; of the only engine if None.
+
+    Raises ValueError for an engine without burst attention, without `install()`, or if `engine` is None and not
+    exactly one engine runs with burst attention.
+    """
     from burst_plugin.deepspeed.adapter import installed
 
     adapter = installed()
@@ -75,14 +79,27 @@ def session(engine: Any = None) -> Session:
 
 
 def context(engine: Any = None) -> ContextParallel:
-    """Return the ring of an engine, for `burst_plugin.burst_attention` in models of your own."""
+    """Return an engine's ring as a `ContextParallel`, to call `burst_plugin.burst_attention` in models of your own.
+
+    `engine` may be None if only one engine runs with burst attention.
+    """
     return session(engine).cp
 
 
 def shard_batch(batch: Mapping[str, Any], engine: Any = None, *, pad_token_id: int = 0) -> dict[str, Any]:
-    """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`.
+    """Return this rank's shard of a batch of whole sequences, a dict of tensors [B, S_local, ...]; collective.
 
-    In training, models of transformers do so themselves with whole batches.
+    Models of transformers cut whole batches by themselves in training, and need no call of it.
+
+    Args:
+        batch: tensors [B, S, ...] by name, equal on all ranks of a ring: `input_ids`, and perhaps `labels` (not
+            shifted), `attention_mask`, `position_ids` and others; all are listed at `burst_plugin.batch.shard_batch`.
+        engine: the engine whose ring shares the batch; None for the only one.
+        pad_token_id: the id that fills up sequences whose length ranks cannot share evenly.
+
+    Returns:
+        The tensors of this rank's tokens, with `shift_labels` in place of `labels`, and a `SequenceShard` under
+        "burst".
     """
     return session(engine).shard_batch(batch, pad_token_id=pad_token_id)
 
@@ -90,44 +107,77 @@ def shard_batch(batch: Mapping[str, Any], engine: Any = None, *, pad_token_id: i
 def sharded_loader(
     loader: Iterable[Any], engine: Any = None, *, exchange: bool = False, pad_token_id: int = 0
 ) -> ShardedLoader:
-    """Return a data loader that cuts its batches for this rank; see `ShardedLoader`."""
+    """Return a data loader that yields this rank's shards of the batches of `loader`, as `shard_batch` makes them.
+
+    Args:
+        loader: an iterable of batches, dicts of whole tensors [B, S, ...].
+        engine: the engine whose ring shares the batches; None for the only one.
+        exchange: whether every rank of the ring draws batches of its own from `loader`: the ring then works on the
+            batch of each of its ranks in turn. By default all ranks of the ring draw equal batches.
+        pad_token_id: the id that fills up sequences whose length ranks cannot share evenly.
+    """
     from burst_plugin.deepspeed.loaders import ShardedLoader
 
     return ShardedLoader(loader, session(engine), exchange=exchange, pad_token_id=pad_token_id)
 
 
 def valid_tokens(*shards: SequenceShard, engine: Any = None) -> float:
-    """Return the number of labels that count in the loss of these batches, of all data-parallel ranks; collective."""
+    """Return the number of labels that count in the loss in these shards' whole batches, over all rings; collective.
+
+    `shards` are the entries "burst" of batches that `shard_batch` cut. The number is the divisor of one mean over all
+    tokens of a step: give it to `token_mean_loss`.
+    """
     return session(engine).valid_tokens(*shards)
 
 
 def token_mean_loss(
     logits: Tensor, shift_labels: Tensor, engine: Any = None, *, valid_tokens: float | None = None
 ) -> Tensor:
-    """Return the cross entropy, mean over all labels of all ranks; see `Session.token_mean_loss`."""
+    """Return the mean cross entropy over all labels of all ranks, a scalar for `engine.backward`; collective.
+
+    Args:
+        logits: [B, S_local, V].
+        shift_labels: [B, S_local], the label of each of this rank's tokens; -100 where there is none.
+        engine: the engine that trains the model; None for the only one.
+        valid_tokens: the number of labels to divide by; None for the labels of this micro-batch on all ranks, so that
+            DeepSpeed averages over gradient accumulation steps. For one mean over all tokens of a step give their
+            number (`valid_tokens(*shards)`), and call `engine.backward(loss, scale_wrt_gas=False)`.
+
+    Returns:
+        The mean, equal on all ranks. Its gradient is scaled for DeepSpeed, which averages gradients over all ranks.
+    """
     return session(engine).token_mean_loss(logits, shift_labels, valid_tokens=valid_tokens)
 
 
 def gather_logits(logits: Tensor, shard: SequenceShard, engine: Any = None) -> Tensor:
-    """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective."""
+    """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective.
+
+    `shard` is the entry "burst" of the batch that the logits belong to.
+    """
     return session(engine).gather_logits(logits, shard)
 
 
 def rollout_log_probs(
     rollouts: Iterable[Sequence[int] | Tensor], engine: Any = None, **options: Any
 ) -> RolloutLogProbs:
-    """Return the log-probabilities of rollouts; beginnings that rollouts share are computed once; collective.
+    """Return the log-probabilities of the tokens of rollouts; shared beginnings are computed once; collective.
 
-    The engine runs its model, one of transformers, on the folded rollouts; logits are there for a chunk of tokens.
+    The engine runs its model, one of transformers, on all rollouts folded into a prefix tree. Logits exist for a
+    chunk of tokens at a time.
 
     Args:
-        rollouts: token ids, [T] each, prompt and answer without padding; the same on all ranks of a ring, unless
-            `own=True`: then each rank has its own, and computes its own loss of them.
-        options: `own`, `temperature`, `chunk` and `router_loss`, see `burst_plugin.huggingface.rollout_log_probs`.
+        rollouts: token ids, [T] each, prompt and answer without padding; equal on all ranks of a ring, unless
+            `own=True`: then each rank gives rollouts of its own, and computes a loss of its own from their values.
+        engine: the engine that trains the model; None for the only one.
+        options: `own` (False); `temperature`, by which logits are divided (1.0); `chunk`, the number of tokens whose
+            logits exist at a time (1024); `router_loss`, whether to return the load-balancing loss of experts (by
+            default as the model's configuration says).
 
     Returns:
-        See `burst_plugin.huggingface.RolloutLogProbs`. Their gradient is such that `engine.backward(loss)` ends with
-        the mean over rings of the gradients of their losses, or, with `own=True`, over all ranks.
+        A `RolloutLogProbs`: a list of log-probabilities, [T - 1] for each rollout; a list of entropies, [T - 1]
+        likewise; the number of tokens that were computed; and, beside this tuple, `router_loss`. If a loss is made of
+        these values, `engine.backward(loss)` ends with the mean over rings of the gradients, or, with `own=True`,
+        over all ranks.
 
     Example:
         log_probs, entropies, _ = burst_plugin.deepspeed.rollout_log_probs(rollouts)
@@ -139,12 +189,16 @@ def rollout_log_probs(
 
 
 def edge_log_probs(logits: Tensor, edges: Edges, shard: SequenceShard, engine: Any = None) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of every edge, and the entropy of its distribution, from logits; collective.
+    """Return the log-probability of every edge of a prefix tree, and the entropy at it, from logits; collective.
+
+    An edge leads from a token to a next token. Its entropy is that of the distribution that the next token is drawn
+    from.
 
     Args:
-        logits: [1, S_local, V], what a model returned for a batch that was cut with a tree, and without labels.
-        edges: what `burst_plugin.trajectories.fold` returned for it.
+        logits: [1, S_local, V], returned by a model for a shard of a folded batch with its `tree`, without labels.
+        edges: the edges that `burst_plugin.trajectories.fold` returned with that tree.
         shard: the entry "burst" of the batch.
+        engine: the engine that trains the model; None for the only one.
 
     Returns:
         Two tensors [E], float32, of all edges on every rank, for `burst_plugin.trajectories.unfold`. Their gradient
@@ -162,6 +216,7 @@ def edge_log_probs(logits: Tensor, edges: Edges, shard: SequenceShard, engine: A
 def eval_batch(batch: Mapping[str, Any], engine: Any) -> Tensor:
     """Return the mean loss of a batch of whole sequences with labels, on the ring and without gradient; collective.
 
-    `batch` has to be the same on all ranks of a ring. The engine's mode is restored afterwards.
+    `batch` is a dict of tensors [B, S, ...], equal on all ranks of a ring. The model runs in evaluation mode, and
+    returns to its mode afterwards.
     """
     return session(engine).eval_batch(engine, batch)

@@ -1,4 +1,4 @@
-"""What `deepspeed.initialize` is given: the configuration in it, and what of it clashes with rings."""
+"""The arguments of `deepspeed.initialize`: finding the configuration, and refusing what clashes with rings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what 
 
 
 def find_configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration in the arguments of `initialize`, wherever it is; None if it cannot be read."""
+    """Return the configuration among the arguments of `deepspeed.initialize` as a dict; None if it cannot be read.
+
+    `given` are the arguments by name. The configuration is `config`, or else `config_params`, or else
+    `args.deepspeed_config`, in any form that `read_configuration` takes.
+    """
     config = given.get("config")
     if config is None:
         config = given.get("config_params")
@@ -35,7 +39,11 @@ def find_configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_configuration(config: Any) -> dict[str, Any] | None:
-    """Return a configuration from a dict, a file, or a base64 text, as DeepSpeed takes them; None if it is none."""
+    """Return a DeepSpeed configuration as a dict, from a mapping, the path of a file, or base64 text in JSON.
+
+    None for anything else, and for files and texts that cannot be read. Raises RepeatedKeyError for a key that comes
+    twice in one block.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, str | os.PathLike):
@@ -53,10 +61,11 @@ def read_configuration(config: Any) -> dict[str, Any] | None:
 
 
 def requested_beside(mpu: Any, config: Mapping[str, Any]) -> Any:
-    """Return `mpu`, or the size that `ParallelismConfig` has, for an engine that is made without Accelerate's `mpu`.
+    """Return `mpu`, or, if it is None, Accelerate's `sp_size` as a `RequestedSize`, for a second engine.
 
-    TRL makes such an engine of a reference model, from the configuration of Accelerate. An engine whose block asks
-    for another size has that size.
+    TRL makes such an engine for a reference model beside Accelerate's engine, without the `mpu` that Accelerate
+    passes. Returns None if Accelerate has no `sp_size`, or the block in `config` asks for another context-parallel
+    size.
     """
     accelerate = sys.modules.get("accelerate.state")
     if mpu is not None or accelerate is None:
@@ -72,9 +81,17 @@ def requested_beside(mpu: Any, config: Mapping[str, Any]) -> Any:
 
 
 def agree_on_block(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
-    """Return the block and the context-parallel size; collective.
+    """Return the block "burst_attention" and the context-parallel size, 0 if the block is disabled; collective.
 
-    Raises ValueError on every rank if the arguments of any rank clash with rings, or if ranks differ.
+    All ranks of the job compare their blocks and sizes.
+
+    Args:
+        config: the DeepSpeed configuration, which has the block.
+        given: the arguments of `deepspeed.initialize` by name; `model` and `mpu` are looked at among them.
+
+    Raises:
+        ValueError: on every rank, if the configuration or the arguments of any rank clash with rings, such as
+            Ulysses, tensor parallelism or a PipelineModule do, or if blocks or sizes differ between ranks.
     """
 
     def prepared() -> tuple[Block, int]:
@@ -156,7 +173,10 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
 
 
 def strategy_for(block: Block, model: Any) -> Strategy:
-    """Return the strategy of the block; with a profile it is for the heads of `model`, if that is of transformers."""
+    """Return the `Strategy` of a block; one that is planned from a profile gets the attention heads of `model`.
+
+    Their numbers and dim are read from the configuration of a model of transformers; other models leave it as it is.
+    """
     strategy = block.strategy
     if not isinstance(strategy, MeasuredStrategy) or not is_transformers(model):
         return strategy
@@ -174,7 +194,7 @@ def strategy_for(block: Block, model: Any) -> Strategy:
 
 
 def is_transformers(model: Any) -> bool:
-    """Return whether a model is one of transformers, perhaps wrapped, without importing transformers."""
+    """Return whether a model is, or contains, a `PreTrainedModel` of transformers, without importing transformers."""
     if not isinstance(model, torch.nn.Module):
         return False
     return any(base.__module__ == "transformers.modeling_utils" for m in model.modules() for base in type(m).__mro__)

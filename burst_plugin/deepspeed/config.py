@@ -23,11 +23,13 @@ _OTHER_BLOCKS = ("sparse_attention",)  # of DeepSpeed, with a similar name
 
 
 class RepeatedKeyError(ValueError):
-    """A configuration has a key twice, so that one of its values would be taken silently."""
+    """The error for a configuration that has a key twice in one block, so that one value would be taken silently."""
 
 
 def loads(text: str) -> Any:
-    """Parse a text in JSON. With DeepSpeed installed, comments and trailing commas are allowed, as in DeepSpeed.
+    """Parse a DeepSpeed configuration in JSON; comments and trailing commas are allowed if hjson is installed.
+
+    DeepSpeed, which parses configurations with hjson, allows them, too.
 
     Raises RepeatedKeyError for a key that comes twice in one block, ValueError for a text that is not JSON.
     """
@@ -49,14 +51,16 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Block:
-    """The parsed block.
+    """The block "burst_attention" of a DeepSpeed configuration, parsed.
 
+    enabled: whether burst attention is on.
     context_parallel_size: the number of ranks that share a sequence; "auto" takes the size of an `mpu` or
         Accelerate's `sp_size`, else all ranks.
-    strategy: all other keys; see `burst_plugin.Strategy`. With `preset`, the name of a published system, its options,
-        which others override. With `profile`, the path of a file that `burst check` wrote, the strategy is planned
-        around these keys, for sequences of `seq_length` tokens.
-    loss: which mean the losses of several rings become; see `loss_of`.
+    strategy: the options of attention, from all other keys. With `preset`, the name of a published system, its
+        options, which others override. With `profile`, the path of a file that `burst check` wrote, the strategy is
+        planned around these keys, for sequences of `seq_length` tokens.
+    loss: "token_mean", one mean over the tokens of all rings, "mean_of_ranks", each ring's own mean, or "auto", which
+        `loss_of` resolves.
     """
 
     enabled: bool
@@ -66,7 +70,7 @@ class Block:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Block | None:
-        """Parse the block of a DeepSpeed configuration; return None if it has none.
+        """Parse the block "burst_attention" of a DeepSpeed configuration; return None if there is no such block.
 
         Raises ValueError for keys and values that are not valid, naming the nearest valid key.
         """
@@ -107,15 +111,21 @@ class Block:
         return cls(enabled, size, strategy, loss)
 
     def loss_of(self, size: int) -> str:
-        """Return whether the loss of rings of `size` is one mean over the tokens of all, or each ring's own mean.
+        """Return "token_mean" or "mean_of_ranks": which mean the losses of rings of `size` ranks become.
 
-        "auto" is the former on rings of several ranks. On rings of one rank it is the latter, which is what DeepSpeed
-        does with data-parallel ranks, so that nothing changes.
+        "token_mean" is one mean over the tokens of all rings, "mean_of_ranks" each ring's own mean. If `loss` is
+        "auto", it is the first on rings of several ranks. On rings of one rank it is the second, which is what
+        DeepSpeed does with data-parallel ranks, so that nothing changes.
         """
         return (TOKEN_MEAN if size > 1 else MEAN_OF_RANKS) if self.loss == AUTO else self.loss
 
     def size(self, world: int, others: Iterable[int] = ()) -> int:
-        """Return the context-parallel size among `world` ranks. Raise ValueError if `others` contradict it."""
+        """Return the context-parallel size for a job of `world` ranks.
+
+        `others` are sizes that an `mpu` or Accelerate asks for. "auto" takes that size, or else `world`.
+
+        Raises ValueError if the sizes contradict each other, or do not divide `world`.
+        """
         others = set(others)
         sizes = others if self.context_parallel_size == AUTO else {int(self.context_parallel_size), *others}
         if len(sizes) > 1:
@@ -133,7 +143,10 @@ class Block:
 
 
 def near_misses(config: Mapping[str, Any]) -> list[str]:
-    """Return the paths of keys that may be meant to be the block: DeepSpeed ignores keys that it does not know."""
+    """Return the dotted paths of keys that look like misspelt or misplaced "burst_attention" blocks.
+
+    [] if the block is at the top level, where it belongs. DeepSpeed ignores keys that it does not know.
+    """
     return [] if BLOCK in config else list(_similar(config, ""))
 
 
@@ -147,7 +160,10 @@ def _similar(config: Mapping[str, Any], outer: str) -> Iterator[str]:
 
 
 def why_off(config: Mapping[str, Any]) -> str:
-    """Return why a configuration has no burst attention, and what to write: no block, one by another name, or off."""
+    """Return a sentence that says why burst attention is off in a configuration, and what to write instead.
+
+    There is no block "burst_attention", or only one by another name or in another place, or it has "enabled": false.
+    """
     if BLOCK in config:
         return f'"{BLOCK}" in the DeepSpeed configuration has "enabled": false; write true'
     similar = "".join(f', only "{key}"' for key in near_misses(config))
@@ -158,7 +174,7 @@ def why_off(config: Mapping[str, Any]) -> str:
 
 
 def warn_of_near_misses(config: Mapping[str, Any]) -> None:
-    """Warn of a block with another name, or inside another block, which would leave burst attention off."""
+    """Warn of each key that looks like a misspelt or misplaced block "burst_attention", so that it stays off."""
     for key in near_misses(config):
         warnings.warn(
             f'the DeepSpeed configuration has "{key}", but no "{BLOCK}" at its top level, so burst attention stays '
@@ -211,7 +227,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 
 def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
-    """Return a reason for each option of a DeepSpeed configuration that clashes with a ring of `size` ranks."""
+    """Return why options of a DeepSpeed configuration clash with rings of `size` ranks, a text for each option."""
     values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
     reasons = [
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"

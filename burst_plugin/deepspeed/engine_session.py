@@ -17,21 +17,26 @@ from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
 
 
 class AttachedHooks(Protocol):
-    """The hooks of a model, as a session needs them; see `model_hooks.ModelHooks`."""
+    """The hooks on a session's model, as `Session` calls them; `model_hooks.ModelHooks` implements this protocol."""
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model."""
 
     def check_takes_shards(self, model: torch.nn.Module) -> None:
-        """Raise ValueError for a model that runs only on whole batches, as a ring of one rank has them."""
+        """Raise ValueError if `model`, which has got a shard, can run on whole batches only.
+
+        Such models are allowed on rings of one rank, where each rank has whole batches.
+        """
 
 
 class Session:
     """The ring of one engine, which cuts batches for the engine's model and makes its losses right for whole batches.
 
+    cp: the ring.
+    world: the process group of all ranks of all rings.
     loss: "token_mean", one mean over the tokens of all rings, or "mean_of_ranks", each ring's own mean. DeepSpeed
         averages gradients over rings as over data-parallel ranks.
-    engine: a weak reference to the engine, once it exists.
+    engine: returns the engine when called; None before it exists and once it is gone.
     hooks: the hooks of the model, once it is attached.
     whole_batches: whether the model takes whole batches as keyword arguments, which are cut in its forward.
     layer_mask: the argument `layer_mask` of `shard_batch` for the model.
@@ -66,12 +71,15 @@ class Session:
 
     @property
     def leaves_losses(self) -> bool:
-        """Return whether losses stay as models compute them: on a ring of one rank, for a mean of ranks' losses."""
+        """Return whether losses stay as the model computes them: on a ring of one rank with loss="mean_of_ranks"."""
         return self.cp.ranks == 1 and self.loss == MEAN_OF_RANKS
 
     @contextmanager
     def permitted(self) -> Iterator[None]:
-        """Let `only_caller`, the one function that may call the model in training, call it in this context."""
+        """Allow calls of the model in training within this context, if `only_caller` names the only permitted caller.
+
+        Trainer's `compute_loss` runs in it. Elsewhere a forward of the model in training raises ValueError.
+        """
         self.is_permitted = True
         try:
             yield
@@ -80,7 +88,11 @@ class Session:
 
     @contextmanager
     def leaving_outputs(self) -> Iterator[list[SequenceShard]]:
-        """Let the model return outputs of this rank's tokens in this context; yield a list that gets their shards."""
+        """Have the model return outputs of this rank's tokens within this context, not gathered into whole sequences.
+
+        It matters for models whose batches are cut and whose outputs are gathered (`gathers`). Yields a list, to
+        which each forward appends the `SequenceShard` of its batch.
+        """
         self.shards = []
         try:
             yield self.shards
@@ -89,7 +101,10 @@ class Session:
 
     @contextmanager
     def computing_edges(self) -> Iterator[None]:
-        """Let the model return log-probabilities of edges in this context, in place of a loss."""
+        """Let forwards within this context return log-probabilities of a prefix tree's edges in place of a loss.
+
+        The hooks of the model then neither scale nor check a loss.
+        """
         self.computes_edges = True
         try:
             yield
@@ -97,20 +112,20 @@ class Session:
             self.computes_edges = False
 
     def detach(self) -> None:
-        """Remove the hooks of the model."""
+        """Remove the hooks of the model, if there are any."""
         if self.hooks is not None:
             self.hooks.remove()
 
     # ------------------------------------------------------------------------------------------------- steps
 
     def note_step(self) -> None:
-        """Tell the ring which step of the engine comes now, for ranks to compare."""
+        """Tell the ring the numbers of the engine's present step and micro-step, for ranks to compare later."""
         engine = self.engine()
         if engine is not None:
             self.cp.step(engine.global_steps, engine.micro_steps)
 
     def meet_at_step(self) -> None:
-        """Check that all ranks of the ring are about to take the same step of the engine; collective.
+        """Raise ValueError unless all ranks of the ring now call `engine.step()` for the same step; collective.
 
         A rank that left out a backward pass would otherwise wait in a collective of DeepSpeed, while the others wait
         on the ring.
@@ -122,19 +137,25 @@ class Session:
     # ------------------------------------------------------------------------------------------------- batches
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the ranks of all rings, which share gradients; None before there is an engine."""
+        """Return the process group over which the engine reduces gradients, all ranks; None without an engine."""
         engine = self.engine()
         group: dist.ProcessGroup | None = None if engine is None else engine.seq_data_parallel_group
         return group
 
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
-        """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`."""
+        """Return this rank's shard of a batch of whole sequences, a dict of tensors [B, S_local, ...]; collective.
+
+        `batch` has tensors [B, S, ...] by name, equal on all ranks of the ring; `burst_plugin.batch.shard_batch`
+        lists them. `pad_token_id` fills up sequences whose length ranks cannot share evenly.
+        """
         return shard_batch(batch, self.cp, pad_token_id=pad_token_id, layer_mask=self.layer_mask)
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's shard of a whole batch for the model; on a ring of one rank it may be the whole batch.
+        """Cut the keyword arguments of a whole batch for this rank's call of the model; collective.
 
-        The batch's `num_items_in_batch`, if it has one, is divided by the number of ranks of the ring.
+        Returns this rank's shard or, on a ring of one rank for a model that takes whole batches, the whole batch with
+        its `SequenceShard` under "burst". `num_items_in_batch`, if the batch has one, is divided by the ranks of the
+        ring.
         """
         if self.leaves_losses and self.whole_batches:  # labels of any kind are left to the model
             rest = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
@@ -147,9 +168,9 @@ class Session:
         return local
 
     def valid_tokens(self, *shards: SequenceShard) -> float:
-        """Return the number of labels that count in the loss, in these shards' whole batches; collective.
+        """Return the number of labels in these shards' whole batches that count in the loss; collective.
 
-        Labels of all data-parallel ranks count.
+        Labels of all rings are counted.
         """
         mine = sum(shard.valid_tokens for shard in shards)
         if self.ranks == self.cp.ranks:
@@ -157,24 +178,30 @@ class Session:
         return self.sum_over_ranks(float(mine)) / self.cp.ranks
 
     def gather_logits(self, logits: Tensor, shard: SequenceShard) -> Tensor:
-        """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective."""
+        """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective.
+
+        `shard` is the entry "burst" of the batch that the logits belong to.
+        """
         with torch.no_grad():
             return shard.unshard(logits)
 
     # ------------------------------------------------------------------------------------------------- losses
 
     def token_mean_loss(self, logits: Tensor, shift_labels: Tensor, *, valid_tokens: float | None = None) -> Tensor:
-        """Return the cross entropy, mean over all labels of all ranks, for `engine.backward`; collective.
+        """Return the mean cross entropy over all labels of all ranks, a scalar for `engine.backward`; collective.
 
         Args:
-            logits: [B, S_local, V]; shift_labels: [B, S_local], -100 where there is no label.
+            logits: [B, S_local, V].
+            shift_labels: [B, S_local], the label of each of this rank's tokens; -100 where there is none.
             valid_tokens: the number of labels of all ranks to divide by. None: the labels of this micro-batch;
                 DeepSpeed then averages over gradient accumulation steps. For one mean over all tokens of a step give
                 their number (`valid_tokens(*shards)`), and call `engine.backward(loss, scale_wrt_gas=False)`.
 
         Returns:
-            A scalar with the value of the mean, the same on all ranks. Its gradient is the gradient of this rank's
-            part, times the number of ranks, since DeepSpeed averages gradients over them.
+            The mean, equal on all ranks. Its gradient is the gradient of this rank's part, times the number of ranks,
+            since DeepSpeed averages gradients over them.
+
+        Raises ValueError if `logits` is None, as with `loss_chunk`.
         """
         if logits is None:
             raise ValueError(
@@ -190,13 +217,21 @@ class Session:
         return self._with_mean_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
 
     def divisor(self, shard: SequenceShard, training: bool) -> float:
-        """Return the number that the model is to divide the sum of its losses on `shard` by."""
+        """Return the divisor of the model's summed loss on `shard`, to be passed as `num_items_in_batch`.
+
+        In training with loss="token_mean" it is the labels of all rings over all ranks, else the labels of this ring
+        over its ranks, so that the mean of ranks' results is the mean over labels. Collective in the first case.
+        """
         one_mean = self._is_one_mean(training)
         labels_per_rank = self.valid_tokens(shard) / self.ranks if one_mean else shard.valid_tokens / self.cp.ranks
         return max(labels_per_rank, 1.0 / self.ranks)
 
     def of_whole_batch(self, loss: Tensor, training: bool) -> Tensor:
-        """Return a model's loss with the value for the whole batch, but its own gradient; collective."""
+        """Return a model's loss on a shard with the value for the whole batch, but its own gradient; collective.
+
+        The value is the mean of ranks' losses: of all rings in training with loss="token_mean", else of this ring.
+        From time to time the backward pass checks that ranks of a ring give the loss equal weights.
+        """
         self.losses_made += 1
         whole = self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
         if training and whole.requires_grad and self.cp.group is not None:
@@ -228,20 +263,25 @@ class Session:
             )
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
-        """Return the mean over all labels of a batch, from `loss`, the mean over this rank's labels; collective.
+        """Return the mean loss over all labels of a batch, from each rank's mean over its labels; collective.
 
-        `local` is this rank's shard of the batch. A rank without labels counts as 0: the mean over none is NaN.
+        `loss` is this rank's mean, and `local` its shard of the batch. A rank without labels counts as 0: its mean is
+        NaN.
         """
         share = float((local["shift_labels"] != IGNORED_LABEL).sum()) / max(local[SHARD_KEY].valid_tokens, 1)
         part = loss * (share * self.cp.ranks) if share else torch.zeros_like(loss)
         return self._with_mean_value(part, self.cp.group)
 
     def mean_over_ring(self, loss: Tensor) -> Tensor:
-        """Return the mean over the ring of the losses of one whole batch on its ranks; collective."""
+        """Return a rank's loss with the value of the mean of the ring's losses, but its own gradient; collective."""
         return self._with_mean_value(loss, self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss of a batch of whole sequences; see `burst_plugin.deepspeed.eval_batch`."""
+        """Return the mean loss of a batch of whole sequences on the ring, without gradient; collective.
+
+        `batch` is a dict of tensors [B, S, ...] with labels, equal on all ranks of the ring. The model runs in
+        evaluation mode, and is set back to its mode afterwards.
+        """
         was_training = engine.module.training  # the engine itself is always in training
         engine.eval()
         try:
@@ -265,11 +305,11 @@ class Session:
         return training and self.loss == TOKEN_MEAN
 
     def sum_over_ring(self, value: float) -> float:
-        """Return the sum over the ranks of this ring; collective."""
+        """Return the sum of a number over the ranks of this ring; collective."""
         return value if self.cp.group is None else self._sum(value, self.cp.group)
 
     def sum_over_ranks(self, value: float) -> float:
-        """Return the sum over all ranks; collective."""
+        """Return the sum of a number over all ranks of all rings; collective."""
         return self._sum(value, self.world)
 
     def _sum(self, value: float, group: Any) -> float:

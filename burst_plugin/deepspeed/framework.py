@@ -1,4 +1,4 @@
-"""What DeepSpeed says about itself, for the launcher and `burst doctor`. Imports no DeepSpeed."""
+"""The description of DeepSpeed for the launcher and `burst doctor`. Imports no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from burst_plugin.strategy import AUTO
 
 
 def report(path: str | None) -> Iterator[str]:
-    """Yield a report: whether DeepSpeed is installed, the options of a configuration, and options that are refused.
+    """Yield the lines that `burst doctor --deepspeed` prints.
+
+    They say whether DeepSpeed is installed, what the block "burst_attention" of a configuration asks for, and which
+    options of DeepSpeed are refused beside it. `path` is the configuration's file; None to leave it out.
 
     Raises ValueError if the configuration cannot be read, or cannot be honoured.
     """

@@ -22,7 +22,12 @@ from burst_plugin.comm.process_groups import new_group_like
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """context: the ranks that share a sequence with this one; alone: this rank only; world: all ranks."""
+    """The process groups of an engine with burst attention.
+
+    context: the ranks that share a sequence with this one, its ring.
+    alone: this rank only.
+    world: all ranks.
+    """
 
     context: Any
     alone: Any
@@ -82,7 +87,7 @@ class Unit:
 
 
 class RequestedSize:
-    """An `mpu` that only asks for a context-parallel size; Accelerate makes one before DeepSpeed starts.
+    """An `mpu` without groups, which only asks for rings of `size` ranks, as Accelerate's `sp_size` does.
 
     is_beside: whether it is for a model beside the one that Accelerate prepares, such as a reference model.
     """
@@ -102,7 +107,10 @@ class RequestedSize:
 
 
 def make_groups(size: int, mpu: Any = None) -> EngineGroups:
-    """Make the groups for rings of `size` consecutive ranks, or take the ring of `mpu` if given; collective."""
+    """Return the process groups for rings of `size` consecutive ranks; collective.
+
+    `mpu` is a user's `mpu` with sequence-parallel groups, which become the rings; None to make new ones.
+    """
     from deepspeed.utils import groups
 
     world, rank = groups._clone_world_group(), dist.get_rank()
@@ -124,7 +132,7 @@ def sequence_parallel_size(mpu: Any) -> int:
 
 
 def mpu_problem(mpu: Any, size: int) -> str:
-    """Return why a user's `mpu` cannot be used with rings of `size`; empty if it can, or if it is None."""
+    """Return why a user's `mpu` cannot be used with rings of `size` ranks; "" if it can, or is None."""
     if mpu is None:
         return ""
     way_out = "pass no mpu, or one whose sequence-parallel groups are the rings"

@@ -17,11 +17,16 @@ from burst_plugin.deepspeed.engine_session import Session
 
 
 class ShardedLoader:
-    """A data loader that cuts its batches for this rank.
+    """A data loader that yields this rank's shards of the whole batches of another loader, `loader`.
 
+    Batches stay whole for a model that cuts them by itself and returns outputs of whole sequences. Attributes that
+    this loader has not, such as `dataset`, are read from `loader`.
+
+    session: the session whose ring shares the batches; None until `bind` sets it.
     exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. The ring
         then works on the batch of rank 0, of rank 1, ..., which multiplies the number of batches by the number of
         ranks. Otherwise all ranks of the ring draw the same batches.
+    pad_token_id: the id that fills up sequences whose length ranks cannot share evenly.
     """
 
     def __init__(
@@ -45,7 +50,10 @@ class ShardedLoader:
                 yield batch if session.gathers else session.shard_batch(batch, pad_token_id=self._pad_token_id)
 
     def skip_first(self, batches: int) -> ShardedLoader:
-        """Return this loader; its next pass leaves out the first batches, to resume in the middle of an epoch."""
+        """Return this loader, whose next pass leaves out the first `batches` batches that it would yield.
+
+        This resumes training in the middle of an epoch.
+        """
         self._skip = batches
         return self
 
@@ -53,7 +61,7 @@ class ShardedLoader:
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
     def bind(self, session: Session) -> None:
-        """Let this loader cut batches for `session`, unless it has one already."""
+        """Set the session whose ring batches are cut for, unless this loader has one already."""
         self._session = self._session or session
 
     def _found(self) -> Session:
@@ -109,8 +117,9 @@ class ShardedLoader:
 def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     """Return the batches of all ranks of `cp`, in rank order, on the device of this rank's batch; collective.
 
-    None stands for the end of the data; the result is [] if the data of all ranks have ended. Raises ValueError on
-    every rank if only some have ended, or if the batch of any rank is not a dict.
+    `batch` is this rank's dict of whole tensors, or None at the end of its data; the result is [] if the data of all
+    ranks have ended. Raises ValueError on every rank if only some have ended, or if the batch of any rank is not a
+    dict.
     """
     cp.rank_state.check_open()
     if cp.group is None:

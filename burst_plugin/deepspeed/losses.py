@@ -1,7 +1,7 @@
-"""Losses that models of one's own return in training: the mean over a rank's labels becomes the mean over all labels.
+"""Losses of a user's own models in training: the mean over a rank's labels becomes the mean over all labels.
 
-So do the losses of a module around a model of transformers, if it computes them from the model's outputs for a shard.
-Here are also checks of the form of a loss, and outputs of models that may be read, but not trained on.
+The same happens to the loss of a user's module around a model of transformers, computed from the model's outputs for
+a shard. Here are also checks of the form of a loss, and outputs of models that may be read, but not trained on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OwnLosses:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -195,7 +195,10 @@ _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 def check_form_of_loss(model_name: str, output: Any) -> None:
-    """Raise ValueError if a model returned a tuple, a loss in a plain mapping, or a loss of more than one number."""
+    """Raise ValueError if a model returned a tuple, a loss in a plain mapping, or a loss of more than one number.
+
+    `output` is what the model returned; `model_name` names the model in the error.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     form = ""
     if isinstance(output, tuple):
@@ -212,7 +215,11 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
 
 
 def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
-    """Return the router loss of experts, scaled as a model has added it to its loss; None if there is none."""
+    """Return the router loss of experts in `outputs`, times the coefficient that weighs it in the model's loss.
+
+    The coefficient is read from `model` or its configuration. None if `outputs` have no `aux_loss`, or no coefficient
+    is found.
+    """
     aux_loss = getattr(outputs, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
@@ -243,9 +250,10 @@ class _ForReadingOnly(torch.autograd.Function):
 
 
 def for_reading_only(x: Any) -> Any:
-    """Return logits or hidden states of this rank's tokens so that no loss can be made of them.
+    """Return logits or hidden states with a backward pass that raises ValueError, so that no loss is made of them.
 
-    A user who gave a whole batch would take them for the logits or hidden states of all tokens.
+    They are of this rank's tokens, but a user who gave a whole batch would take them for values of all tokens. `x` is
+    a tensor, `LazyLogits`, or lists and tuples of such; anything else is returned as it is.
     """
     if isinstance(x, LazyLogits):
         return x.then(for_reading_only)
@@ -255,9 +263,10 @@ def for_reading_only(x: Any) -> Any:
 
 
 def refuse_backward(*outputs: Any) -> None:
-    """Refuse backward passes through the outputs of a model in evaluation.
+    """Have backward passes through these outputs, of a model in evaluation mode, raise ValueError.
 
-    Each rank has computed whole batches by itself; and the loss of a shard becomes the loss of one ring, not of all.
+    There each rank computes whole batches by itself, and the loss of a shard becomes the loss of one ring, not of
+    all. Outputs without a gradient are ignored.
     """
 
     def refuse(grad: Tensor) -> None:
@@ -272,7 +281,10 @@ def refuse_backward(*outputs: Any) -> None:
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> float:
-    """Return the summed cross entropy of logits [T, V], by pieces: logits of a long sequence fill a GPU."""
+    """Return the sum of the cross entropy of logits [T, V] over labels [T]; labels of -100 are left out.
+
+    It is computed 1024 tokens at a time in float32, since logits of a long sequence fill a GPU.
+    """
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for piece, targets in zip(*(torch.split(x, _TOKENS_AT_ONCE) for x in (logits, labels)), strict=True):
         total += torch.nn.functional.cross_entropy(
@@ -282,5 +294,8 @@ def summed_loss(logits: Tensor, labels: Tensor) -> float:
 
 
 def tolerance_of(logits: Tensor) -> float:
-    """Return the relative difference that is allowed between a model's loss and the loss of its logits."""
+    """Return the relative difference allowed between a model's loss and the cross entropy of its logits.
+
+    It is 1e-4 for logits in float32 or float64, 1e-2 in other types.
+    """
     return _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)

@@ -27,9 +27,11 @@ from burst_plugin.ring.rank_state import RankState
 
 
 class ModelHooks:
-    """The hooks on the forward of a session's model: they cut whole batches, and refuse forwards without the ring.
+    """The hooks on the forward of a session's model: they cut whole batches, and scale the loss for the whole batch.
 
-    around: the module that DeepSpeed calls, which may be one of one's own around `model`.
+    They raise ValueError for a forward in training, or of a shard, that does not use the ring.
+
+    around: the module that DeepSpeed calls: `model` itself, or a module of the user's that contains it.
     """
 
     def __init__(self, session: Session, model: torch.nn.Module, around: torch.nn.Module) -> None:
@@ -52,12 +54,15 @@ class ModelHooks:
             self._handles.append(OwnLosses(session, around))
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     def gather_scores(self, layer: torch.nn.Module) -> None:
-        """Let `layer`, which runs after the model, return scores of all ranks' tokens, [B, S, L]."""
+        """Have `layer`, a classifier's head, return the scores of all ranks' tokens, [B, S, L], by a hook.
+
+        `layer` runs after the model, on hidden states of this rank's tokens, and computes [B, S_local, L].
+        """
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(layer: torch.nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:
@@ -143,7 +148,10 @@ class ModelHooks:
             )
 
     def check_takes_shards(self, model: torch.nn.Module) -> None:
-        """Raise ValueError for a model that runs on this ring only because a ring of one rank has whole batches."""
+        """Raise ValueError, with the reasons, if `model`, which has got a shard, can run on whole batches only.
+
+        Such models are allowed on rings of one rank, where each rank has whole batches.
+        """
         if self._shard_problems is None:
             from burst_plugin.huggingface.models import problems
 

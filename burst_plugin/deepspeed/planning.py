@@ -1,4 +1,4 @@
-"""What `burst plan` has to know of DeepSpeed: what models of transformers keep, and how a plan is written."""
+"""DeepSpeed for `burst plan`: what models of transformers keep in memory, and how a plan is written to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 
 
 def space(fused_norms: bool) -> Space:
-    """Return DeepSpeed's `Space` with models of transformers; without Liger their norms are single operations."""
+    """Return the `Space` of settings that `burst plan` may choose for models of transformers in DeepSpeed.
+
+    `fused_norms`: whether norms are one kernel each, as with Liger; otherwise they are single operations of PyTorch.
+    """
     return Space(
         code=Code.of_modules(fused_norms),
         zeros=(1, 3),
@@ -31,12 +34,15 @@ def space(fused_norms: bool) -> Space:
 
 
 def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
-    """Return DeepSpeed's configuration, and what Trainer is to be told besides, as two files in JSON."""
+    """Return the files that carry out a plan, texts in JSON by name.
+
+    "ds_config.json" is DeepSpeed's configuration, "trainer_arguments.json" keyword arguments of `TrainingArguments`.
+    """
     return {_CONFIG: _text(_config(model, setting)), _ARGUMENTS: _text(_arguments(setting))}
 
 
 def usage(folder: str | Path, setting: Setting) -> str:
-    """Return text on how to use the files: the lines of a training script that read them."""
+    """Return a text that shows the lines of a training script which read the files of a plan from `folder`."""
     arguments, config = Path(folder, _ARGUMENTS), Path(folder, _CONFIG)
     imports, rings = "", ""
     if setting.context > 1:

@@ -28,7 +28,15 @@ _CHUNK = 1024  # rows of logits that are read at a time
 def rollout_log_probs(
     session: Session, rollouts: Iterable[Sequence[int] | Tensor], options: dict[str, Any]
 ) -> RolloutLogProbs:
-    """Return the log-probabilities of rollouts; see `burst_plugin.deepspeed.rollout_log_probs`."""
+    """Return the log-probabilities of rollouts, with gradients as an engine needs them; collective.
+
+    Args:
+        session: the session of the engine, whose model runs on the folded rollouts.
+        rollouts: token ids, [T] each, without padding.
+        options: the keyword arguments of `burst_plugin.huggingface.rollout_log_probs`.
+
+    Raises ValueError if the engine no longer exists.
+    """
     from burst_plugin.huggingface.rollouts import rollout_log_probs as of_model
 
     engine = session.engine()
@@ -47,7 +55,17 @@ def rollout_log_probs(
 
 
 def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: SequenceShard) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of edges; see `burst_plugin.deepspeed.edge_log_probs`."""
+    """Return the log-probability of each edge of a prefix tree, and the entropy at it, each [E]; collective.
+
+    An edge leads from a token to a next token. Its entropy is that of the distribution that the next token is drawn
+    from. Gradients are such that an engine, which averages them over ranks, ends with the mean over rings.
+
+    Args:
+        session: the session of the engine that trains the model.
+        logits: [1, S_local, V].
+        edges: the edges of the tree, from `burst_plugin.trajectories.fold`.
+        shard: the shard that the logits belong to; ValueError if its batch was cut without a tree.
+    """
     if not isinstance(shard, SequenceShard) or shard.mask is None or not shard.mask.trees:
         raise ValueError(f'got {shown(shard)}; give the entry "burst" of a batch that was cut with a tree')
     of_logits = Head(lambda rows: rows, chunk=_CHUNK, parameters=[])

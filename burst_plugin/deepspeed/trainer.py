@@ -1,7 +1,7 @@
-"""Trainer and Accelerate on the rings of DeepSpeed's adapter: what they do for Ulysses, done for rings instead.
+"""Trainer and Accelerate on the rings of DeepSpeed's adapter, where they would use DeepSpeed's Ulysses.
 
 With `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` Accelerate asks DeepSpeed's Ulysses for an `mpu` and for
-a data loader. If the configuration has the block "burst_attention", it gets those of this package.
+a data loader. If the configuration has the block "burst_attention", it gets an `mpu` and a loader of this package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OLDEST = "5.8"  # in which Trainer reduces Ulysses' losses in a function
 
 
 def install_trainer(adapter: Adapter) -> list[str]:
-    """Let Accelerate and Trainer run on the rings of `adapter`; return what was done, a line each."""
+    """Patch Accelerate and Trainer to run on the rings of `adapter`; return the changes, a line of text for each."""
     import accelerate
     from accelerate.state import PartialState
     from accelerate.utils import DeepSpeedPlugin

@@ -1,6 +1,6 @@
-"""TRL's trainers that read whole logits, without these: a rank reads its own, and numbers per token are gathered.
+"""TRL's trainers that read logits of whole sequences: a rank reads its own, and numbers per token are gathered.
 
-ORPOTrainer and CPOTrainer make log-probabilities and means of them, GKDTrainer divergences from a teacher.
+ORPOTrainer and CPOTrainer make log-probabilities and means of logits, GKDTrainer divergences from a teacher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _ROWS_AT_ONCE = 1024  # of logits, in float32
 
 
 def read_own_logits(adapter: Adapter, kind: type) -> None:
-    """Have ORPOTrainer, CPOTrainer or GKDTrainer read the logits of a rank's tokens alone; leave other classes."""
+    """Patch `kind`, a trainer's class, to compute its loss from the logits of a rank's tokens alone.
+
+    It replaces `concatenated_forward` of ORPOTrainer and CPOTrainer and `compute_loss` of GKDTrainer, also where
+    `kind` is derived from one of them; other classes stay as they are.
+    """
     for owner in kind.__mro__:
         name, around = _READERS.get(owner.__name__, ("", None))
         method = vars(owner).get(name)

@@ -1,8 +1,8 @@
-"""TRL's trainers on the rings of DeepSpeed's adapter: which run, how, and what they count.
+"""TRL's trainers on the rings of DeepSpeed's adapter: which trainers run, how losses are made, how tokens count.
 
-SFTTrainer goes on from its model's loss, of a shard. Others compute one of values of whole sequences: their loader
-leaves batches whole, their model cuts them and returns whole values (`whole_outputs`), and all ranks of a ring
-compute the same loss.
+SFTTrainer takes the loss of its model, which is computed from shards. Other trainers compute their loss from values
+of whole sequences: their loader leaves batches whole, their model cuts them and returns values of whole sequences
+(`whole_outputs`), and all ranks of a ring compute the same loss.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "TPOTrainer", "ORPOTra
 
 
 def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
-    """Let a trainer's model return the outputs that the trainer computes its loss from, on rings of `size`.
+    """Set up a trainer, and its model, for rings of `size` ranks by the kind of its loss.
 
-    Raises ValueError for trainers of TRL whose loss is of another kind.
+    Models of TRL's trainers with losses of whole sequences are to return outputs of whole sequences. SFTTrainer and
+    transformers' Trainer go on from the model's loss, and stay as they are.
+
+    Raises ValueError for other trainers of TRL, whose losses are not known on rings.
     """
     owner = _owner_of_loss(type(trainer))
     if owner in ("", _OF_SHARDS):
@@ -63,7 +66,7 @@ def _owner_of_loss(kind: type) -> str:
 
 
 def is_of_trl(owner: type) -> bool:
-    """Return whether a class is one of TRL."""
+    """Return whether a class is defined in the package trl."""
     return owner.__module__.split(".")[0] == "trl"
 
 
@@ -123,7 +126,10 @@ def _of_first_rank(session: Session, value: Any, device: torch.device | None = N
 
 
 def count_once(session: Session, trainer: Any, batches: list[Any]) -> None:
-    """Let TRL count every token once, not once for each rank of the ring, and no padding of shards."""
+    """Have TRL's count of trained tokens count each token once, not on each rank of a ring, and no padding of shards.
+
+    It changes the trainer, or the attention masks of `batches`, the shards of a step.
+    """
     if session.cp.ranks == 1 or not hasattr(trainer, "_total_train_tokens"):
         return
     if session.gathers:
@@ -137,7 +143,10 @@ def count_once(session: Session, trainer: Any, batches: list[Any]) -> None:
 
 
 def count_input_tokens(session: Session | None, original: Callable[..., Any], trainer: Any, inputs: Any) -> None:
-    """Replace `Trainer._track_num_input_tokens`, which adds up over ranks: all ranks of a ring have one batch."""
+    """Replace `Trainer._track_num_input_tokens`: count the tokens of a batch once, not on each rank of the ring.
+
+    `session` is None for a trainer without burst attention; `original`, the replaced method, then counts alone.
+    """
     if session is None or session.cp.ranks == 1 or trainer.args.include_num_input_tokens_seen == "no":
         original(trainer, inputs)
         return
@@ -156,7 +165,14 @@ def count_input_tokens(session: Session | None, original: Callable[..., Any], tr
 
 
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Run `step` on the batch of each rank of the ring in turn; return the result of this rank's batch."""
+    """Evaluate the batches of all ranks of a ring one after another; return the result for this rank's; collective.
+
+    Args:
+        session: the session of the trainer's engine.
+        step: evaluates one batch of whole sequences on the ring.
+        trainer: the trainer that evaluates.
+        inputs: this rank's batch, of whole sequences.
+    """
     found = None
     session.takes_turns = True
     try:

@@ -32,7 +32,7 @@ _HEADS = re.compile(r"For(Sequence|Token)Classification$")
 
 
 def gathered(local: Tensor, shard: SequenceShard) -> Tensor:
-    """Return the whole tensor [B, S, ...] of each rank's [B, S_local, ...], for a loss that all compute; collective.
+    """Gather [B, S_local, ...] to [B, S, ...] of the whole sequence, for a loss that every rank computes; collective.
 
     The gradient on a rank is that of its tokens, times the number of ranks of the ring.
     """
@@ -43,9 +43,13 @@ def gathered(local: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
-    """Put whole tensors in the place of logits, or of what TRL's fused head returns of every token; collective.
+    """Replace a model's outputs of this rank's tokens by outputs of whole sequences, in `output` itself; collective.
 
-    That has a value for each token but the first, as for labels that it shifts itself.
+    These are logits, last hidden states, hidden states of all layers, and the values per token of TRL's fused head,
+    [B, S - 1] in the end: all tokens but the first, since it shifts labels by itself. A loss, of this rank's tokens,
+    becomes None.
+
+    Raises ValueError if `output` has neither logits nor last hidden states nor values of TRL's head.
     """
     fields = {name: x for name in _PER_TOKEN if isinstance(x := getattr(output, name, None), Tensor)}
     if fields:
@@ -67,17 +71,20 @@ def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> No
 
 
 def gather_hidden_states(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
-    """Put whole tensors in the place of the hidden states of all layers, if a model returns them; collective."""
+    """Replace `output["hidden_states"]`, if there are any, by the hidden states of whole sequences; collective.
+
+    They are a tuple of [B, S_local, H], one for each layer, and become [B, S, H].
+    """
     states = getattr(output, "hidden_states", None)
     if isinstance(states, tuple):
         output["hidden_states"] = tuple(gathered(each, shard) for each in states)
 
 
 def classifier_in(model: torch.nn.Module) -> Any:
-    """Return the model in `model` that classifies sequences or tokens by scores of each token; None without one.
+    """Return the module in `model` that is a classifier of transformers by scores of each token; None without one.
 
-    A layer of its own, `score`, makes the scores of every token; a sequence has those of its last one. Heads that
-    pool hidden states first are others.
+    Such a classifier of sequences or tokens computes the scores of every token in a layer of its own; a sequence has
+    the scores of its last token. Classifiers that pool hidden states first are not found.
     """
     for module in model.modules():
         head = _HEADS.search(type(module).__name__)
@@ -90,6 +97,6 @@ def classifier_in(model: torch.nn.Module) -> Any:
 
 
 def score_layer(classifier: Any) -> torch.nn.Module:
-    """Return the layer of a `classifier` model, found by `classifier_in`, that makes scores of hidden states."""
+    """Return the layer of a classifier, found by `classifier_in`, that computes scores from hidden states."""
     layer: torch.nn.Module = getattr(classifier, "score", None) or classifier.classifier
     return layer
