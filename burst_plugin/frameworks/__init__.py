@@ -12,11 +12,14 @@ FRAMEWORKS = ("megatron", "deepspeed")
 
 
 def framework(name: str) -> Framework:
-    """Return the description of a framework by its name, from `burst_plugin.<name>.framework`."""
+    """Return the description of the framework called `name`, one of `FRAMEWORKS`, from its adapter.
+
+    It is `FRAMEWORK` in `burst_plugin.<name>.framework`, which is imported.
+    """
     found: Framework = importlib.import_module(f"burst_plugin.{name}.framework").FRAMEWORK
     return found
 
 
 def all_frameworks() -> list[Framework]:
-    """Return all frameworks that have an adapter, installed or not."""
+    """Return the descriptions of all frameworks that have an adapter, whether they are installed or not."""
     return [framework(name) for name in FRAMEWORKS]

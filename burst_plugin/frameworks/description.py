@@ -14,25 +14,26 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """A framework with an adapter: how its scripts are recognised, its report, and how the adapter is installed.
+    """The description of a training framework that has an adapter, for the launcher, `burst doctor` and `burst plan`.
 
     Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`, and for plans
     `planning.space(fused_norms)`, `.files(model, setting)` and `.usage(folder, setting)`.
 
     name: the Python package of the framework, and of its adapter in burst_plugin; also its option of `burst doctor`.
-    title: its name in texts.
-    distribution: what to install from PyPI.
+    title: the framework's name in texts.
+    distribution: the package that installs the framework from PyPI.
     packages: distributions whose versions `burst doctor` prints.
-    subject: what `burst doctor --<name>` takes, as a metavar, and the option's help text.
-    switch: how burst attention is switched on, for the launcher's help.
-    words: each of these in a script or on its command line says that the script uses the framework.
-    report: yields what `burst doctor` says about the framework, line by line, given what the option `--<name>` was
-        given; raises ValueError if that cannot be read, or asks for something that is refused.
+    subject: the metavar and the help text of the option `burst doctor --<name>`.
+    switch: how a user switches burst attention on, in words for the launcher's help.
+    words: any of these words in a script or on its command line says that the script uses the framework.
+    report: yields the lines that `burst doctor` prints about the framework. It gets the value of the option
+        `--<name>`, or None, and raises ValueError for a value that cannot be read, or asks for something that is
+        refused.
     launcher_variables: environment variables that are all set only by the framework's own launcher.
     launcher_options: options that this launcher puts before a script and that are meant for the script.
-    checkout: the repository in whose checkouts a directory `name` lies beside scripts; empty if there is none.
-    written: returns how an option of `Strategy` is written for the framework, in Markdown; None if it is a key of the
-        option's name.
+    checkout: the name of the repository whose scripts lie beside a directory `name`; "" if there is none.
+    written: takes the name of an option of `Strategy` and returns how users of the framework write it, in Markdown;
+        None if they write it as a key with the option's name.
     """
 
     name: str
@@ -49,11 +50,14 @@ class Framework:
     written: Callable[[str], str] | None = None
 
     def is_launching(self) -> bool:
-        """Return whether the framework's own launcher has started this process."""
+        """Return whether the framework's own launcher has started this process, as environment variables tell."""
         return bool(self.launcher_variables) and all(name in os.environ for name in self.launcher_variables)
 
     def has_checkout(self, directory: Path) -> bool:
-        """Return whether `directory` holds the scripts of a checkout."""
+        """Return whether `directory` holds the scripts of a checkout: whether a directory `name` is in it.
+
+        False if the framework has no `checkout`.
+        """
         return bool(self.checkout) and (directory / self.name).is_dir()
 
     def is_installed(self) -> bool:
@@ -61,19 +65,19 @@ class Framework:
         return importlib.util.find_spec(self.name) is not None
 
     def is_named_in(self, text: str) -> bool:
-        """Return whether a script, or its command line, says that it uses the framework."""
+        """Return whether `text`, a script or its command line, has one of `words` and so uses the framework."""
         return any(word in text for word in self.words)
 
     def install(self) -> object:
-        """Install the adapter and return it; its `str()` lists the changes that were made."""
+        """Install the framework's adapter and return it; its `str()` lists the changes that were made."""
         return self._module().install()
 
     def prepare_cpu(self, directory: Path) -> None:
-        """Get the framework ready to run a script in `directory` on CPUs; before `install`."""
+        """Prepare the framework for a script that runs in `directory` on CPUs; to be called before `install`."""
         self._module("cpu").prepare(directory)
 
     def planning(self) -> Any:
-        """Return the module that says what the framework can do, for `burst plan`, and writes plans for it."""
+        """Return the adapter's module `planning`, which has the choices of `burst plan` and writes its plans."""
         return self._module("planning")
 
     def _module(self, name: str = "") -> Any:

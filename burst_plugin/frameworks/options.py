@@ -1,4 +1,4 @@
-"""Flags of scripts: the options of `Strategy`, rules about other options beside it, and one message for a refusal."""
+"""Flags of scripts: options of `Strategy`, rules about a framework's other options, and one message for a refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from burst_plugin.strategy import AUTO
 
 
 def number_or_word(text: str) -> float | str:
-    """Parse a number, or else a word."""
+    """Return `text` as a float if it is a number, else `text` itself; the `type` of an option of `ArgumentParser`."""
     try:
         return float(text)
     except ValueError:
@@ -34,7 +34,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 
 
 def flag_keywords(option: Field[Any]) -> dict[str, Any]:
-    """Return keyword arguments of `ArgumentParser.add_argument` for a field of `Strategy`."""
+    """Return the keyword arguments of `ArgumentParser.add_argument` for a flag that sets a field of `Strategy`."""
     choices = sorted(option.metadata["choices"], key=lambda choice: choice != AUTO)  # "auto" first
     words = option.metadata.get("words", ())
     keywords = {"choices": choices} if choices else _whole_or(words) if words else _BY_TYPE[str(option.type)]
@@ -56,26 +56,35 @@ _ABSENT = object()
 
 
 class Rule(NamedTuple):
-    """A rule about an option. allowed: returns whether a value can be honoured. instead: what to write if not."""
+    """A rule about the value of an option of a framework.
+
+    allowed: returns whether a value can be honoured.
+    instead: the text that says what to write in place of other values.
+    """
 
     allowed: Callable[[Any], bool]
     instead: str
 
 
 def off(value: Any) -> bool:
-    """Return whether a value means that an option is off or not set."""
+    """Return whether `value` means that an option is off or not set: whether it is false, 0, empty or None."""
     return not value
 
 
 def one_of(*names: str | None) -> Callable[[Any], bool]:
-    """Return a function that allows the given values, and enum members with these names; None stands for not set."""
+    """Return a function that says whether a value is one of `names`, or an enum member with such a name.
+
+    None among `names` allows None, an option that is not set.
+    """
     return lambda value: getattr(value, "name", value) in names
 
 
 def broken_rules(rules: Mapping[str, Rule], options: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield options with values that cannot be honoured: name, value, and what to write instead.
+    """Yield (name, value, what to write instead) for each option whose value a rule does not allow.
 
-    options: values by name, or an object that has them as attributes; not all rules need have one.
+    Args:
+        rules: the rules by the names of options.
+        options: the values by name, or an object with them as attributes; options that are not there break no rule.
     """
     for name, rule in rules.items():
         value = options.get(name, _ABSENT) if isinstance(options, Mapping) else getattr(options, name, _ABSENT)
@@ -89,13 +98,13 @@ _PATIENCE = timedelta(seconds=10)  # ranks have met already, and rank 0 refuses 
 
 @contextmanager
 def exit_if_refused() -> Iterator[None]:
-    """Turn a ValueError that every rank raises into exit status 1 and one message on stderr, without tracebacks.
+    """Turn a ValueError that all ranks raise in this context into exit status 1 and one message, without tracebacks.
 
-    Rank 0 prints the message. The other ranks wait for that, since a launcher ends all ranks once the first has
-    failed; a rank that has waited in vain prints the message itself.
+    Rank 0 prints the message to stderr. The other ranks wait for that, up to 10 seconds, since a launcher ends all
+    ranks once the first has failed; a rank that has waited in vain prints the message itself.
 
     Raises:
-        SystemExit: the block has raised a ValueError.
+        SystemExit: in place of the ValueError.
     """
     try:
         yield

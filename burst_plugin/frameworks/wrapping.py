@@ -1,4 +1,4 @@
-"""What adapters share: wrapping functions, whose hooks a module has, arguments by name, announcing a ring."""
+"""Functions that adapters share: wrapping functions, listing hooks, naming arguments, and announcing a ring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from burst_plugin.context import ContextParallel
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `owner.name`, a function or a class, by a wrapper that calls `around(original, ...)`, and return it."""
+    """Replace `owner.name`, a function or class, by a wrapper that calls `around(original, ...)`; return the wrapper.
+
+    `owner` is a module or a class. `around` gets the original, then the arguments of the call (with `self` for
+    methods), and its result is the result of the call.
+    """
     original = getattr(owner, name)
 
     @functools.wraps(original, updated=() if isinstance(original, type) else functools.WRAPPER_UPDATES)
@@ -28,7 +32,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
 
 def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Wrap a function as `wrap` does, also in modules that have imported the function by its name before."""
+    """Replace the function `owner.name` by a wrapper, in `owner` and in all modules that imported it by this name.
+
+    A call of the wrapper returns `around(original, ...)`, where `original` is the replaced function and `...` are the
+    arguments of the call. Only modules that are loaded already are changed.
+    """
     original = getattr(owner, name)
     wrapper = wrap(owner, name, around)
     for module in list(sys.modules.values()):
@@ -38,12 +46,19 @@ def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def bind(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-    """Return the arguments of a call of `function` by their names, in the order of its parameters."""
+    """Return the arguments of the call `function(*args, **kwargs)` by the names of its parameters, in their order.
+
+    Raises TypeError for arguments that `function` does not take.
+    """
     return inspect.signature(function).bind(*args, **kwargs)
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names, without arguments that are None."""
+    """Return the arguments of the call `function(*args, **kwargs)` by name; arguments that are None are left out.
+
+    Arguments that `function` takes as its own `**kwargs` are entries of the dict, too. Raises TypeError for arguments
+    that it does not take.
+    """
     signature = inspect.signature(function)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -53,7 +68,10 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def announce(cp: ContextParallel, **asked: str) -> None:
-    """Print on rank 0 that there is a ring; a logger might not. `asked`: options that each batch decides anew."""
+    """Print on rank 0 that there is a ring, its number of ranks and its options; a logger might not print it.
+
+    `asked` are texts by the name of an option, which replace the ring's: for options that each batch decides anew.
+    """
     if dist.get_rank() == 0:
         described = ", ".join(f"{name} {value}" for name, value in (cp.describe() | asked).items())
         print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)
@@ -63,7 +81,10 @@ _KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 def hooks_of_others(module: torch.nn.Module, harmless: tuple[str, ...]) -> list[str]:
-    """Return the hooks of a module, described, but for those defined in modules that begin with one of `harmless`."""
+    """Return the forward and backward hooks of a module, a text for each, except hooks defined in harmless modules.
+
+    `harmless` are the beginnings of the names of Python modules, such as "burst_plugin.".
+    """
     found = []
     for kind in _KINDS:
         for hook in getattr(module, f"_{kind}_hooks").values():

@@ -1,4 +1,4 @@
-"""What `KVCache.attend` is asked for, checked, and how it becomes a call of the ring, or of this rank alone."""
+"""Calls of `KVCache.attend`: how their arguments are checked, and become a call of the ring or of this rank alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from burst_plugin.strategy import Strategy
 
 
 class Asked(NamedTuple):
-    """The arguments of `KVCache.attend`."""
+    """The arguments of one call of `KVCache.attend`, by their names there."""
 
     layer: object
     q: Tensor
@@ -52,7 +52,11 @@ class Asked(NamedTuple):
         return self
 
     def checked(self, turn: Turn, store: RowStore) -> Asked:
-        """Return the arguments with resolved scores and dense tensors. Raise ValueError for any that do not fit."""
+        """Return the arguments with the default scale filled in and with dense tensors, checked for this turn.
+
+        Raises ValueError for tensors that do not fit the turn's tokens or the type, heads and dims in `store`, and
+        for masks and scores that a cache does not take.
+        """
         inputs = Inputs(self.q, self.k, self.v, self.sink)
         check_kinds(inputs, Request(self.mask, self.scores))
         check_tensors(self.q, self.k, self.v)
@@ -80,7 +84,15 @@ class Asked(NamedTuple):
 
 
 def check_layer(layer: object, layers: int, attended: frozenset[int]) -> int:
-    """Return the number of a layer. Raise ValueError for one that is not there, or has attended already."""
+    """Return the number of a layer as an int, checked for one turn.
+
+    Args:
+        layer: the number to check.
+        layers: the number of layers of the cache.
+        attended: the layers that have attended in this turn.
+
+    Raises ValueError for a number that is not one of the cache's, or is among `attended`.
+    """
     number = as_whole(layer)
     if number is None or not 0 <= number < layers:
         raise ValueError(f"layer={shown(layer)} is not one of the cache's {layers} layers; count them from 0")
@@ -90,9 +102,11 @@ def check_layer(layer: object, layers: int, attended: frozenset[int]) -> int:
 
 
 class LayerCall(NamedTuple):
-    """A layer's part in a turn.
+    """One layer's attention in one turn.
 
+    turn: the turn, with its new tokens and their positions.
     layer: this rank's keys and values of the layer.
+    asked: the arguments of `KVCache.attend`.
     """
 
     turn: Turn
@@ -101,19 +115,26 @@ class LayerCall(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether rows have one length and one mask and share no tokens: the ring takes them as a batch."""
+        """Return whether batch rows have equal lengths and one mask, and share no tokens.
+
+        The ring takes such rows as a batch, others one after another in one sequence.
+        """
         layer, mask = self.layer, self.asked.mask
         return self.turn.is_uniform and mask.rows is None and len(set(layer.first_keys)) == 1 and not layer.shared
 
     def append(self) -> None:
-        """Append this rank's new keys and values to its store."""
+        """Append the new keys and values that this rank stores to its layer's store."""
         turn = self.turn
         own = turn.own if turn.replicated else [slice(count) for count in turn.counts]
         k, v = ([row[:n][mine] for row, n, mine in zip(x, turn.counts, own, strict=True)] for x in self.asked[2:4])
         self.layer.store.append(k, v)
 
     def unpacked(self, out: Tensor) -> Tensor:
-        """Return the output of the ring as [B, size, Hq, Dv], padded with zeros."""
+        """Return `out`, as the ring returned it, as [B, size, Hq, Dv], rows padded with zeros.
+
+        The ring returns that shape if the call `is_uniform`, otherwise rows one after another, [1, sum of counts, Hq,
+        Dv].
+        """
         if self.is_uniform:
             return out
         counts = self.turn.counts
@@ -144,9 +165,17 @@ def pass_q_share(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, dtype: to
 def attend_on_ring(
     cp: ContextParallel, appended: Callable[[], LayerCall], tag: tuple[str, ...], forward: str
 ) -> tuple[Tensor, Counter[str]]:
-    """Return attention where every rank has new tokens of its own, and the bytes sent, by link; collective.
+    """Attend where every rank has new tokens of its own; return out, and the bytes that this rank sent; collective.
 
-    `appended` returns the call, with its new tokens in the cache, or raises.
+    Args:
+        cp: the ring.
+        appended: returns the layer's call, with its new tokens in the cache, or raises; other ranks learn of the
+            error.
+        tag: texts that name the call in errors, such as ("turn 0", "layer 3").
+        forward: the moving side, "q", "kv" or "auto".
+
+    Returns:
+        out [B, size, Hq, Dv], 0 for padding, and the bytes under "intra" and "inter".
     """
     try:
         call = appended()
@@ -165,9 +194,17 @@ def attend_on_ring(
 def attend_in_tree(
     cp: ContextParallel, appended: Callable[[], LayerCall], tag: tuple[str, ...], merge: TreeMerge
 ) -> Tensor:
-    """Return attention where every rank has all new tokens: each attends to its own share; collective.
+    """Attend where every rank has all new tokens: each rank to its own keys, then results are merged; collective.
 
-    `appended` returns the call, with its new tokens in the cache, or raises.
+    Args:
+        cp: the ring.
+        appended: returns the layer's call, with its new tokens in the cache, or raises; other ranks learn of the
+            error.
+        tag: texts that name the call in errors, such as ("turn 0", "layer 3").
+        merge: merges the results of all ranks.
+
+    Returns:
+        out [B, size, Hq, Dv] in the type of q, equal on every rank; 0 for padding.
     """
 
     def prepared() -> tuple[LayerCall, OwnAttention]:
@@ -194,9 +231,10 @@ def _traffic(cp: ContextParallel) -> Counter[str]:
 
 
 def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
-    """Return the call of the ring that has new tokens attend to all keys of their rows.
+    """Return the ring's inputs and request for a layer's call: new tokens attend to all keys of their rows.
 
-    Rows that are alike form its batch; other rows lie one after another in one sequence, so that nothing is padded.
+    If the call `is_uniform`, its rows are the batch; otherwise they lie one after another in one sequence, so that
+    nothing is padded. `forward` is the moving side, "q", "kv" or "auto".
     """
     turn, layer, asked = call
     bounds = layer.first_keys, turn.starts, turn.stops
@@ -215,7 +253,10 @@ def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
 
 
 def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
-    """Return how a turn's new tokens attend to the keys of this rank. Raise ValueError if no kernel can."""
+    """Return the `OwnAttention` of a layer's call: how all new tokens attend to the keys that this rank holds.
+
+    Raises ValueError if no kernel can compute it, or the mask hides tokens that rows share.
+    """
     (turn, layer, asked), deterministic = call, is_deterministic(strategy)
     (batch, q_len, q_heads, qk_dim), (kv_heads, v_dim) = asked.q.shape, asked.v.shape[2:]
     shapes = Shapes(batch, q_len, max(layer.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)

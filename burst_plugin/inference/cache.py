@@ -137,16 +137,17 @@ class KVCache:
 
     @between_graphs
     def begin(self, lengths: Sequence[int], *, ids: Tensor | None = None, replicated: bool | None = None) -> Turn:
-        """Begin a turn of new tokens, which follow the cached tokens; collective.
+        """Begin a turn: new tokens of each batch row, which follow the row's cached tokens; collective.
 
         Args:
             lengths: the number of new tokens of each batch row, 0 for rows without any; equal on every rank.
-            ids: the new tokens themselves, of any shape, integers; if given, ranks compare them, so that a rank that
+            ids: the ids of the new tokens, integers of any shape; if given, ranks compare them, so that a rank that
                 has sampled another token is found.
-            replicated: whether every rank computes all new tokens; None: if no row has more than two per rank.
+            replicated: whether every rank computes all new tokens, or each rank its own; None: every rank computes
+                all if no row has more than twice as many as there are ranks.
 
         Returns:
-            The turn: this rank's tokens, and their positions.
+            The turn, which knows this rank's tokens and their positions.
 
         Raises:
             ValueError: on every rank, if lengths are not valid, a layer did not attend in the turn before, or ranks
@@ -197,12 +198,13 @@ class KVCache:
         """Append this rank's new tokens to a layer, and attend to all that is cached and new; collective.
 
         Args:
-            layer: which one, from 0 on; each attends once per turn.
+            layer: the layer's number, from 0 on; each layer attends once per turn.
             q: [B, n, Hq, D], float64, float32, bfloat16 or float16, n = `Turn.size`. Rows with fewer tokens are
                 padded at their ends with anything.
             k: [B, n, Hkv, D]; Hq must be a multiple of Hkv.
             v: [B, n, Hkv, Dv].
-            mask: in positions of a whole sequence, `PerRow` for one of each row; within the layer's window.
+            mask: a mask in positions of a whole sequence, or `PerRow` with one for each row. The layer's window
+                restricts it further.
             scores: scale and softcap.
             sink: [Hq], a logit per head that takes part in every softmax and has no value; see `burst_attention`.
 
@@ -210,8 +212,8 @@ class KVCache:
             out [B, n, Hq, Dv] in the type of q; 0 for padding.
 
         Raises:
-            ValueError: for what does not fit, on every rank where ranks compare this call (see `Strategy.check`). The
-                layer is then as it was before.
+            ValueError: for arguments that do not fit, on every rank where ranks compare this call (see
+                `Strategy.check`). The layer is then as it was before.
             RuntimeError: gradients would be lost; RingError: a rank was lost.
         """
         appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink).without_gradient())
@@ -236,10 +238,10 @@ class KVCache:
 
     @between_graphs
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first `lengths` tokens of each row, on every rank; not collective.
+        """Drop all but the first `lengths` tokens of each row, in all layers, on this rank; not collective.
 
-        Ranks pass equal lengths. A turn that was left half way ends. Raises ValueError for lengths beyond the lengths
-        of rows, or where a window has dropped keys that the next token needs, see `rewind`.
+        All ranks have to pass equal lengths. A turn that was left half way ends. Raises ValueError for lengths beyond
+        the lengths of rows, or where a window has dropped keys that the next token needs, see `rewind`.
         """
         kept = whole_numbers("truncate(lengths={})", lengths, "give the number of tokens to keep of each row")
         if len(kept) != len(self._lengths) or any(not 0 <= n <= m for n, m in zip(kept, self._lengths, strict=False)):
@@ -256,13 +258,19 @@ class KVCache:
 
     @between_graphs
     def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
-        """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
+        """Return a new cache with copies of some batch rows of this one; not collective.
 
-        For several answers to one prefix, or beams. All ranks have to choose equal rows. If one row is listed several
-        times, its tokens may be `shared`: they are stored once, and read once for all rows of a turn that all ranks
-        compute (RelayAttention, arXiv 2402.14808). Windows are copied in any case.
+        It serves several answers to one prefix, or beams. All ranks have to choose equal rows.
 
-        Raises ValueError for rows that are not there, for several that are to share, or in the middle of a turn.
+        Args:
+            rows: the numbers of the rows to copy, each as often as it is listed; None for all.
+            shared: whether one row, listed several times, has its tokens stored once, and read once for all rows of a
+                turn that all ranks compute (RelayAttention, arXiv 2402.14808). Layers with windows copy it in any
+                case.
+
+        Raises:
+            ValueError: for rows that are not there, in the middle of a turn, or with `shared` for several different
+                rows, or for a cache whose rows share tokens already.
         """
         self._check_complete()
         count = len(self._lengths)
@@ -286,20 +294,28 @@ class KVCache:
 
     @between_graphs
     def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
-        """Return this turn's `x` [B, n, ...] of all ranks, [B, T, ...], rows padded with zeros; collective.
+        """Return values of this turn's tokens on all ranks, put together into whole rows on every rank; collective.
 
-        T are the new tokens of the longest row. With `last` only the last token of each row, [B, ...], which the
-        next token is sampled from; 0 for rows without new tokens. Equal to the bit on every rank. Raises ValueError
-        on every rank if any has another shape than expected, or no turn.
+        Args:
+            x: [B, n, ...], values of this rank's tokens, n = `Turn.size`.
+            last: whether to return the last new token of each row only, which the next token is sampled from.
+
+        Returns:
+            [B, T, ...], T being the number of new tokens of the longest row, rows padded with zeros. With `last` it
+            is [B, ...], 0 for rows without new tokens. Equal to the bit on every rank.
+
+        Raises:
+            ValueError: on every rank, if any rank has another shape than expected, or no turn has begun.
         """
         return gathered(self._cp, self._turn, x, last)
 
     @between_graphs
     def finish(self) -> None:
-        """Declare that no turn follows for now; collective.
+        """Declare that this rank begins no further turn for now; collective.
 
-        A rank that stops while others go on gets an error here, as the others do in `begin`; no rank waits for ever.
-        Raises ValueError on every rank if any is elsewhere, or has a layer that did not attend.
+        A rank that stops while others begin a turn gets an error here, and the others get one in `begin`: no rank
+        waits for ever. Raises ValueError on every rank if any rank calls something else, or has a layer that did not
+        attend.
         """
 
         def agree(_: object, problem: str) -> None:

@@ -46,10 +46,12 @@ class _Route(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The new tokens of a turn in columns, each row ending in the last one; every rank computes equally many columns.
+    """The new tokens of a turn as a table with a line per batch row, whose columns ranks compute in equal shares.
+
+    Each row of the batch ends in the last column, after its padding, and each rank computes consecutive columns.
 
     cp: the context-parallel group.
-    turn: says which rank stores the keys and values of a token.
+    turn: the turn, which says on which rank the keys and values of a token are stored.
     """
 
     cp: ContextParallel
@@ -57,27 +59,27 @@ class Columns:
 
     @classmethod
     def of_one_rank(cls, turn: Turn) -> Columns:
-        """Return the columns of a turn without attention, which every rank computes in full by itself."""
+        """Return columns that this rank computes all by itself, for a turn of layers without attention."""
         return cls(ContextParallel(hierarchy=[1]), replace(turn, rank=0, ranks=1, replicated=True, known={}))
 
     @cached_property
     def count(self) -> int:
-        """Return the number of columns of each rank."""
+        """Return the number of columns that each rank computes, two or more."""
         return max(_FEWEST, -(-max(self.turn.lengths) // self.turn.ranks))
 
     @property
     def total(self) -> int:
-        """Return the number of columns of all ranks."""
+        """Return the number of columns that all ranks compute together."""
         return self.count * self.turn.ranks
 
     @cached_property
     def padding(self) -> Tensor:
-        """Return how many columns before each row are padding, [B, 1], int64 on the CPU."""
+        """Return the number of columns of padding at the beginning of each row, [B, 1], int64 on the CPU."""
         return self.total - torch.tensor(self.turn.lengths, device="cpu").unsqueeze(1)
 
     @cached_property
     def mask(self) -> Mask | None:
-        """Return the mask that keeps padding apart; None if there is none."""
+        """Return the mask over all columns that keeps padding apart from its row's tokens; None without padding."""
         bounds = [(0, pad, self.total) if pad else (0, self.total) for pad in self.padding.flatten().tolist()]
         if len(set(bounds)) == 1:
             return Documents(bounds[0]) if len(bounds[0]) == 3 else None
@@ -85,7 +87,7 @@ class Columns:
 
     @property
     def tokens(self) -> Tokens:
-        """Return the columns as a sequence of one chunk for each rank."""
+        """Return the `total` columns as a sequence of one chunk of consecutive positions for each rank."""
         return Tokens(self.total, holders=tuple(range(self.turn.ranks)))
 
     @cached_property
@@ -96,21 +98,31 @@ class Columns:
 
     @cached_property
     def valid(self) -> Tensor:
-        """Return which of this rank's columns are no padding, [B, columns], bool on the CPU."""
+        """Return whether each of this rank's columns is a token and no padding, [B, columns], bool on the CPU."""
         return self._numbers >= 0
 
     @cached_property
     def index(self) -> Tensor:
-        """Return which of its row's new tokens each of this rank's columns is, [B, columns]; 0 for padding."""
+        """Return the number of the new token in each of this rank's columns, [B, columns], int64 on the CPU.
+
+        A row's first new token is number 0; padding has 0, too.
+        """
         return self._numbers.clamp(min=0)
 
     @cached_property
     def positions(self) -> Tensor:
-        """Return the positions of this rank's tokens in their rows, [B, columns], int64 on the CPU."""
+        """Return the position in its row of the token in each of this rank's columns, [B, columns], int64 on the CPU.
+
+        Positions count cached tokens, too, as rotary embeddings need; padding has the position of the first new
+        token.
+        """
         return self.index + torch.tensor(self.turn.starts, device="cpu").unsqueeze(1)
 
     def take(self, x: Tensor) -> Tensor:
-        """Select this rank's columns [B, columns, ...] from all new tokens [B, T, ...], padded at their ends."""
+        """Return this rank's columns, [B, columns, ...], of all new tokens `x` [B, T, ...], padded at their ends.
+
+        T is the number of new tokens of the longest row.
+        """
         return _taken(x, self.index)
 
     # ------------------------------------------------------------------------------------------- between the ranks
@@ -137,14 +149,25 @@ class Columns:
         return _Route(column[leaves][by_target], slot[comes][by_source], to_store, to_compute)
 
     def to_storage(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Move columns [B, columns, ...] to the ranks that store their tokens, [B, size, ...]; collective."""
+        """Move this rank's columns of each of `xs` to the ranks that store their tokens; collective.
+
+        Args:
+            xs: tensors [B, columns, ...].
+
+        Returns:
+            For each of `xs` the tokens that this rank stores, [B, size, ...], 0 for padding; all new tokens, [B, T,
+            ...], if the turn is `replicated`. They are what `KVCache.attend` takes.
+        """
         if self.turn.replicated:
             return [self._rows(x) for x in xs]
         route = self._route
         return self._exchanged(xs, route.computed, route.to_store, route.stored, route.to_compute, self.turn.size)
 
     def from_storage(self, x: Tensor) -> Tensor:
-        """Move this rank's tokens of the turn to its columns [B, columns, ...], 0 for padding; collective."""
+        """Move values of tokens from the ranks that store them to the ranks that compute their columns; collective.
+
+        Takes [B, size, ...], this rank's tokens of the turn, and returns [B, columns, ...], 0 for padding.
+        """
         if self.turn.replicated:
             valid = self.valid.to(x.device).view(*self.valid.shape, *(1,) * (x.dim() - 2))
             return self.take(x).where(valid, 0)
@@ -177,9 +200,10 @@ class Columns:
         return found
 
     def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
-        """Return all new tokens [B, T, ...] of all ranks' columns, rows padded at their ends; collective.
+        """Return all new tokens [B, T, ...] on every rank, from each rank's columns; collective.
 
-        With `last` only the last token of each row, [B, ...]; the same bits on every rank.
+        Rows are padded at their ends with anything. With `last` it is only the last new token of each row, [B, ...].
+        `x` is [B, columns, ...]. Results are equal to the bit on every rank.
         """
         if not last:
             return self._rows(x)
@@ -194,16 +218,20 @@ class Columns:
         return _taken(whole, (token + self.padding).clamp(max=self.total - 1))
 
     def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return columns with the `width` tokens before them in front, and rows' last `width` tokens; collective.
+        """Return this rank's columns after the `width` tokens before them, and rows' last `width` tokens; collective.
+
+        Causal convolutions need the tokens before a column, which another rank may compute, or an earlier turn has
+        computed.
 
         Args:
-            x: [B, columns, ...].
-            width: 1 or more.
-            before: the last tokens of rows so far, [B, width, ...]; None for zeros.
+            x: [B, columns, ...], this rank's columns.
+            width: the number of tokens to put in front, 1 or more.
+            before: the last tokens of each row before this turn, [B, width, ...]; None for zeros.
 
         Returns:
-            [B, width + columns, ...], and [B, width, ...], equal on every rank. A row's first new token follows the
-            row's tokens in `before`; values further in front mean nothing.
+            The columns with tokens in front, [B, width + columns, ...], and the last tokens of rows, [B, width, ...],
+            which are equal on every rank and the next turn's `before`. A row's first new token follows its tokens in
+            `before`; values further in front mean nothing.
         """
         self._compare(f"{width} tokens before columns", (x,))
         if before is None:

@@ -1,4 +1,4 @@
-"""Attention of new tokens that every rank has to the keys that one rank holds."""
+"""Attention of a turn's new tokens, which every rank has, to the keys that one rank holds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ from burst_plugin.types import FULL
 
 
 class OwnAttention(NamedTuple):
-    """How the new tokens of a turn attend to the keys of one layer that this rank holds.
+    """The attention of all new tokens of a turn to the keys of one layer that this rank holds: shapes and options.
 
-    shapes: the shapes of all rows together, with the most queries of a row.
+    turn: the turn, in which every rank has all new tokens.
+    shapes: the shapes of all rows together: as many queries as the longest row has new tokens, as many keys as the
+        longest row has on this rank.
+    mask: the mask in positions of whole sequences, within the layer's window.
     scores: the scores, with the scale filled in.
+    kernel: the kernel that computes each tile.
+    deterministic: whether two runs have to give the same bits.
     first_keys: by row, the position of the first key that any rank still holds.
     shared: the number of tokens before `first_keys` that all rows share.
     """
@@ -46,7 +51,7 @@ class OwnAttention(NamedTuple):
 
     @property
     def signature(self) -> Mapping[str, object]:
-        """Return the values that must be equal on every rank, by name."""
+        """Return the values by name that ranks compare before this call, since they must be equal on every rank."""
         shapes = self.shapes._asdict()
         return {
             **{name: shapes[name] for name in ("batch", "q_len", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
@@ -69,9 +74,16 @@ class OwnAttention(NamedTuple):
                 )
 
     def of(self, q: Tensor, store: RowStore, shared: RowStore | None = None) -> Partial:
-        """Return attention of q [B, T, Hq, D] to this rank's keys; `shared` keys are read once for all rows.
+        """Return out and lse of attention of q [B, T, Hq, D] to the keys that this rank holds, in float32 or float64.
 
-        out is 0 and lse -inf where this rank has no keys.
+        Args:
+            q: the queries of all new tokens, rows padded at their ends.
+            store: the rows' own keys and values on this rank.
+            shared: the one row of keys and values that all rows share, read once for all of them; None without it.
+
+        Returns:
+            out [B, T, Hq, Dv] and lse [B, Hq, T]; out 0 and lse -inf where this rank has no keys. Padding has any
+            values.
         """
         own = self._of_own(q, store)
         if shared is not None and shared.lengths[0]:

@@ -1,4 +1,4 @@
-"""What ranks have computed of a turn's tokens, brought together on every rank; `inference.tree` on a ring."""
+"""Values and partial attention of a turn's tokens, gathered or merged from all ranks onto every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ from burst_plugin.topology import Link, Traffic
 
 
 def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> Tensor:
-    """Return `x` gathered from all ranks; see `KVCache.gather`."""
+    """Return `x` of all ranks put together into whole rows on every rank, as `KVCache.gather` does; collective.
+
+    Args:
+        cp: the ring.
+        turn: the turn whose tokens are gathered; None if none has begun, which raises ValueError on every rank.
+        x: [B, size, ...], values of this rank's tokens.
+        last: whether to return the last new token of each row only.
+
+    Returns:
+        [B, T, ...], rows padded with zeros, or with `last` [B, ...], 0 for rows without new tokens.
+    """
 
     def prepared() -> Turn:
         if turn is None:
@@ -62,7 +72,7 @@ def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
 
 
 def of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
-    """Gather a tensor, of one shape on all ranks; return the tensor of every rank, in rank order; collective."""
+    """Gather a tensor that has one shape on all ranks; return every rank's tensor, in rank order; collective."""
     found = [torch.empty_like(x) for _ in range(cp.ranks)]
     dist.all_gather(found, x.contiguous(), group=cp.group)
     return found
@@ -83,9 +93,10 @@ _TAG = 20241  # of these messages, beside those of comparisons and of others on 
 
 
 class TreeMerge:
-    """Merges what each rank of `cp` has computed. Messages go over the group that the ring was given.
+    """Merges the partial attention that each rank of `cp` has computed, by messages over the group of the ring.
 
-    They are few and small, and nothing is computed meanwhile, so that they need no communicators of their own.
+    The messages are few and small, and nothing is computed meanwhile, so that they need no communicators of their
+    own.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
@@ -96,11 +107,20 @@ class TreeMerge:
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Return the bytes sent so far, by the name of the link."""
+        """Return the bytes that this rank has sent so far, under the names of links, "intra" and "inter"."""
         return Counter({channel.link.value: n for channel, n in self._transport.sent_bytes.items()})
 
     def run(self, compute: Callable[[], Partial], which: CallId, signature: Mapping[str, object]) -> Partial:
-        """Return the merged results of `compute` on all ranks; collective. Raise RingError for a lost rank."""
+        """Compute this rank's partial attention and merge it with all other ranks'; return the result; collective.
+
+        Args:
+            compute: returns this rank's partial attention.
+            which: the identity of the call, for errors and for labels of messages.
+            signature: the values by name that must be equal on every rank, and the tensors' torch.device under
+                "device".
+
+        Raises RingError for a rank that is lost, or that is at another call.
+        """
         state = self._cp.rank_state
         device = signature["device"]
         assert isinstance(device, torch.device)

@@ -1,7 +1,7 @@
-"""Keys and values of one layer in host memory, on the device only while the layer attends, and one layer ahead of it.
+"""Keys and values of one layer in host memory, copied to the device shortly before and while the layer attends.
 
-What a layer has cached is on its way to the device while the layer before is at work. New tokens are written to both
-places. On CPUs the same is done with plain copies.
+The copy of a layer's cached tokens begins while the layer before is at work. New tokens are written both to the host
+and to the copy. On CPUs copies are made as well, to plain memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostRowStore(RowStore):
 
     @property
     def fetched_bytes(self) -> int:
-        """Return the bytes that are on the device now, or on their way."""
+        """Return the bytes of keys and values that have been copied to the device, or are on their way."""
         return sum(x.nbytes for x in self._fetched)
 
     def fetch(self) -> None:
@@ -46,12 +46,15 @@ class HostRowStore(RowStore):
             self._done = stream.record_event()
 
     def release(self) -> None:
-        """Free the memory on the device."""
+        """Free the copy of keys and values on the device; they stay in host memory."""
         self._wait()
         self._fetched = ()
 
     def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Append new tokens to each row: k[i] and v[i] [n, heads, dim] to row i, with an n of its own."""
+        """Append new tokens to each row, on the host and in the copy on the device, if there is one.
+
+        k[i] and v[i], [n, heads, dim] on the device, are for row i; n may differ between rows.
+        """
         self.device, stored, before = k[0].device, self._tensors(), self.lengths
         self._wait()
         super().append(k, v)
@@ -66,12 +69,18 @@ class HostRowStore(RowStore):
             self.lengths = after
 
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Keep tokens `start:stop` of each row, and forget the others; free memory if less than half is needed."""
+        """Keep tokens `start:stop` of each row, and forget its other tokens and the copy on the device.
+
+        `ranges` has a pair for each row. Host memory is freed if less than half of it is needed.
+        """
         self.release()
         super().keep(ranges)
 
     def undo(self, lengths: Sequence[int] | None) -> None:
-        """Drop the tokens appended since `state` was `lengths`; see `RowStore.undo`."""
+        """Forget the tokens appended since `state` returned `lengths`, and the copy on the device.
+
+        None for `lengths`, the state of an empty store, also forgets the type, heads and dims of keys and values.
+        """
         self.release()
         super().undo(lengths)
 

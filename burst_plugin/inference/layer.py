@@ -1,4 +1,4 @@
-"""One layer of a cache on one rank: its share of the positions that are still needed."""
+"""One layer of a cache on one rank: the keys and values of positions that it holds and that are still needed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ _LEAST_LOOSE = 16  # tokens
 
 @dataclass
 class LayerCache:
-    """The keys and values of one layer that a rank holds, from `first_keys` on, a position for each row.
+    """The keys and values of one layer that a rank holds: every `ranks`-th position of each row from `first_keys` on.
 
-    left: how many tokens before itself a token attends to; None for all. Keys that no later token attends to are
-        dropped, by a quarter of the window at once, since the rest is moved then.
-    rewind: how many tokens can be cut off again.
+    rank, ranks: this rank, and the size of the ring.
+    left: how many tokens before itself a token attends to, the layer's window; None for all. Keys that no later token
+        attends to are dropped, a quarter of the window at once, since the other keys are moved then.
+    rewind: how many tokens at the ends of rows can be cut off again although there is a window.
+    store: the keys and values of each row.
+    first_keys: by row, the position of the first key that any rank still holds.
     shortest: by row, the least length that it can be cut to; keys that shorter rows need have been dropped.
-    shared: the number of tokens before `first_keys` that all rows share; `shared_store` has them once.
+    shared: the number of tokens before `first_keys` that all rows share.
+    shared_store: the keys and values of these tokens, stored once; None without them.
     """
 
     rank: int
@@ -45,19 +49,28 @@ class LayerCache:
         reserve: int = 0,
         offload: bool = False,
     ) -> LayerCache:
-        """Return a layer without tokens, for `place`, (rank, ranks), with room for `reserve` tokens of each row."""
+        """Return a layer without any tokens.
+
+        Args:
+            place: (this rank, the size of the ring).
+            rows: the number of batch rows.
+            left: how many tokens before itself a token attends to; None for all.
+            rewind: how many tokens at the ends of rows can be cut off again although there is a window.
+            reserve: the number of tokens of each row, over all ranks, that there is room for from the start.
+            offload: whether keys and values are kept in host memory.
+        """
         make = HostRowStore if offload else RowStore
         if left is not None:
             reserve = min(reserve, left + rewind + _loose(left))
         return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows, (0,) * rows)
 
     def fetch(self) -> None:
-        """Start to bring the stored keys and values to the device."""
+        """Start to copy keys and values that are in host memory to the device; nothing to do for others."""
         for store in self.stores:
             store.fetch()
 
     def release(self) -> None:
-        """Free the memory that `fetch` has taken."""
+        """Free the copies on the device that `fetch` has made of keys and values in host memory."""
         for store in self.stores:
             store.release()
 
@@ -73,9 +86,10 @@ class LayerCache:
         return mask & SlidingWindow(self.left, None if mask.looks_ahead else 0)
 
     def check_reach(self, layer: int, mask: Mask, turn: Turn) -> None:
-        """Raise ValueError if `mask`, within the window, lets new tokens attend to keys that have been dropped.
+        """Raise ValueError if `mask`, within the window, lets the turn's new tokens attend to keys that were dropped.
 
-        Only prefix trees may: in their order a token can be far from one that is next to it on its path.
+        Only masks with prefix trees can do so: in their order a token can be far from its neighbour on its path.
+        `layer` is the layer's number, for the error.
         """
         if self.left is None or not mask.trees:
             return
@@ -92,10 +106,10 @@ class LayerCache:
                 )
 
     def trim(self, mask: Mask, turn: Turn) -> None:
-        """Drop what no token after this turn, whose mask was `mask`, can attend to.
+        """Drop the keys and values that no token after this turn can attend to, as the window tells.
 
-        Windows count tokens of the row or, where the mask has a prefix tree, logical positions: from the end of any
-        node that a later token may continue.
+        `mask` is the mask of the turn, which has just attended. Windows count tokens of the row or, where the mask
+        has a prefix tree, logical positions, from the end of any node that a later token may continue.
         """
         if self.left is None:
             return
@@ -116,7 +130,11 @@ class LayerCache:
         self.first_keys, self.shortest = tuple(firsts), tuple(shortest)
 
     def check_truncation(self, layer: int, lengths: Sequence[int]) -> None:
-        """Raise ValueError if, once rows are cut to these lengths, the window of the next token has lost keys."""
+        """Raise ValueError if rows cannot be cut to these lengths.
+
+        That is so where the window of the next token has lost keys, or where a row would lose tokens that rows share.
+        `layer` is the layer's number, for the error.
+        """
         for row, length in enumerate(lengths):
             if 0 < length < self.shortest[row]:
                 raise ValueError(
@@ -131,19 +149,22 @@ class LayerCache:
                 )
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop all but the first `lengths` tokens of each row."""
+        """Drop all but the first `lengths` tokens of each row; lengths are counted over all ranks."""
         self.first_keys = tuple(map(min, self.first_keys, lengths))
         self.shortest = tuple(map(min, self.shortest, lengths))
         held = [self._held(first, length) for first, length in zip(self.first_keys, lengths, strict=True)]
         self.store.keep([(0, min(n, most)) for n, most in zip(held, self.store.lengths, strict=True)])
 
     def selected(self, rows: Sequence[int]) -> LayerCache:
-        """Return a copy of these rows; a row may be listed several times."""
+        """Return a layer with copies of some batch rows; a row may be listed several times."""
         firsts, shortest = ([bounds[row] for row in rows] for bounds in (self.first_keys, self.shortest))
         return replace(self, store=self.store.selected(rows), first_keys=tuple(firsts), shortest=tuple(shortest))
 
     def sharing(self, rows: Sequence[int], length: int) -> LayerCache:
-        """Return `len(rows)` copies of one row of this `length`, stored once unless the layer has a window."""
+        """Return a layer with `len(rows)` copies of one batch row, stored once unless the layer has a window.
+
+        `rows` lists that row's number several times; `length` is the row's length, counted over all ranks.
+        """
         if self.left is not None or not length:
             return self.selected(rows)
         shared, own = self.store.split(rows[0], len(rows))
@@ -152,12 +173,12 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored keys and values."""
+        """Return the bytes of the stored keys and values on this rank."""
         return sum(store.nbytes for store in self.stores)
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated for keys and values, room for more tokens included."""
+        """Return the bytes that this rank has allocated for keys and values, with room for more tokens."""
         return sum(store.allocated_bytes for store in self.stores)
 
     def _held(self, start: int, stop: int) -> int:
@@ -171,7 +192,11 @@ def _loose(left: int) -> int:
 
 
 def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Return the window of every layer. Raise ValueError for invalid ones, or another number of them."""
+    """Return the window of each layer, how many tokens before itself a token attends to; None for all.
+
+    `windows` None is None for each layer. Raises ValueError for windows that are not valid, or not one for each of
+    `layers` layers.
+    """
     expected = f"give for each of {layers} layers a number of tokens, or None for all"
     listed = (None,) * layers if windows is None else as_listed("KVCache(windows={})", windows, expected)
     if len(listed) != layers:

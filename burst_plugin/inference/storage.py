@@ -12,7 +12,7 @@ _LEAST_SLACK = 16  # tokens
 
 
 class RowStore:
-    """The tokens of each batch row, in ascending order of their positions.
+    """The keys and values of one layer's tokens on one rank, by batch row, in ascending order of their positions.
 
     Rows lie one after another in [capacity of all rows, heads, dim]. Where a row has no room left, all rows are
     copied to larger memory, a quarter larger on average than their tokens: so a token is copied a few times, however
@@ -20,7 +20,7 @@ class RowStore:
 
     Args:
         rows: the batch size.
-        reserve: tokens per row that have room from the start.
+        reserve: the number of tokens of each row that have room from the start.
     """
 
     def __init__(self, rows: int, reserve: int = 0) -> None:
@@ -43,16 +43,19 @@ class RowStore:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing was ever appended."""
+        """Return whether no keys and values were ever appended; their type, heads and dims are then open."""
         return self._k is None
 
     @property
     def state(self) -> Sequence[int] | None:
-        """Return the length of each row, for `undo`; None if nothing was ever appended."""
+        """Return the length of each row, to be passed to `undo` later; None if nothing was ever appended."""
         return None if self.is_empty else self.lengths
 
     def check_like(self, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless keys and values [B, n, heads, dim] have the stored type, heads and dims."""
+        """Raise ValueError unless k and v, [B, n, heads, dim], have the stored type, device, heads and head dims.
+
+        Anything fits a store that is empty.
+        """
         for name, stored, new in zip("kv", self._tensors(), (k, v), strict=False):
             kinds = [
                 (str(x.dtype), str(at), list(x.shape[-2:])) for x, at in ((stored, self.device), (new, new.device))
@@ -66,10 +69,10 @@ class RowStore:
         """Do nothing: the stored keys and values are on the device already."""
 
     def release(self) -> None:
-        """Free the memory that `fetch` has taken: none here."""
+        """Do nothing: there is no copy on the device that could be freed."""
 
     def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Append new tokens to each row: k[i] and v[i] [n, heads, dim] to row i, with an n of its own."""
+        """Append new tokens to each row: k[i] and v[i], [n, heads, dim], to row i; n may differ between rows."""
         needed = [length + len(new) for length, new in zip(self.lengths, k, strict=True)]
         if self.is_empty or any(n > most for n, most in zip(needed, self._capacities, strict=True)):
             self._lay_out(needed, k[0], v[0])
@@ -80,7 +83,10 @@ class RowStore:
         self.lengths = needed
 
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Keep tokens `start:stop` of each row, and forget the others; free memory if less than half is needed."""
+        """Keep tokens `start:stop` of each row, one pair of `ranges` per row, and forget the others.
+
+        Tokens are numbered as they are stored here. Memory is freed if less than half of it is needed.
+        """
         for start, (first, stop), at in zip(self._starts(), ranges, range(len(ranges)), strict=True):
             if first:
                 for stored in self._tensors():
@@ -90,7 +96,10 @@ class RowStore:
             self._lay_out(self.lengths, self._k, self._v)
 
     def undo(self, lengths: Sequence[int] | None) -> None:
-        """Forget the tokens appended since `state` was `lengths`; with the first tokens also their type and heads."""
+        """Forget the tokens appended since `state` returned `lengths`.
+
+        None for `lengths`, the state of an empty store, also forgets the type, heads and dims of keys and values.
+        """
         if lengths is not None:
             self.keep([(0, length) for length in lengths])
             return
@@ -104,7 +113,10 @@ class RowStore:
         return k, v
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of equally long rows, [B, length, heads, dim], mostly as views."""
+        """Return all keys and values, [B, length, heads, dim] each, of rows that are equally long.
+
+        They are views unless rows have room for different numbers of tokens.
+        """
         rows, length = len(self.lengths), self.lengths[0]
         if len(set(self._capacities)) > 1:
             k, v = self.packed()
@@ -113,7 +125,10 @@ class RowStore:
         return k, v
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, rows one after another, [1, length of all, heads, dim]; a copy of several."""
+        """Return all keys and values, rows one after another, [1, sum of lengths, heads, dim] each.
+
+        They are a copy if there are several rows, views of a single row.
+        """
         if len(self.lengths) == 1:
             return self.row(0)
         rows = [self.row(number) for number in range(len(self.lengths))]
@@ -121,13 +136,14 @@ class RowStore:
         return k, v
 
     def selected(self, rows: Sequence[int]) -> RowStore:
-        """Return a copy of these rows; a row may be listed several times."""
+        """Return a store with copies of some rows; a row may be listed several times."""
         return self._copied(rows, self._reserve)
 
     def split(self, row: int, count: int) -> tuple[RowStore, RowStore]:
-        """Return a copy of one row, without room for more, and `count` rows that go on after it, without a token.
+        """Return two stores: a copy of row number `row` alone, and `count` rows that continue it, without tokens yet.
 
-        These have room for what the row had left of its reserve.
+        The first has no room for more tokens, the rows of the second have room for as many as `row` had left of its
+        reserve.
         """
         length = self.lengths[row]
         return self._copied([row], length), self._copied([row] * count, max(0, self._reserve - length), 0)

@@ -29,7 +29,7 @@ _LOST = "what it sent belongs to another call, or to one with other shapes, type
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys: out [B, T, Hq, Dv] and lse [B, Hq, T], float32 or float64."""
+    """The result of attention to some of the keys: out [B, T, Hq, Dv] and lse [B, Hq, T], float32 or float64."""
 
     out: Tensor
     lse: Tensor
@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
 @cache
 def merge_rounds(topology: Topology, rank: int) -> tuple[Round, ...]:
-    """Return the part of `rank` in each round of merging all ranks' results in a tree, in order."""
+    """Return the rounds, in order, that `rank` takes part in when all ranks' results are merged in a tree."""
     levels = ((Link.INTRA, topology.node_peers(rank)), (Link.INTER, topology.counterparts(rank)))
     return tuple(each for link, ranks in levels for each in _rounds_of_level(ranks, ranks.index(rank), link))
 
@@ -69,7 +69,13 @@ def _rounds_of_level(ranks: Sequence[int], place: int, link: Link) -> list[Round
 
 
 def message(shape: Sequence[int], dtype: torch.dtype, labelled: bool) -> Packing:
-    """Return the layout of a message of out [B, T, Hq, Dv] and its lse; `labelled` if it has a label, as on CPUs."""
+    """Return the layout in bytes of a message with a rank's out, of `shape` [B, T, Hq, Dv], and its lse.
+
+    Args:
+        shape: the shape of out.
+        dtype: the type of the queries; the message is in float32, or in float64 for these.
+        labelled: whether a label of 16 bytes that identifies the call follows, as on CPUs.
+    """
     batch, tokens, heads, _ = shape
     wide = torch.promote_types(dtype, torch.float32)
     return Packing(((tuple(shape), wide), ((batch, heads, tokens), wide)), labelled)
@@ -98,10 +104,21 @@ def decode_bytes(
 def merge_in_tree(
     transport: Transport, topology: Topology, rank: int, mine: Partial, label: Tensor | None = None
 ) -> Generator[None, None, Partial]:
-    """Return attention to the keys of all ranks, from that to `mine`; all ranks call it together.
+    """Merge the partial attention of all ranks in a tree and return the result; all ranks call it together.
 
-    Yields where it waits, for ranks that take turns. `label` of 16 bytes says which call it is, on CPUs. Raises
-    RingError for a rank that is lost, or that is at another call.
+    It is a generator that yields where it waits for messages, so that ranks in one process can take turns.
+
+    Args:
+        transport: sends and receives the messages of this rank.
+        topology, rank: the topology of the ring, and the rank.
+        mine: this rank's partial attention.
+        label: 16 bytes, uint8, that identify the call in messages between CPUs; None on other devices.
+
+    Returns:
+        Attention to the keys of all ranks, equal to the bit on every rank.
+
+    Raises:
+        RingError: a rank is lost, or is at another call.
     """
     here = Partial(mine.out.contiguous(), mine.lse.contiguous())
     packing = message(here.out.shape, here.out.dtype, here.out.device.type == "cpu")

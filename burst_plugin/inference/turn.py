@@ -24,19 +24,23 @@ from burst_plugin.sequence.mask import Mask, Region
 
 
 def are_few(tokens: int, ranks: int) -> bool:
-    """Return whether new tokens, of the longest row, are so few that by default every rank computes all of them."""
+    """Return whether a turn has so few new tokens that by default every rank computes all of them.
+
+    `tokens` is the number of new tokens of the longest row; up to twice the number of `ranks` are few.
+    """
     return tokens <= 2 * ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """New tokens of each batch row, which follow the cached tokens.
+    """The new tokens of each batch row in one turn, which follow the row's cached tokens.
 
     number: how many turns this cache had before.
     starts, stops: the length of each row before the turn and after it.
     rank, ranks: this rank and the size of the ring.
     replicated: whether every rank computes all new tokens; if not, position p of a row is computed by rank p % ranks.
         Either way that rank stores its key and value.
+    known: tiles that one layer has found and other layers of the turn use.
     """
 
     number: int
@@ -54,42 +58,45 @@ class Turn:
 
     @property
     def compared(self) -> dict[str, object]:
-        """Return the values that must be equal on every rank, by name."""
+        """Return the values by name that ranks compare when a turn begins, since they must be equal on every rank."""
         return {"new tokens": self.lengths, "cached tokens": self.starts, "replicated": self.replicated}
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all rows are equally long, before the turn and after it."""
+        """Return whether all batch rows are equally long, before the turn and after it."""
         return len(set(self.starts)) == len(set(self.stops)) == 1
 
     @cached_property
     def own(self) -> tuple[slice, ...]:
-        """Return which of each row's new tokens this rank stores, as slices counted from the first new token."""
+        """Return a slice for each row, which selects the tokens that this rank stores among the row's new tokens."""
         return self.own_of(self.rank)
 
     def own_of(self, rank: int) -> tuple[slice, ...]:
-        """Return which of each row's new tokens `rank` stores, as slices counted from the first new token."""
+        """Return a slice for each row, which selects the tokens that `rank` stores among the row's new tokens."""
         firsts = (held_run(rank, self.ranks, *bounds).start for bounds in zip(self.starts, self.stops, strict=True))
         rows = zip(firsts, self.starts, self.lengths, strict=True)
         return tuple(slice(min(first - start, length), length, self.ranks) for first, start, length in rows)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Return how many tokens of each row this rank computes: rows of its q, k and v that are not padding."""
+        """Return how many new tokens of each row this rank computes, as its q, k and v have them without padding."""
         return self.lengths if self.replicated else self.counts_of(self.rank)
 
     def counts_of(self, rank: int) -> tuple[int, ...]:
-        """Return how many of the new tokens of each row `rank` stores."""
+        """Return the number of new tokens of each row that `rank` stores."""
         return tuple(len(range(own.start, own.stop, own.step)) for own in self.own_of(rank))
 
     @property
     def size(self) -> int:
-        """Return the padded length of rows in this rank's tensors: its number of tokens of the longest row."""
+        """Return the length of rows in this rank's q, k and v with padding: the largest of `counts`."""
         return max(self.counts)
 
     @cached_property
     def index(self) -> Tensor:
-        """Return which of its row's new tokens each token of this rank is, [B, size], int64; 0 for padding."""
+        """Return the number of each token that this rank computes, [B, size], int64 on the CPU; 0 for padding.
+
+        A row's first new token is number 0.
+        """
         index = torch.zeros(len(self.starts), self.size, dtype=torch.int64, device="cpu")
         for row, own in enumerate(self.own):
             steps = range(self.lengths[row]) if self.replicated else range(own.start, own.stop, own.step)
@@ -98,46 +105,57 @@ class Turn:
 
     @cached_property
     def valid(self) -> Tensor:
-        """Return which of this rank's tokens are no padding, [B, size], bool on the CPU."""
+        """Return whether each entry of this rank's rows is a token and no padding, [B, size], bool on the CPU."""
         return torch.arange(self.size, device="cpu") < torch.tensor(self.counts, device="cpu").unsqueeze(1)
 
     @cached_property
     def positions(self) -> Tensor:
-        """Return the positions of this rank's tokens in their rows, for rotary embeddings: [B, size], int64, CPU.
+        """Return the position in its row of each token that this rank computes, [B, size], int64 on the CPU.
 
-        Padding has the position of the row's first new token.
+        Positions count cached tokens, too, as rotary embeddings need. Padding has the position of the row's first new
+        token.
         """
         return self.index + torch.tensor(self.starts, device="cpu").unsqueeze(1)
 
     def take(self, x: Tensor) -> Tensor:
-        """Select this rank's tokens, [B, size, ...], from all new tokens [B, T, ...], padded at their ends."""
+        """Return this rank's tokens, [B, size, ...], of all new tokens `x` [B, T, ...], rows padded at their ends.
+
+        T is the number of new tokens of the longest row.
+        """
         index = self.index.to(x.device).view(*self.index.shape, *[1] * (x.dim() - 2))
         return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
 
 
 def held_run(rank: int, ranks: int, start: int, stop: int) -> Run:
-    """Return the run of positions among `start:stop` of a sequence that `rank` holds; it may be empty."""
+    """Return the positions among `start:stop` of a sequence that `rank` holds, every `ranks`-th, as a `Run`.
+
+    The run has length 0 if there is none.
+    """
     first = start + (rank - start) % ranks
     return Run(first, max(0, -(-(stop - first) // ranks)), ranks)
 
 
 @dataclass(frozen=True, repr=False)
 class RoundRobin(Tokens):
-    """Sequences one after another, bounded by `cu_seqlens`, that ranks hold round robin.
+    """Several sequences one after another, bounded by `cu_seqlens`, each held by the ranks of a ring round robin.
 
-    starts: the position, in its whole sequence, of the first token of each that is here.
+    starts: for each sequence the position that its first token here has in the whole sequence. The rank of a token is
+        its position in the whole sequence modulo the number of ranks.
     """
 
     starts: tuple[int, ...] = ()
 
     @property
     def own_layout(self) -> Layout:
-        """Return the layout by which ranks hold these tokens, round robin, whatever the options say."""
+        """Return the round-robin layout: ranks hold these tokens by it, whatever layout the options ask for."""
         return ROUND_ROBIN
 
     @classmethod
     def of(cls, starts: tuple[int, ...], stops: tuple[int, ...]) -> RoundRobin:
-        """Return sequences of the tokens at positions `start:stop` of each whole sequence, held round robin."""
+        """Return the parts `start:stop` of whole sequences, one after another, as tokens that are held round robin.
+
+        `starts` and `stops` have a position in its whole sequence for each part.
+        """
         bounds = [0]
         for start, stop in zip(starts, stops, strict=True):
             bounds.append(bounds[-1] + stop - start)
@@ -162,11 +180,13 @@ ROUND_ROBIN = _RoundRobinLayout("round robin", lambda rank, ranks, length: (held
 
 @dataclass(frozen=True)
 class TurnMask(Mask):
-    """`mask`, as the last tokens of each sequence see it, on the keys of the sequence that are still there.
+    """The mask of a turn: which of the remaining keys of its sequence each new token attends to.
+
+    Queries of all sequences lie one after another, and so do keys. The queries of a sequence are its last tokens.
 
     mask: the mask in positions of a whole sequence; one for every sequence if it is `PerRow`.
-    first_keys: the position of the first key that is still there, of each sequence.
-    first_queries: the position of the first query of each sequence.
+    first_keys: by sequence, the position of the first key that the cache still has.
+    first_queries: by sequence, the position of the first query.
     stops: the length of each sequence.
     shared: how many first tokens all sequences share; their keys come first, once for all sequences.
     """
@@ -185,11 +205,14 @@ class TurnMask(Mask):
 
     @property
     def compares_positions(self) -> bool:
-        """Return whether the distance of query and key matters in `mask`."""
+        """Return whether `mask` depends on the distance of query and key."""
         return self.mask.compares_positions
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions of all sequences, moved to their places. Raise ValueError for other lengths."""
+        """Return the regions of query and key rows that attend, of all sequences as they lie one after another.
+
+        Raises ValueError unless `q_len` and `kv_len` are the numbers of queries and keys of all sequences.
+        """
         regions: list[Region] = []
         q_at, k_at = 0, self.shared
         for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
@@ -203,7 +226,11 @@ class TurnMask(Mask):
 
 
 def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Region, ...]:
-    """Return the regions of `mask` for the last queries `start:stop` of sequence `row`, and some of its keys."""
+    """Return the regions where queries `start:stop` of batch row `row` attend to keys `start:stop` under `mask`.
+
+    `queries` and `keys` are pairs (start, stop) of positions in the whole sequence, whose last tokens are the
+    queries.
+    """
     here, length = Region(*queries, *keys), queries[1]
     if here.is_empty:
         return ()

@@ -1,1 +1,1 @@
-"""Adapters of libraries whose models need little: one file for each, imported by those who use it."""
+"""Adapters of libraries whose models need few changes: each is one module, imported by those who use it."""

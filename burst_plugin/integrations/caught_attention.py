@@ -1,4 +1,4 @@
-"""Attention of modules that call PyTorch's `scaled_dot_product_attention` somewhere, put on the ring."""
+"""PyTorch's `scaled_dot_product_attention` inside a module's forward, computed on the ring instead."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ _PADDING = WeakTensorKeyDictionary()  # masks by the tensors that they were read
 
 
 class CaughtAttention(TorchFunctionMode):
-    """Computes the attention of one module on the ring, over the sequence that `tokens()` returns.
+    """A mode of PyTorch that computes the one `scaled_dot_product_attention` in a module's forward on the ring.
 
-    A call of the module without attention, or with another one beside it, raises ValueError, since that would see
-    this rank's tokens only.
+    Other functions run as they are. A forward without attention, or with a second one, raises ValueError, since that
+    would see this rank's tokens only; so do dropout, `is_causal` and masks other than key padding.
+
+    name: the module's name in errors.
+    cp: the ring.
+    tokens: returns the sequence that the ring attends over, in the forward that is going on.
     """
 
     def __init__(self, name: str, cp: ContextParallel, tokens: Callable[[], Tokens]) -> None:
@@ -31,7 +35,7 @@ class CaughtAttention(TorchFunctionMode):
         self.name, self.cp, self.tokens, self._count = name, cp, tokens, 0
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Take effect in all calls of `module`."""
+        """Register hooks on `module` that switch this mode on in each of its forwards, and off afterwards."""
         module.register_forward_pre_hook(self._enter, prepend=True)
         module.register_forward_hook(self._leave, always_call=True)
 

@@ -32,9 +32,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CutTransformer:
-    """The hooks of one model, and the lengths of its streams of tokens in the call that goes on.
+    """The hooks of one transformer that cut its tokens, put its attention on the ring, and gather its output.
 
-    Hooks are bound methods, so that a deep copy of the model has its own.
+    They are registered when this object is made, and are bound methods, so that a deep copy of the model has its own.
+
+    model: a transformer of diffusers, changed in place.
+    family: the tensors of it that are cut, and its modules that attend on the ring.
+    cp: the ring.
     """
 
     def __init__(self, model: torch.nn.Module, family: DiffusionFamily, cp: ContextParallel) -> None:

@@ -23,16 +23,16 @@ _RING = "burst_ring"
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Put a transformer of diffusers on the ring of `cp`, for training and inference.
 
-    All ranks call the model with the same whole inputs, which they compare, and get the whole sample. The loss has to
-    be computed alike on every rank. A rank then has the part of each gradient that its own tokens make: gradients
-    have to be summed over the ranks of the ring.
+    All ranks call the model with equal whole inputs, which they compare, and get the whole sample. The loss has to be
+    computed alike on every rank. A rank then has the part of each gradient that its own tokens make: gradients have
+    to be summed over the ranks of the ring.
 
     Args:
         model: a model of diffusers, such as `pipeline.transformer`, without wrappers; DDP and FSDP come after.
         cp: the ranks that hold one sample between them.
 
     Returns:
-        The same model.
+        `model`, which is changed in place.
 
     Raises:
         ValueError: for an architecture that is not known, a configuration that treats some tokens differently, or a

@@ -9,15 +9,19 @@ Cut = tuple[str, int]  # the stream of tokens that a tensor belongs to, and its 
 
 
 class DiffusionFamily(NamedTuple):
-    """One architecture of diffusers, with streams of tokens called "image" (or video) and "text".
+    """An architecture of diffusers: which of its tensors are cut, and which of its attention the ring computes.
 
-    streams: the streams that attend on the ring, in the order of attention.
-    attention: the modules whose attention is the ring's, a pattern of `fnmatch`. Attention among text alone and cross
-        attention to text are not: there text is whole on every rank.
-    arguments: by the name of a module, the arguments of it that are cut.
-    rope: how the outputs of the module `rope` are cut, if there is one.
-    whole: arguments for whole images, which have to be left out.
-    refused: values of its configuration by which it treats some tokens differently.
+    Its tokens are in streams called "image" (or video) and "text". A `Cut` is a stream and the dimension of its
+    tokens.
+
+    streams: the streams that attend on the ring, in the order in which attention has them.
+    attention: a pattern of `fnmatch` for the names of the modules whose attention the ring computes. Attention among
+        text alone and cross attention to text are not among them: there text is whole on every rank.
+    arguments: by the name of a module, "" for the model, the cuts of its arguments by their names.
+    rope: the cut of the outputs of the module `rope`; None without such a module.
+    whole: names of arguments that are for whole images, and are refused on a ring.
+    refused: values in the model's configuration, by name, with which it treats some tokens differently; they are
+        refused.
     """
 
     streams: tuple[str, ...]
