@@ -69,12 +69,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
-    """Return the kernel of that name, the kernel itself, or for `"auto"` the first one that can do `case`.
+    """Return the kernel that computes `case`: the one called `wanted`, `wanted` itself, or with "auto" the fastest.
 
-    Where every batch may bring tiles of new shapes, "auto" prefers a kernel that does not keep a plan for each. Where
-    it cannot take a faster kernel of this device because of a feature, a warning says so once, with what that costs.
+    Where every batch may bring tiles of new shapes, "auto" prefers a kernel that does not keep a plan for each shape.
+    Where it cannot take a faster kernel of this device because of a feature, a warning says so once, with the cost.
 
-    Raises ValueError if the kernel asked for cannot, with its reason and the names of kernels that can.
+    Raises ValueError if the wanted kernel, or with "auto" every kernel, cannot compute it, with reasons and, for a
+    wanted kernel, the names of kernels that can.
     """
     if wanted == "auto":
         return _fastest(case)

@@ -39,7 +39,12 @@ _DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, wher
 
 
 class Window(NamedTuple):
-    """Some query rows of a tile, the keys they attend to, and how far to the left and right; None is no bound."""
+    """A window of a tile as flash-attention counts it: some query rows, their keys, and how far these attend.
+
+    rows, keys: the query rows and the key rows of the tile that the window has.
+    left, right: query i of the window attends to key j where `-left <= j - i - (keys - rows) <= right`, with the
+        numbers of keys and rows; None is no bound.
+    """
 
     rows: slice
     keys: slice
@@ -48,7 +53,14 @@ class Window(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """The options of a call, as the libraries of flash-attention name them."""
+    """The options of one call of a flash-attention library, by the names that the libraries use.
+
+    scale: the factor on q . k.
+    softcap: the cap of scores; 0 is none.
+    left, right: the bounds of the window, see `Window`.
+    deterministic: whether two runs have to give the same bits.
+    in_flight: the messages under way meanwhile.
+    """
 
     scale: float
     softcap: float  # 0 is none
@@ -59,10 +71,10 @@ class Ask(NamedTuple):
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Window, ...]:
-    """Cut a tile into windows as flash-attention counts them, from the bottom right corner; mostly one.
+    """Cut a tile of `q_rows` queries and `k_rows` keys into windows as flash-attention counts them; mostly one.
 
-    Last keys without a query are left out. Unless `tall`, no window has more rows than keys: flash-attention 2 takes
-    a side of a window for no bound if it is wider than there are keys, which is wrong there
+    Last keys that no query attends to are left out. Unless `tall`, no window has more rows than keys: flash-attention
+    2 takes a side of a window for no bound if it is wider than there are keys, which is wrong there
     (csrc/flash_attn/flash_api.cpp, v2.8.3).
     """
     step = q_rows if tall or band == FULL else min(q_rows, k_rows)
@@ -78,10 +90,15 @@ def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Window, ..
 
 
 class FlashKernel(ABC):
-    """A kernel on top of a library with windows, grouped heads, and gradients from a given lse.
+    """The base of kernels that call a flash-attention library with windows and gradients from a given lse.
 
+    Subclasses call the library; this class cuts tiles into windows, fills head dims up, and batches packed sequences.
+
+    name: the kernel's name in the option `kernel`.
+    limits: the device, types, head dims and library that the kernel needs.
+    features: names in `FEATURES`.
     tall: whether the library is right for windows of more rows than keys.
-    largest_dq: how many numbers of dq the library can address; larger ones are worked on in slices.
+    largest_dq: how many numbers of dq the library can address; larger ones are worked on in slices. None is no limit.
     """
 
     name: str
@@ -91,7 +108,7 @@ class FlashKernel(ABC):
     largest_dq: int | None = None
 
     def refuse(self, case: Case) -> str | None:
-        """Return why this kernel cannot do `case`; None if it can. The library is imported last."""
+        """Return why this kernel cannot do `case`; None if it can. The library is imported last, if at all."""
         return self.limits.refuse(case) or self._refuse_library(case)
 
     def _refuse_library(self, case: Case) -> str | None:
@@ -125,7 +142,7 @@ class FlashKernel(ABC):
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile, or of the packed sequences of `how.lengths`."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of a tile, or of the packed sequences of `how.lengths`."""
         if how.lengths is not None:
             if self._can_batch(q, v, how, how.lengths):
                 return self.forward_batched(q, k, v, how, how.lengths)
@@ -140,7 +157,7 @@ class FlashKernel(ABC):
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, or of the packed sequences of `how.lengths`."""
+        """Return the contributions to dq, dk and dv of a tile, or of the packed sequences of `how.lengths`."""
         if how.lengths is not None:
             if self._can_batch(queries.q, v, how, how.lengths):
                 return self.backward_batched(queries, k, v, how, how.lengths)
@@ -160,7 +177,10 @@ class FlashKernel(ABC):
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return `forward` of all packed sequences, in one call of the library."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of packed sequences, in one call of the library.
+
+        `lengths` says how many queries and keys each sequence has.
+        """
         v_dim, batch = v.shape[-1], q.shape[0]
         qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
@@ -169,7 +189,10 @@ class FlashKernel(ABC):
         return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """Return `backward` of all packed sequences, in one call of the library."""
+        """Return the contributions to dq, dk and dv of packed sequences, in one call of the library.
+
+        `lengths` says how many queries and keys each sequence has.
+        """
         qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
         qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
@@ -225,7 +248,7 @@ class FlashKernel(ABC):
 
 
 class FlashAttention2(FlashKernel):
-    """Flash-attention 2, as the package flash-attn or PyTorch builds it."""
+    """The base of kernels that call flash-attention 2, as the package flash-attn or PyTorch builds it."""
 
     features = FlashKernel.features | {"varlen"}
     tall = False
@@ -254,7 +277,7 @@ def _of_heads(queries: Queries, heads: slice) -> Queries:
 
 
 def sequence_options(lengths: Lengths) -> dict[str, object]:
-    """Return packed sequences as arguments of the functions of flash-attention 2 and 3."""
+    """Return the keyword arguments for packed sequences of flash-attention 2 and 3, `cu_seqlens_q` and so on."""
     return {
         "cu_seqlens_q": lengths.q_ends,
         "cu_seqlens_k": lengths.k_ends,

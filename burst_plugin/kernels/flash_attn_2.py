@@ -19,7 +19,7 @@ _MODULE = "flash_attn.flash_attn_interface"
 
 
 class FlashAttn2Kernel(FlashAttention2):
-    """16-bit types; windows; softcap; grouped heads."""
+    """The kernel of the package flash-attn: 16-bit types, windows, softcap, grouped heads, packed sequences."""
 
     name = "flash_attn_2"
     limits = Limits(

@@ -36,9 +36,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class FlashAttn3Kernel(FlashKernel):
-    """16-bit types; windows; softcap; grouped heads.
+    """The kernel of flash-attention 3, for Hopper: 16-bit types, windows, softcap, grouped heads, packed sequences.
 
-    fills_up: whether v always gets the head dim of q and k; by default where a trial of unlike ones fails.
+    fills_up: whether v is padded to the head dim of q and k even where the library has kernels for both as they are,
+        which is for q and k of 129 to 192 with v of up to 128; None: if a trial finds these kernels faulty.
     """
 
     name = "flash_attn_3"

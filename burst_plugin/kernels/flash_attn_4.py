@@ -31,7 +31,10 @@ _LEAST_DIM = 64  # of those that its own tests have gradients of
 
 
 class FlashAttn4Kernel(FlashKernel):
-    """16-bit types; windows; softcap; grouped heads; 192 with 128 head dims without filling up."""
+    """The kernel of flash-attention 4, for Hopper and Blackwell: 16-bit types, windows, softcap, grouped heads.
+
+    q and k of a head dim up to 192 with v up to 128 are computed without padding v to the head dim of q and k.
+    """
 
     name = "flash_attn_4"
     limits = Limits(

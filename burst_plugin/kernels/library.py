@@ -10,7 +10,7 @@ from types import ModuleType
 
 @cache
 def find(name: str) -> ModuleType | str:
-    """Return the module called `name`, or why there is none."""
+    """Return the module called `name`, imported, or a text that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -20,7 +20,10 @@ def find(name: str) -> ModuleType | str:
 
 
 def load(name: str) -> ModuleType:
-    """Return the module called `name`. Raise RuntimeError if there is none, as `Kernel.refuse` says beforehand."""
+    """Return the module called `name`, imported. Raise RuntimeError, with the reason, if it cannot be.
+
+    A kernel refuses cases without its library before it gets here.
+    """
     module = find(name)
     if isinstance(module, str):
         raise RuntimeError(module)
@@ -28,5 +31,8 @@ def load(name: str) -> ModuleType:
 
 
 def older(version: str, than: tuple[int, ...]) -> bool:
-    """Return whether a version such as "2.6.3.post1" is older than (2, 7); one without numbers counts as old."""
+    """Return whether a version is older than `than`, such as "2.6.3.post1" than (2, 7).
+
+    Only as many numbers as `than` has are compared. A version without numbers is older.
+    """
     return tuple(map(int, re.findall(r"\d+", version)[: len(than)])) < than

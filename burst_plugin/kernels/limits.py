@@ -12,12 +12,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Limits(NamedTuple):
-    """Device, types, head dims and library of a kernel; an empty or absent one stands for any.
+    """The limits of a kernel: device, types, head dims and library; an empty or absent one stands for any.
 
+    device: "cuda" or "cpu".
+    dtypes: the types of q, k and v.
     dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
-    capability: the first and the last CUDA compute capability.
+    capability: the first and the last CUDA compute capability, (major, minor) each.
     library: the library that has to be installed, in the words of docs/kernels.md.
-    keeps_plans: whether it prepares something for every shape of a tile, and never frees it.
+    keeps_plans: whether the kernel prepares something for every shape of a tile, and never frees it.
     """
 
     device: str | None = None
@@ -28,7 +30,7 @@ class Limits(NamedTuple):
     keeps_plans: bool = False
 
     def refuse(self, case: Case) -> str | None:
-        """Return why `case` is outside these limits; None if it is inside, as far as known without the library."""
+        """Return why `case` is outside these limits; None if it is inside. The library is not looked at."""
         if self.device is not None and case.device != self.device:
             return f"it runs on {self.device}, not on {case.device}"
         if self.dtypes and case.dtype not in self.dtypes:
@@ -53,6 +55,6 @@ class Limits(NamedTuple):
 
 
 class LimitedKernel(Kernel, Protocol):
-    """A kernel of this package: it has limits, which a user's kernel need not have."""
+    """The interface of this package's kernels, which have `limits`; a user's kernel need not have any."""
 
     limits: Limits

@@ -28,7 +28,15 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 class Case(NamedTuple):
-    """The task of a kernel in an attention call: device, types, heads, dims and features of all its tiles."""
+    """The task that a kernel is chosen for: device, type, heads, head dims and features of an attention call.
+
+    device: "cuda", "cpu" or another type of device.
+    dtype: the type of q, k and v.
+    query_heads, kv_heads: the numbers of heads of q, and of k and v.
+    qk_dim, v_dim: the head dims of q and k, and of v.
+    features: the names in `FEATURES` that the call needs, except "windows" and "varlen".
+    new_tiles: whether every batch may bring tiles of new shapes.
+    """
 
     device: str
     dtype: torch.dtype
@@ -41,9 +49,10 @@ class Case(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Packed sequences of all batch rows: the numbers of queries and of keys of each, at least one.
+    """The lengths of packed sequences, over all batch rows: how many queries and keys each has, at least one.
 
-    `q_ends` and `k_ends` are their bounds, as `cu_seqlens`: int32 [sequences + 1], on the device.
+    q, k: the numbers of queries and of keys of each sequence.
+    q_ends, k_ends: their bounds, as `cu_seqlens`: int32 [sequences + 1], on the device.
     """
 
     q: tuple[int, ...]
@@ -53,10 +62,10 @@ class Lengths(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The keys that the queries of a tile attend to, besides what its band leaves out.
+    """The keys that each query of a tile has selected; it attends to the selected keys in the tile and its band.
 
-    keys: [B, G, Sq, n], their positions in the sequence, in any order; twice counts once, and others than the tile's
-        keys for nothing. G divides Hkv: key heads share a list in groups.
+    keys: [B, G, Sq, n], their positions in the sequence, in any order. A key listed twice counts once, and keys
+        outside of the tile do not count. G divides Hkv: the key heads of a group share a list.
     columns: [Sk], the positions of the tile's keys.
     """
 
@@ -64,11 +73,11 @@ class Selection(NamedTuple):
     columns: Tensor
 
     def of_rows(self, rows: slice) -> Selection:
-        """Return the selection of some query rows."""
+        """Return the selection of the query rows `rows` of the tile."""
         return self._replace(keys=self.keys[:, :, rows])
 
     def local(self) -> Tensor:
-        """Return for every selected key its row in the tile, int64 [B, G, Sq, n]; Sk for keys that are elsewhere."""
+        """Return the row in the tile of every selected key, int64 [B, G, Sq, n]; Sk for keys outside of the tile."""
         ordered, order = self.columns.sort()
         keys = self.keys.to(ordered.dtype)
         found = torch.searchsorted(ordered, keys.contiguous()).clamp_(max=len(ordered) - 1)
@@ -76,16 +85,22 @@ class Selection(NamedTuple):
 
 
 class How(NamedTuple):
-    """How the scores of a tile become probabilities.
+    """The options of one tile: which keys its queries attend to, and how scores become probabilities.
 
-    bias: of the tile, [1 or B, 1 or Hq, Sq, Sk]; its gradient is wanted if `bias_has_grad`.
-    q_positions, k_positions: [Sq] and [Sk], int64; given if `scores` depends on them, or with a bias.
-    first_batch_row, first_head: the numbers of the first batch row and query head.
-    deterministic: two runs have to give the same bits.
-    lengths: for "varlen" kernels: every sequence attends to itself, full, or causal or anticausal in squares; without
-        a bias.
-    in_flight: messages meanwhile, for kernels that would wait for them; told without positions only.
-    selection: the keys of every query, if they are listed.
+    band: query row i attends to key row j where `lower <= j - i <= upper`, both counted from the first row of the
+        tile.
+    scores: scale, softcap, slopes and dropout.
+    bias: the tile's bias, [1 or B, 1 or Hq, Sq, Sk]; None without one.
+    bias_has_grad: whether the gradient of the bias is wanted.
+    q_positions, k_positions: [Sq] and [Sk], int64, positions in the sequence; given if `scores` depends on them, or
+        with a bias.
+    first_batch_row, first_head: the numbers of the tile's first batch row and query head, by which dropout is drawn.
+    deterministic: whether two runs have to give the same bits.
+    lengths: for kernels with "varlen", packed sequences in place of one tile: every sequence attends to itself, in a
+        band that is full, or causal or anticausal in squares, without a bias.
+    in_flight: messages under way meanwhile, for kernels that would wait for the thread blocks that move them; told
+        only where no positions are given.
+    selection: the keys that each query has selected; None if it attends to all keys in the band.
     """
 
     band: Band
@@ -103,18 +118,18 @@ class How(NamedTuple):
 
     @property
     def wants_dbias(self) -> bool:
-        """Return whether there is a bias, and its gradient is wanted."""
+        """Return whether the tile has a bias and the gradient of it is wanted."""
         return self.bias is not None and self.bias_has_grad
 
     @property
     def scale(self) -> float:
-        """Return the factor on q . k."""
+        """Return the factor on q . k, which a call has filled in."""
         assert self.scores.scale is not None, "a call resolves it"
         return self.scores.scale
 
 
 class Queries(NamedTuple):
-    """The query side of a backward pass: q, dout, out [B, Sq, Hq, .] and lse [B, Hq, Sq] (float32 or wider).
+    """The query side of a backward pass: q, dout and out [B, Sq, Hq, .], and lse [B, Hq, Sq] (float32 or wider).
 
     `lse` is of the whole row, over all keys of the sequence; of `out` only `rowsum(out * dout)` matters.
     """
@@ -126,7 +141,10 @@ class Queries(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """A tile's contributions to dq, dk, dv, in their shapes, and to the gradient of its bias if that is wanted."""
+    """The contributions of one tile to the gradients of q, k, v, in their shapes, and of its bias.
+
+    `dbias` is None unless the tile has a bias whose gradient is wanted.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -136,25 +154,28 @@ class Grads(NamedTuple):
 
 @runtime_checkable
 class Kernel(Protocol):
-    """Exact attention of q [B, Sq, Hq, Dk] on k [B, Sk, Hkv, Dk], v [B, Sk, Hkv, Dv] within a band.
+    """The interface of kernels, which compute exact attention of the queries of a tile to its keys within a band.
 
-    Hq is a multiple of Hkv: query head h reads key head `h // (Hq / Hkv)`. Inputs may be strided views whose
-    last dim is dense. Bands are full, and causal and anticausal on squares, and, for kernels with "windows", any.
-    Every query of a tile has a key. Only kernels with "varlen" get `How.lengths`. Importing a kernel imports no
-    library.
+    q is [B, Sq, Hq, Dk], k [B, Sk, Hkv, Dk] and v [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv: query head h reads key
+    head `h // (Hq / Hkv)`. Inputs may be strided views whose last dim is dense. Bands are full, and causal and
+    anticausal on squares, and, for kernels with "windows", any. Every query of a tile has a key. Only kernels with
+    "varlen" get `How.lengths`. Importing a kernel imports no library.
+
+    name: the kernel's name in the option `kernel`.
+    features: names in `FEATURES`, of what the kernel can do.
     """
 
     name: str
     features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:
-        """Return why this kernel cannot do `case`, features aside; None if it can."""
+        """Return why this kernel cannot do `case`; None if it can. Features that it lacks are looked at elsewhere."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out [B, Sq, Hq, Dv], in the type of q or wider, and lse [B, Hq, Sq], float32 or wider."""
+        """Return out [B, Sq, Hq, Dv], in the type of q or wider, and lse [B, Hq, Sq], float32 or wider, of a tile."""
         ...
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the contributions of this tile, in the inputs' types or wider."""
+        """Return a tile's contributions to dq, dk, dv and the bias' gradient, in the inputs' types or wider."""
         ...

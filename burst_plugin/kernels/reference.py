@@ -26,18 +26,21 @@ _ROWS = 512  # at a time, at most
 
 
 class ReferenceKernel:
-    """Softmax and its derivative from their definitions, in float32 (float64 for float64 inputs)."""
+    """The reference kernel: softmax and its derivative by definition, in float32 (float64 for float64 inputs)."""
 
     name = "reference"
     limits = Limits()
     features = frozenset(FEATURES)
 
     def refuse(self, case: Case) -> str | None:
-        """Return None: nothing is refused."""
+        """Return None: this kernel does every case."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile, or of packed sequences; rows without a key get out 0 and lse -inf."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of a tile, or of the packed sequences of `how.lengths`.
+
+        Rows without a key get out 0 and lse -inf.
+        """
         if how.lengths is not None:
             return forward_looped(self, q, k, v, how)
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -55,7 +58,7 @@ class ReferenceKernel:
         return out, lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, or of packed sequences.
+        """Return the contributions to dq, dk, dv and dbias of a tile, or of the packed sequences of `how.lengths`.
 
         Source: flash-attention, arXiv 2205.14135, appendix B.2.
         """
@@ -87,7 +90,10 @@ class ReferenceKernel:
 
 
 def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
-    """Return the largest score of every query head in the band, after cap and bias: [Hq], float32 or wider."""
+    """Return the largest score of every query head in a tile's band, [Hq], float32 or wider; -inf without any.
+
+    q is [B, Sq, Hq, D] and k [B, Sk, Hkv, D]. Scores are taken before the softmax, with scale, cap, slopes and bias.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = _by_query_head(k, q, dtype)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
@@ -197,7 +203,14 @@ _BITS = 0xFFFFFFFF
 
 
 def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """Return the factor of every probability, 0 or 1 / (1 - dropout), for these rows and heads: [B, H, Sq, Sk]."""
+    """Return the factor that dropout puts on each probability, 0 or 1 / (1 - dropout), float32 [B, H, Sq, Sk].
+
+    Args:
+        scores: has the share that is dropped, and the seed.
+        rows: the numbers of the batch rows, B of them.
+        heads: the numbers of the query heads, H of them.
+        q_positions, k_positions: [Sq] and [Sk], int64, positions in the sequence.
+    """
     device = q_positions.device
     # Mixed before rows are added: no row of one seed is another row of the next.
     seed = _mixed((scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS))

@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: dense rows, padded head dims, expanded key heads, and reversed sides."""
+"""Tensors made to fit kernels: dense rows, padded head dims, expanded key heads, and reversed sequences."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def fit(x: Tensor, dim: int, align_bytes: int = 1) -> Tensor:
-    """Return `x` with its last dim dense and padded with zeros to `dim`, and rows at multiples of `align_bytes`.
+    """Return `x` with its last dim dense and zero-padded to `dim`, and rows at multiples of `align_bytes` bytes.
 
-    It is copied only if it is not like that already.
+    `x` is [..., D], D being `dim` at most. It is copied only if it does not have that form.
     """
     if x.shape[-1] < dim:
         x = pad(x, (0, dim - x.shape[-1]))
@@ -37,12 +37,15 @@ def _is_aligned(x: Tensor, align_bytes: int) -> bool:
 
 
 def expand_heads(x: Tensor, query_heads: int) -> Tensor:
-    """Return [B, S, Hkv, D] as [B, S, Hq, D]: every key head once for each of its query heads."""
+    """Return k or v, [B, S, Hkv, D], as [B, S, Hq, D]: every key head repeated once for each of its query heads."""
     return x if x.shape[2] == query_heads else x.repeat_interleave(query_heads // x.shape[2], dim=2)
 
 
 def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
-    """Return [B, S, Hq, D] summed over the query heads of every key head, [B, S, Hkv, D], in float32 or wider."""
+    """Sum a gradient [B, S, Hq, D] over the query heads of each key head, to [B, S, Hkv, D] in float32 or wider.
+
+    Where Hq is Hkv, it is returned in its own type.
+    """
     if grad.shape[2] == kv_heads:
         return grad
     batch, rows, _, dim = grad.shape
@@ -51,13 +54,19 @@ def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
 
 
 def forward_reversed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Compute `forward` of an anticausal square by a kernel's causal one, with queries and keys reversed."""
+    """Return out and lse of an anticausal square tile, computed by `kernel` as a causal tile of reversed sequences.
+
+    q, k and v, [B, S, H, D], are reversed along S, and so are the results.
+    """
     out, lse = kernel.forward(q.flip(1), k.flip(1), v.flip(1), _reversed(how))
     return out.flip(1), lse.flip(2)
 
 
 def backward_reversed(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """Compute `backward` of an anticausal square by a kernel's causal one; see `forward_reversed`."""
+    """Return the gradients of an anticausal square tile, computed by `kernel` as a causal tile of reversed sequences.
+
+    The tensors of queries, k and v are reversed along the sequence, and so are the results.
+    """
     q, dout, out, lse = queries
     flipped = Queries(q.flip(1), dout.flip(1), out.flip(1), lse.flip(2))
     grads = kernel.backward(flipped, k.flip(1), v.flip(1), _reversed(how))

@@ -28,7 +28,10 @@ _ROWS = 1024  # queries and keys of a square
 
 
 class TorchCpuBf16Kernel(TorchCpuKernel):
-    """A kernel that rounds probabilities and their gradients to bfloat16 before products, as kernels for GPUs do."""
+    """The kernel of PyTorch's flash-attention for CPUs, with a backward pass that multiplies bfloat16.
+
+    It rounds probabilities and their gradients to bfloat16 before products, as kernels for GPUs do.
+    """
 
     name = "torch_cpu_bf16"
     limits = Limits("cpu", (torch.bfloat16,), library="a processor with `avx512_bf16`")
@@ -40,7 +43,7 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
         return self.limits.refuse(case) or lacking
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, added up in float32 over its squares."""
+        """Return the contributions to dq, dk and dv of a tile, added up in float32 over squares of 1024 rows."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         query_heads, kv_heads = queries.q.shape[2], k.shape[2]

@@ -40,10 +40,11 @@ _seen_dims: set[int] = set()  # of the lse that PyTorch returned
 
 
 class TorchCudnnKernel:
-    """16-bit types on compute capability 9 and 10, where it is faster than flash-attention 2; grouped heads.
+    """The kernel of cuDNN's attention, through PyTorch, for Hopper and Blackwell: 16-bit types, grouped heads.
 
-    It has no kernels for a single key, and not on every GPU for a single query: PyTorch's flash-attention works on
-    such tiles. Its backward pass adds up in any order, so it is not deterministic.
+    There, on compute capability 9 and 10, it is faster than flash-attention 2. It has no kernels for a single key,
+    and not on every GPU for a single query: PyTorch's flash-attention works on such tiles. Its backward pass adds up
+    in any order, so it is not deterministic.
     """
 
     name = "torch_cudnn"
@@ -75,7 +76,10 @@ class TorchCudnnKernel:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile, by PyTorch's flash-attention if it has a single query or key."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of a tile.
+
+        PyTorch's flash-attention computes tiles of a single query or key.
+        """
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         if min(q.shape[1], k.shape[1]) == 1:
@@ -90,7 +94,10 @@ class TorchCudnnKernel:
         return out.transpose(1, 2)[..., :v_dim], lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, by PyTorch's flash-attention where cuDNN cannot or may return NaN."""
+        """Return the contributions to dq, dk and dv of a tile.
+
+        PyTorch's flash-attention computes tiles for which cuDNN has no kernel, or may return NaN.
+        """
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         rows, keys, qk_dim, v_dim = queries.q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]

@@ -27,10 +27,10 @@ _LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in i
 
 
 class TorchEfficientKernel:
-    """float32 and 16-bit types; any head dims, also different ones.
+    """The kernel of PyTorch's memory-efficient attention: float32 and 16-bit types, any head dims, and biases.
 
-    A causal tile with a bias has its mask in the bias: blocks that a mask leaves out would be missing from the bias'
-    gradient. The bias is rounded to the type of q.
+    The head dims of q and k and of v may differ. A causal tile with a bias has its mask in the bias: blocks that a
+    mask leaves out would be missing from the bias' gradient. The bias is rounded to the type of q.
     """
 
     name = "torch_efficient"
@@ -45,7 +45,7 @@ class TorchEfficientKernel:
         return reason
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of a tile."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         if parts := _slices(q, k, how):
@@ -72,7 +72,7 @@ class TorchEfficientKernel:
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile, including the gradient of its bias if wanted."""
+        """Return the contributions to dq, dk and dv of a tile, and to the gradient of its bias if that is wanted."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         (qk_dim, v_dim), kv_heads, dtype = (k.shape[-1], v.shape[-1]), k.shape[2], k.dtype

@@ -20,7 +20,7 @@ _Sequences = tuple[Tensor | None, Tensor | None, int, int]  # cum_seq_q, cum_seq
 
 
 def activated_library() -> str | None:
-    """Return the library that takes the place of PyTorch's flash-attention kernel; None if none does.
+    """Return the name of the library activated in place of PyTorch's flash-attention kernel; None if none is.
 
     Source: `torch.nn.attention.activate_flash_attention_impl`.
     """
@@ -29,7 +29,7 @@ def activated_library() -> str | None:
 
 
 class TorchFlashKernel(FlashAttention2):
-    """16-bit types; windows; grouped heads."""
+    """The kernel of PyTorch's build of flash-attention 2: 16-bit types, windows, grouped heads, packed sequences."""
 
     name = "torch_flash"
     limits = Limits("cuda", HALVES, dims=((256, 256),), capability=((8, 0), (12, 1)))

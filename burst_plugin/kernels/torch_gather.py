@@ -22,9 +22,10 @@ _GATHERED = 2**25  # numbers of keys and values that are gathered at a time
 
 
 class TorchGatherKernel:
-    """Any device and type, on selections only; key heads that share a list are gathered together.
+    """The kernel for selections of keys, in plain PyTorch: it gathers the listed keys of each query.
 
-    Sums are in float32 or wider. Untried on GPUs.
+    It takes any device and type. Key heads that share a list are gathered together. Sums are in float32 or wider.
+    Untried on GPUs.
     """
 
     name = "torch_gather"
@@ -40,7 +41,10 @@ class TorchGatherKernel:
         return self.limits.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile; queries that selected none of its keys get out 0 and lse -inf."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of a tile whose queries have selected keys, `how.selection`.
+
+        Queries that selected none of the tile's keys get out 0 and lse -inf.
+        """
         dtype, (queries, keys, values) = torch.promote_types(q.dtype, torch.float32), _by_token(q, k, v)
         out = queries.new_zeros((*queries.shape[:2], v.shape[-1]), dtype=dtype)
         lse = queries.new_full(queries.shape[:2], -torch.inf, dtype=dtype)
@@ -52,7 +56,10 @@ class TorchGatherKernel:
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]).transpose(1, 2).contiguous()
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """Return the gradients of a tile. Source: flash-attention, arXiv 2205.14135, appendix B.2."""
+        """Return the contributions to dq, dk and dv of a tile whose queries have selected keys, `how.selection`.
+
+        Source: flash-attention, arXiv 2205.14135, appendix B.2.
+        """
         dtype = torch.promote_types(k.dtype, torch.float32)
         q, dout, out, keys, values = _by_token(*queries[:3], k, v)
         lse = queries.lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""A trial of a library on the current GPU: whether it computes what another kernel computes there.
+"""A trial of a kernel's library on the current GPU: whether it computes there what a trusted kernel computes.
 
 A library may have no kernel that runs on a newer GPU, or one that is wrong there, without an error; and a build of it
 may have left out what others have, such as a cap on scores or some head dims.
@@ -24,7 +24,7 @@ _FEATURES = frozenset({"softcap", "windows"})  # which a tile can be tried with
 
 
 def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
-    """Return the fault of a kernel, compared with a trusted kernel on small tiles; None if it has none.
+    """Return the fault of a kernel, tried on small tiles like `case`; None if it agrees with a trusted kernel.
 
     There is one trial for each GPU, type, number of heads, head dim, and use of windows and caps, if both have them.
     """

@@ -27,30 +27,36 @@ _LOG = logging.getLogger(__name__)
 
 
 class VarlenKernel(Kernel, Protocol):
-    """A kernel that takes several sequences in one call."""
+    """A kernel that can also compute several packed sequences in one call."""
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return `Kernel.forward` of the packed sequences `lengths`, in one call."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of the packed sequences `lengths`, in one call."""
         ...
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """Return `Kernel.backward` of the packed sequences `lengths`, in one call."""
+        """Return the contributions to dq, dk and dv of the packed sequences `lengths`, in one call."""
         ...
 
 
 def lengths_of(q: tuple[int, ...], k: tuple[int, ...], device: torch.device) -> Lengths:
-    """Return the `Lengths` of sequences with these numbers of queries and keys, without waiting for the device."""
+    """Return the `Lengths` of sequences with these numbers of queries and keys, their bounds on `device`.
+
+    Nothing waits for the device.
+    """
     ends = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cpu") for each in (q, k))
     return Lengths(q, k, *(sent(each, device) for each in ends))
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to `device`, without waiting for the copy."""
+    """Copy a CPU tensor to `device`, without waiting for the copy; return the copy."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Return `Kernel.forward` of the packed sequences `how.lengths`, with one call for each sequence."""
+    """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of packed sequences, with one call of `kernel` for each.
+
+    The sequences are `how.lengths`.
+    """
     batch, alone = q.shape[0], how._replace(lengths=None)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     found = [kernel.forward(q[:, rows], k[:, keys], v[:, keys], alone) for rows, keys in _sequences(how)]
@@ -59,7 +65,10 @@ def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) ->
 
 
 def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """Return `Kernel.backward` of the packed sequences `how.lengths`, with one call for each sequence."""
+    """Return the contributions to dq, dk and dv of packed sequences, with one call of `kernel` for each.
+
+    The sequences are `how.lengths`.
+    """
     batch, alone = k.shape[0], how._replace(lengths=None)
     q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
     lse = queries.lse.transpose(0, 1).flatten(1).unsqueeze(0)
@@ -92,7 +101,14 @@ def _sequences(how: How) -> Iterator[tuple[slice, slice]]:
 
 
 class Trial(NamedTuple):
-    """A case to compare batched calls of a kernel with looped calls."""
+    """The case of a trial that compares one call of a kernel on several packed sequences with a call for each.
+
+    device, dtype: the device and the type of all tensors.
+    qk_dim, v_dim: the head dims of q and k, and of v.
+    softcap: the cap of scores; None is none.
+    deterministic: whether two runs have to give the same bits.
+    anticausal: whether sequences are anticausal, in place of full and causal ones.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -104,7 +120,10 @@ class Trial(NamedTuple):
 
 
 def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
-    """Return whether one batched call on a few sequences gives the results of looped calls; log it if not."""
+    """Return whether a batched call of a kernel on packed sequences gives the results of a call for each sequence.
+
+    If not, a warning is logged. Raises torch.OutOfMemoryError.
+    """
     try:
         wrong = [name for name, error in _errors(kernel, trial).items() if not error < TOLERANCE]
     except torch.OutOfMemoryError:
