@@ -1,4 +1,4 @@
-"""Recurrent and linear layers over the ranks of a ring, by the states that enter each rank's part of the sequence."""
+"""Recurrent and linear layers over the ranks of a ring, which exchange the states that enter their tokens."""
 
 from __future__ import annotations
 

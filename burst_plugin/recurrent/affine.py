@@ -1,7 +1,7 @@
-"""What a piece of a sequence does to the state that enters it, and how two pieces make one.
+"""Maps of states: what a piece of a sequence does to the state that enters it, and how two such maps make one.
 
-A state S [..., K, V] becomes A S + B, with a matrix A [..., K, K] or with numbers A that broadcast over S. The
-largest of some exponents goes along a sequence likewise, with max in place of + and + in place of a product.
+A state S [..., K, V] becomes A S + B, with a matrix A [..., K, K] or with numbers A that broadcast over S. Running
+maxima of exponents go along a sequence likewise: an exponent S becomes max(A + S, B).
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from torch import Tensor
 
 
 class Affine(ABC):
-    """The algebra of one kind of map S -> A S + B on states, without data of its own."""
+    """The algebra of one kind of map S -> A S + B on states: how to apply, compose and differentiate such maps.
+
+    It holds no data. A is called the transition, B the bias. There are three, `MATRIX`, `ELEMENTWISE` and `LARGEST`:
+    in `LARGEST` A + S takes the place of the product and a maximum the place of the sum; it has no gradients.
+
+    name: the kind of map, for descriptions of passes.
+    """
 
     name: str
     has_gradients = True
 
     @abstractmethod
     def apply(self, transition: Tensor, state: Tensor) -> Tensor:
-        """Return A S, the state after a transition A."""
+        """Return A S, from A (`transition`) and S (`state`)."""
 
     @abstractmethod
     def add(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return the sum of two states, in a new tensor."""
+        """Return the sum of two states, of exponents their maximum, in a new tensor."""
 
     @abstractmethod
     def compose(self, late: Tensor, early: Tensor) -> Tensor:
@@ -32,14 +38,14 @@ class Affine(ABC):
 
     @abstractmethod
     def apply_transposed(self, transition: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of S from the gradient of A S."""
+        """Return the gradient of S, from A (`transition`) and the gradient of A S (`grad`)."""
 
     @abstractmethod
     def grad_of_transition(self, grad: Tensor, state: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient of A, in the shape of `like`, from the gradient of A S."""
+        """Return the gradient of A, in the shape of `like`, from the gradient of A S (`grad`) and S (`state`)."""
 
     def through(self, transition: Tensor, bias: Tensor, state: Tensor) -> Tensor:
-        """Return A S + B, the state after a piece."""
+        """Return A S + B, the state after a piece, from A (`transition`), B (`bias`) and S (`state`)."""
         return self.add(self.apply(transition, state), bias)
 
 

@@ -1,4 +1,7 @@
-"""The tokens before each piece, which convolutions and shifts look back at; zeros before a document begins."""
+"""Halos: the tokens before each piece, which convolutions and token shifts look back at.
+
+Slots of a halo that would reach back beyond the beginning of a document hold zeros.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ from burst_plugin.ring.rank_state import RankState
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """The messages of one rank that bring the `width` tokens before each of its pieces.
+    """One rank's plan for fetching halos, the `width` tokens before each of its pieces, from their holders.
 
-    Its tokens are rows; the `width` tokens before its piece n have slots n * width ..., in their order.
+    Its tokens are the rows of tensors [T, ...]. Its halos are the rows ("slots") of tensors [pieces * width, ...]:
+    slots `n * width` up to `(n + 1) * width` are of its piece n, in the order of the sequence.
 
-    sends: rows that go to each rank.
-    recvs: the slots of what comes from each rank; from the rank itself by a copy.
-    pieces: the number of its pieces.
+    sends: for each rank, this one included, the int64 numbers of the rows that it needs of this rank.
+    recvs: for each rank, this one included, the int64 numbers of the slots that its rows go to. Other slots are
+        zeros.
+    pieces: how many pieces this rank has.
+    what: a description of the exchange for error messages, equal on all ranks.
     """
 
     rank_state: RankState
@@ -37,7 +43,13 @@ class HaloPlan:
 
 
 def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: torch.device) -> HaloPlan:
-    """Return one rank's plan for getting the `width` tokens before each of its pieces from other ranks."""
+    """Return one rank's plan for getting the `width` tokens before each of its pieces from other ranks.
+
+    state: of the rank.
+    pieces: all pieces of the batch, on all ranks.
+    what: a description of the exchange for error messages, equal on all ranks.
+    device: of the plan's tensors.
+    """
     rank = state.rank
     sends: dict[int, list[int]] = {}
     recvs: dict[int, list[int]] = {}
@@ -63,7 +75,16 @@ def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: t
 class HaloFunction(torch.autograd.Function):
     """The autograd function that fetches halos, the tokens before each piece, on the ranks of this process.
 
-    Takes tensors [T, ...] of the tokens of all these ranks, `counts` of each. Returns [pieces * width, ...] for each.
+    Gradients of halos are added to the gradients of the tokens, on the ranks that hold these. Arguments of `apply`:
+
+    passes: of the ranks of this process.
+    plans: a `HaloPlan` for each of these ranks.
+    counts: the number of token rows of each of these ranks.
+    call: the call that ranks have agreed on.
+    kept: where a checkpoint keeps the halos, so that its second run fetches none; None to keep none.
+    xs: tensors [T, ...], with the tokens of one rank after another's.
+
+    Returns for each x its halos, [pieces * width, ...], one rank's after another's.
     """
 
     @staticmethod

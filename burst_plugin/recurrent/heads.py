@@ -21,9 +21,10 @@ from burst_plugin.ring.rank_state import RankState
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """One rank's plan for exchanging tokens of all heads for whole sequences of its heads.
+    """One rank's plan for exchanging its tokens of all heads for whole sequences of its share of the heads.
 
-    rows: the positions of every rank's tokens. batch: the number of batch rows.
+    rows: for each rank the positions of its tokens in the whole sequence, int64.
+    batch: the number of batch rows.
     """
 
     rank_state: RankState
@@ -32,15 +33,21 @@ class HeadPlan:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks that share the heads."""
         return len(self.rows)
 
     def heads_of(self, rank: int, heads: int) -> slice:
-        """Return which of `heads` heads `rank` has, as a slice."""
+        """Return which of `heads` heads `rank` computes, as a slice.
+
+        With fewer heads than ranks, several ranks compute one head.
+        """
         return heads_of(rank, self.ranks, heads)
 
     def to_heads(self, messages: Messages, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
-        """Exchange this rank's tokens xs [B, S_local, H, ...] for whole sequences of its heads, [B, S, h, ...]."""
+        """Exchange this rank's tokens xs [B, S_local, H, ...] for whole sequences of its heads, [B, S, h, ...].
+
+        A generator, which yields while messages are under way, and returns the new tensors when it ends.
+        """
         rank = self.rank_state.rank
         parts = {p: [x[:, :, self.heads_of(p, x.shape[2])] for x in xs] for p in range(self.ranks)}
         own = parts.pop(rank)
@@ -57,9 +64,12 @@ class HeadPlan:
     def to_tokens(
         self, messages: Messages, xs: Sequence[Tensor], heads: Sequence[int]
     ) -> Generator[None, None, list[Tensor]]:
-        """Undo `to_heads`: return this rank's tokens of all `heads`, [B, S_local, H, ...].
+        """Exchange whole sequences xs [B, S, h, ...] of this rank's heads for its tokens of all heads.
 
+        A generator, which yields while messages are under way, and returns tensors [B, S_local, H, ...] when it ends.
         Where several ranks share a head, their tensors are added up.
+
+        heads: the number of all heads H of each of `xs`.
         """
         rank, here = self.rank_state.rank, len(self.rows[self.rank_state.rank])
         parts = {p: [x[:, self.rows[p]] for x in xs] for p in range(self.ranks)}
@@ -87,8 +97,16 @@ def _size(part: slice) -> int:
 class HeadFunction(torch.autograd.Function):
     """The autograd function that exchanges tokens for heads, or back, on the ranks of this process.
 
-    Tensors of tokens are [B, S of all these ranks, H, ...], one rank after another; tensors of heads [B, S, h, ...]
-    have the heads of all these ranks.
+    Arguments of `apply`:
+
+    passes: of the ranks of this process.
+    plans: a `HeadPlan` for each of these ranks.
+    call: the call that ranks have agreed on.
+    heads: None to exchange tokens for heads; for the way back, the number of all heads H of each of `xs`.
+    xs: tokens [B, S_local, H, ...], one rank's after another's along dim 1; or heads [B, S, h, ...], one rank's after
+        another's along dim 2.
+
+    Returns for each x the other kind of tensor.
     """
 
     @staticmethod
@@ -128,7 +146,11 @@ def _exchanged(ctx: Any, direction: Any, xs: Sequence[Tensor], *, towards_heads:
 
 
 def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, None, Tensor]:
-    """Gather x [B, h, ...] of all ranks into the heads of all ranks, [B, H, ...]; without gradient."""
+    """Gather a tensor x [B, h, ...] of each rank's heads into one of all heads, [B, H, ...]; without gradient.
+
+    A generator, which yields while messages are under way, and returns the gathered tensor when it ends. Ranks have
+    equally many heads.
+    """
     rank = plan.rank_state.rank
     others = [p for p in range(plan.ranks) if p != rank]
     received = yield from messages.exchange(
@@ -138,18 +160,25 @@ def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, N
 
 
 def heads_of(part: int, parts: int, heads: int) -> slice:
-    """Return which of `heads` heads part number `part` has; with fewer heads than parts several have one head."""
+    """Return which of `heads` heads part number `part` of `parts` has, as a slice.
+
+    With fewer heads than parts, several parts have one head.
+    """
     first = part * heads // parts
     return slice(first, max(first + 1, (part + 1) * heads // parts))
 
 
 def can_share(ranks: int, heads: Sequence[int]) -> bool:
-    """Return whether ranks can share the heads of several tensors evenly; several ranks may get the same head."""
+    """Return whether ranks can share the heads of several tensors evenly; several ranks may get the same head.
+
+    `heads` are the tensors' numbers of heads. The largest has to be a multiple of `ranks`, each of the others a
+    multiple or a divisor.
+    """
     return max(heads) % ranks == 0 and not any(count % ranks and ranks % count for count in heads)
 
 
 def check_heads(ranks: int, heads: Sequence[int]) -> None:
-    """Raise ValueError unless ranks can share tensors with these numbers of heads; see `can_share`."""
+    """Raise ValueError unless ranks can share tensors with these numbers of heads evenly, see `can_share`."""
     if not can_share(ranks, heads):
         raise ValueError(
             f"{', '.join(map(str, sorted(set(heads))))} heads cannot be shared between {ranks} ranks; use "

@@ -1,4 +1,4 @@
-"""The pieces of a batch that a process holds, and its tokens in batches of pieces for kernels."""
+"""The pieces of a batch that a process holds, and its tokens in batches of pieces, as kernels take them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ _SLACK = 8  # tokens of padding that are always all right
 
 
 class Group(NamedTuple):
-    """Pieces that a kernel takes at once, padded to one length: [pieces, length, ...].
+    """A batch of pieces of this process that a kernel computes in one call: tensors are [pieces, length, ...].
 
-    pieces: their numbers among the pieces of this process.
-    lengths: the number of tokens of each piece.
-    start: their first row if they lie one after another, without padding; else `rows` [pieces, length] are their
-        rows, and `is_padding` says which of these rows are padding.
-    places, counts: `pieces` and `lengths` on the device, int64.
+    Shorter pieces are padded at their ends to the length of the longest. Where the pieces are of one length and lie
+    one after another in tensors [T, ...] of all tokens, `start` is set and nothing needs copying; else `rows`.
+
+    pieces: the numbers of the pieces, counted from 0 among the pieces of this process.
+    lengths: the number of tokens of each piece, without padding.
+    start: the row of [T, ...] at which the first piece begins; None if `rows` is set.
+    rows: the row of [T, ...] of each token, int64 [pieces, length], 0 for padding; None if `start` is set.
+    is_padding: which of `rows` are padding, bool [pieces, length]; None if none is.
+    places, counts: `pieces` and `lengths` as int64 tensors on the device.
     """
 
     pieces: tuple[int, ...]
@@ -48,7 +52,10 @@ class Group(NamedTuple):
         return len(self.pieces), max(self.lengths)
 
     def take(self, x: Tensor) -> Tensor:
-        """Select the tokens of these pieces from x [T, ...]; return [pieces, length, ...], padded with zeros."""
+        """Select the tokens of these pieces from x [T, ...], which has all tokens of this process.
+
+        Returns [pieces, length, ...], padded with zeros.
+        """
         if self.start is not None:
             count, length = self.shape
             return x.narrow(0, self.start, count * length).view(*self.shape, *x.shape[1:])
@@ -70,7 +77,18 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeldPieces:
-    """The pieces of a batch, and which of them the ranks of this process hold."""
+    """The pieces of a batch of sequences, and which of them the ranks of this process hold.
+
+    Its methods work with the tokens of this process as rows [T, ...], piece after piece.
+
+    passes: run programs on the ranks of this process.
+    pieces: all pieces of the batch, on all ranks.
+    tokens: the sequence that all ranks hold together.
+    mask: the documents of the batch; None if each batch row is one document.
+    rows: the number of batch rows.
+    whole_rows: of a virtual ring, the place of each of the T rows in whole sequences [B * S]; else None.
+    known: results of the methods below, kept for later calls.
+    """
 
     passes: Passes
     pieces: Pieces
@@ -82,12 +100,12 @@ class HeldPieces:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers of the pieces of this process, in the order of its tokens."""
+        """Return the numbers of this process's pieces among all pieces of the batch, in the order of its tokens."""
         return tuple(number for state in self.passes.states for number in self.pieces.of_rank(state.rank))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the first row of each piece of this process, and the number of all rows last."""
+        """Return the row of [T, ...] at which each piece of this process begins, and T last."""
         return tuple(accumulate((self.pieces.every[n].length for n in self.numbers), initial=0))
 
     @cached_property
@@ -99,7 +117,7 @@ class HeldPieces:
         ]
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return the rows of x [B, S, ...] piece after piece, [T, ...]."""
+        """Return the tokens of x [B, S, ...] as rows [T, ...], piece after piece."""
         flat = x.flatten(0, 1)
         return flat if self.whole_rows is None else flat[self._kept("whole", x.device, lambda: self.whole_rows)]
 
@@ -117,7 +135,10 @@ class HeldPieces:
         return x[:, self._kept("order", x.device, lambda: self._order().to(x.device))]
 
     def from_rank_order(self, x: Tensor) -> Tensor:
-        """Put x [B, S, ...] of a virtual ring, one rank's tokens after another's, into the order of the sequence."""
+        """Put x [B, S, ...] of a virtual ring from the order of ranks into the sequence's; else return x.
+
+        In the order of ranks one rank's tokens come after another's.
+        """
         if self.whole_rows is None:
             return x
         return x[:, self._kept("from order", x.device, lambda: torch.argsort(self._order()).to(x.device))]
@@ -127,23 +148,29 @@ class HeldPieces:
         return torch.cat([positions(runs) for runs in states[0].route_table.shards(self.tokens)])
 
     def schedule(self, finals: bool) -> ScanSchedule:
-        """Return the schedule of a scan; with `finals` all ranks get the states at the ends of all rows, too."""
+        """Return the schedule of a scan, which brings to each piece the state that enters it.
+
+        finals: whether the scan also brings the states after the last tokens of all batch rows to all ranks.
+        """
         topology = self.passes.states[0].topology
         found: ScanSchedule = self._kept("scan", finals, lambda: scan_schedule(self.pieces, topology.node, finals))
         return found
 
     @cached_property
     def exchanges(self) -> bool:
-        """Return whether a state enters any piece of any rank."""
+        """Return whether a state enters any piece of any rank, so that a scan has anything to do."""
         return any(self.schedule(False).is_entered)
 
     @property
     def has_many_tokens(self) -> bool:
-        """Return whether a rank has so many tokens that computing some heads takes longer than a message."""
+        """Return whether ranks hold 1024 tokens or more, on average over ranks.
+
+        From then on computing a part of the heads takes long enough to hide the messages of another part.
+        """
         return self.rows * self.tokens.length >= MANY_TOKENS * self.passes.states[0].topology.ranks
 
     def head_plans(self, device: torch.device) -> list[HeadPlan]:
-        """Return each rank's plan for an exchange of heads."""
+        """Return, for each rank of this process, its plan for an exchange of heads, with tensors on `device`."""
         plans: list[HeadPlan] = self._kept("heads", device, lambda: self._head_plans(device))
         return plans
 
@@ -153,7 +180,7 @@ class HeldPieces:
         return [HeadPlan(state, rows, self.rows) for state in states]
 
     def is_entered(self, device: torch.device) -> Tensor:
-        """Return which pieces of this process a state enters, bool [pieces]."""
+        """Return which pieces of this process a state enters, bool [pieces]: False where a document begins."""
         entered = self.schedule(False).is_entered
         found: Tensor = self._kept(
             "entered",
@@ -163,7 +190,13 @@ class HeldPieces:
         return found
 
     def groups(self, wanted: Sequence[int], device: torch.device) -> list[Group]:
-        """Return groups of these pieces of this process, of about equal lengths."""
+        """Return the pieces of this process with the numbers `wanted` in groups, each for one call of a kernel.
+
+        Pieces of a group are of about equal lengths. Without pieces there are no groups.
+
+        wanted: counted from 0 among the pieces of this process.
+        device: of the groups' tensors.
+        """
         wanted = tuple(wanted)
         if not wanted:
             return []
@@ -198,7 +231,11 @@ class HeldPieces:
         return Group(group, of_group, None, rows.to(device), padding, places, counts)
 
     def joined(self, groups: Sequence[Group], outs: Sequence[Tensor]) -> Tensor:
-        """Return rows [T, ...] of all pieces from the outputs of groups, which have each piece once."""
+        """Put the outputs of groups, each [pieces, length, ...], into rows [T, ...] of all tokens, without padding.
+
+        groups: together they have each piece of this process once.
+        outs: the output of each group.
+        """
         if len(groups) == 1 and groups[0].start is not None:
             return outs[0].flatten(0, 1)
         key = tuple(group.pieces for group in groups)
@@ -219,7 +256,7 @@ class HeldPieces:
         return back
 
     def halo_plans(self, width: int, device: torch.device) -> list[HaloPlan]:
-        """Return each rank's plan for the `width` tokens before every piece."""
+        """Return, for each rank of this process, a plan for fetching the `width` tokens before each of its pieces."""
         what = f"a halo of {width} tokens"
         plans: list[HaloPlan] = self._kept(
             width, device, lambda: [halo_plan(s, self.pieces, width, what, device) for s in self.passes.states]
@@ -227,7 +264,7 @@ class HeldPieces:
         return plans
 
     def starts(self, device: torch.device) -> Tensor:
-        """Return which tokens begin a document, bool [T], piece after piece."""
+        """Return which tokens of this process begin a document, bool [T], piece after piece."""
         starts = torch.zeros(self.offsets[-1], dtype=torch.bool, device=device)
         starts[[self.offsets[n] for n, number in enumerate(self.numbers) if self._begins(number)]] = True
         return starts
@@ -236,9 +273,11 @@ class HeldPieces:
         return self.pieces.every[number].before == START
 
     def with_halos(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return which rows, of all halos [pieces * width] and then all tokens [T], put each piece behind its halo.
+        """Return indices that put the halo of each piece, the `width` tokens before it, in front of the piece.
 
-        Also returns where the tokens are among the rows put so. A halo is the `width` tokens before a piece.
+        Returns two int64 tensors. The first picks rows from the halos of all pieces [pieces * width] followed by all
+        tokens [T]: for each piece its halo, then its tokens. The second [T] says where the tokens are among the
+        picked rows.
         """
         rows: tuple[Tensor, Tensor] = self._kept(
             "with halos", (width, device), lambda: self._with_halos(width, device)

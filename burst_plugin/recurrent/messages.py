@@ -1,4 +1,4 @@
-"""Messages between any two ranks of a group: of one pass of a scan or a halo, round by round.
+"""Messages between any two ranks of a group, round by round, for passes other than ring attention, such as scans.
 
 A rank sends all that it has for another one in a round in one message.
 """
@@ -30,9 +30,10 @@ _TRANSPORTS: WeakKeyDictionary[RankState, Transport] = WeakKeyDictionary()
 
 
 def connect(cp: ContextParallel) -> None:
-    """Have ranks meet, and let this one send to all of them; collective.
+    """Connect this rank with all ranks of its context-parallel group, for `Messages`; collective.
 
-    A ring connects a rank with its ring and its group only; the process group has them all.
+    Transports of ring attention connect a rank with its ring and its Ulysses group only; these messages go through
+    the process group. Does nothing if that has been done, or if there is no process group.
     """
     state = cp.rank_state
     if cp.group is None or state in _TRANSPORTS:
@@ -46,9 +47,15 @@ def connect(cp: ContextParallel) -> None:
 
 
 class Messages:
-    """One rank's messages of one pass, labelled with the call on CPUs.
+    """The messages that one rank sends and receives in one pass.
 
-    what: a description of the pass, the same on every rank; direction, call: which pass it is.
+    On CPUs each carries a label of the pass, so that a message of another pass is noticed.
+
+    Args:
+        state: of the rank.
+        device: of all tensors that are sent and received.
+        what: a description of the pass for labels and errors, equal on all ranks.
+        direction, call: which pass of which call it is.
     """
 
     def __init__(self, state: RankState, device: torch.device, what: str, direction: Direction, call: CallId) -> None:
@@ -67,7 +74,17 @@ class Messages:
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Spec]]
     ) -> Generator[None, None, dict[int, list[Tensor]]]:
-        """Send tensors to ranks, and return what came from others, by rank; yields while messages are under way."""
+        """Exchange one round of messages; return the tensors that came from each rank.
+
+        A generator, which yields while messages are under way, and returns when all have come.
+
+        Args:
+            sends: for each rank that is sent something, the tensors.
+            recvs: for each rank that sends something to this one, the shapes and types of the tensors.
+
+        Raises:
+            RingError: if another rank is lost, or is in another call.
+        """
         if not sends and not recvs:
             return {}
         leaving = [(rank, self._packed(tensors)) for rank, tensors in sorted(sends.items())]

@@ -33,20 +33,38 @@ Results = Callable[[], list[Any]]  # waits for a pass
 
 
 class Passes(ABC):
-    """Runs the programs of this process's ranks: of one rank, or of all ranks of a virtual ring."""
+    """Runs a pass of a recurrent layer on the ranks of this process: one rank, or all ranks of a virtual ring.
+
+    What a rank does in a pass is its program, a generator that yields while messages are under way, and returns the
+    rank's results when it ends.
+
+    states: the `RankState` of each rank of this process.
+    """
 
     states: Sequence[RankState]
 
     @abstractmethod
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Return the result of `prepare` and the identity of the call; collective.
+        """Run `prepare`, have ranks compare the call, and return (the result of `prepare`, the `CallId`); collective.
 
-        Raises ValueError on every rank if `prepare` raises on any, or if ranks differ in their `signature`.
+        Args:
+            prepare: checks the arguments on this process, and returns what the call needs.
+            signature: returns, from the result of `prepare`, the values by name that have to be equal on all ranks.
+            tag: the caller's name for the call, equal on every rank; None for none.
+
+        Raises:
+            ValueError: on every rank, if `prepare` raises it on any, or if ranks differ in their signatures.
         """
 
     @abstractmethod
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
-        """Run a program for each rank; return the results of the programs."""
+        """Run a program for each rank of this process to its end; return the results of the programs.
+
+        Args:
+            direction, call: which pass of which call it is.
+            programs: one for each of `states`.
+            device: of the tensors that programs work on.
+        """
 
     def start(
         self,
@@ -56,26 +74,34 @@ class Passes(ABC):
         inputs: Sequence[Tensor],
         beside: bool,
     ) -> Results:
-        """Start a program for each rank; return a function that waits for the results of the programs.
+        """Start a program for each rank of this process; return a function that waits for their results.
 
-        No other pass of these ranks may run before that function has been called.
+        The function returns the results of the programs, in the order of `states`. No other pass of these ranks may
+        run before it has been called.
 
-        inputs: all tensors that programs read; they run on the device of the first one.
-        beside: whether programs may run while this thread does something else; if not, they have run at once.
+        Args:
+            direction, call: which pass of which call it is.
+            programs: one for each of `states`.
+            inputs: all tensors that programs read; they run on the device of the first one.
+            beside: whether programs may run while this thread does something else, on a stream or a thread of their
+                own; if False, or on a virtual ring, they have ended when this returns.
         """
         results = self.run(direction, call, programs, inputs[0].device)
         return lambda: results
 
 
 class OfOneRank(Passes):
-    """The `Passes` of a process that is one rank."""
+    """Runs passes of a process that is one rank of a context-parallel group."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.states = cp, [cp.rank_state]
         self._beside: dict[str, Any] = cp.plans.setdefault(OfOneRank, {})  # a stream, or a thread
 
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Compare the call with all ranks; see `Passes.agree`."""
+        """Run `prepare`, compare the call with all ranks, and connect with them; see `Passes.agree`.
+
+        Returns (the result of `prepare`, the `CallId`); collective.
+        """
         agreement = self.cp.agreement
 
         def named() -> tuple[T, str]:
@@ -92,7 +118,11 @@ class OfOneRank(Passes):
         return found, call
 
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
-        """Run this rank's program, after ranks have compared a backward pass."""
+        """Run this rank's program to its end, and return its result in a list of one.
+
+        Before a backward pass ranks check that all of them are about to run the backward pass of `call`; if not, all
+        raise ValueError. `programs` holds one program, see `Passes`.
+        """
         (state,), (program,) = self.states, programs
         if direction == "backward":
             refuse_second_derivatives()
@@ -108,7 +138,12 @@ class OfOneRank(Passes):
         inputs: Sequence[Tensor],
         beside: bool,
     ) -> Results:
-        """Start this rank's program, after ranks have compared a backward pass; see `Passes.start`."""
+        """Start this rank's program; return a function that waits for it and returns its result in a list of one.
+
+        With `beside` the program runs on a CUDA stream of its own, or on CPUs in a thread of its own; without, it has
+        ended when this returns. Before a backward pass ranks check that all of them are about to run the backward
+        pass of `call`; if not, all raise ValueError.
+        """
         if not beside:
             return super().start(direction, call, programs, inputs, beside)
         (state,), (program,), device = self.states, programs, inputs[0].device
@@ -162,18 +197,18 @@ class OfOneRank(Passes):
 
 
 class OfVirtualRing(Passes):
-    """The `Passes` of a virtual ring, whose ranks take turns step by step in one process."""
+    """Runs passes of a virtual ring, whose ranks take turns step by step in one process."""
 
     def __init__(self, ring: VirtualRing) -> None:
         self.states = ring.rank_states
         self._numbers = ring
 
     def agree(self, prepare: Callable[[], T], signature: Callable[[T], Mapping[str, object]], tag: object) -> Any:
-        """Return the result of `prepare` and the number of the call; there is nothing to compare."""
+        """Return (the result of `prepare`, the `CallId`); with one process there is nothing to compare."""
         return prepare(), self._numbers.next_call()
 
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
-        """Run the programs of all ranks in lockstep."""
+        """Run the programs of all ranks to their ends, a step of each in turn; return their results by rank."""
         if direction == "backward":
             refuse_second_derivatives()
         with ExitStack() as passes:

@@ -27,11 +27,13 @@ START = -1  # stands for the piece before one that begins a document
 
 
 class Piece(NamedTuple):
-    """`length` consecutive tokens of a batch row.
+    """A piece of a sequence: `length` consecutive tokens of one document in a batch row, which one rank holds.
 
-    start: the position of the first one.
-    offset: its place among the tokens of the rank, row after row.
-    before: the number of the piece that ends where this one begins, or on the path of a prefix tree; or `START`.
+    rank, row: the rank that holds it, and the number of its batch row.
+    start: the position of its first token in the sequence.
+    offset: how many tokens of its rank come before it, counted row after row.
+    before: the number of the piece that it continues: which ends where this one begins, or in a prefix tree with the
+        token before this one on its path. `START` if it begins a document.
     """
 
     rank: int
@@ -44,14 +46,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """All pieces of a batch: stretches of consecutive tokens, each held by one of `ranks` ranks."""
+    """All pieces of a batch: stretches of consecutive tokens, each held by one of `ranks` ranks.
+
+    every: the pieces in the order of their numbers: by rank, then row, then as the rank holds them.
+    """
 
     every: tuple[Piece, ...]
     ranks: int
 
     @cached_property
     def first_of_rank(self) -> tuple[int, ...]:
-        """Return the number of each rank's first piece, and then the number of all pieces."""
+        """Return the number of each rank's first piece, and the number of all pieces last."""
         counts = [0] * (self.ranks + 1)
         for piece in self.every:
             counts[piece.rank + 1] += 1
@@ -60,12 +65,15 @@ class Pieces:
         return tuple(counts)
 
     def of_rank(self, rank: int) -> range:
-        """Return the numbers of a rank's pieces."""
+        """Return the numbers of a rank's pieces, which are consecutive."""
         return range(self.first_of_rank[rank], self.first_of_rank[rank + 1])
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each piece, the pieces that continue it: several only where a prefix tree branches."""
+        """Return, for each piece, the numbers of the pieces that continue it.
+
+        They are several only where a prefix tree branches.
+        """
         found: list[list[int]] = [[] for _ in self.every]
         for number, piece in enumerate(self.every):
             if piece.before != START:
@@ -74,7 +82,7 @@ class Pieces:
 
     @cached_property
     def last_of_row(self) -> tuple[int, ...]:
-        """Return the piece that has the last token of every batch row."""
+        """Return, for each batch row, the number of the piece with its last token."""
         last: dict[int, int] = {}
         for number, piece in enumerate(self.every):
             if piece.row not in last or piece.start > self.every[last[piece.row]].start:
@@ -85,8 +93,9 @@ class Pieces:
 def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mask: Mask | None) -> Pieces:
     """Return the pieces of `rows` sequences of `length` tokens; rank r holds the runs `shards[r]` of each.
 
-    `mask` says which documents each row has. Tokens before a row's first real key, padding on the left, are a
-    document, too. Raises ValueError for a mask of another number of rows, or another length.
+    `mask` says which documents each row has; None if each row is one document. Tokens before a row's first real key,
+    padding on the left, are a document, too. Raises ValueError for a mask of another number of rows, or another
+    length, that differs between groups of heads, or has other documents for keys than for queries.
     """
     if mask is not None and mask.rows not in (None, rows):
         raise ValueError(f"the mask has {mask.rows} batch rows, but there are {rows}; give a mask for each row")

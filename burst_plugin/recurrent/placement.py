@@ -35,19 +35,33 @@ STATE_BYTES = 4  # of a number of a state
 
 
 class States(NamedTuple):
-    """Entering states of pieces that are being computed; see `Call.begin`."""
+    """The states that enter pieces, while a scan finds them: `Call.begin` returns it, and `wait` returns the states.
+
+    scan: the scan under way. begun: what `scan.begin` has returned, for `scan.end`.
+    """
 
     scan: ScanOfProcess
     begun: Tensor
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the states that enter the pieces of this process, [pieces, ...], and the states after all rows."""
+        """Wait for the scan; return the states that enter pieces, and the states after the last tokens of batch rows.
+
+        The first are [pieces of this process, ...], zeros for pieces that no state enters. The second are [B, ...],
+        without gradient, on every rank; [0, ...] if the scan was begun without `finals`.
+        """
         with unseen_by_selective_checkpoints():
             return self.scan.end(self.begun)
 
 
 class Call(NamedTuple):
-    """A call of a recurrent function that all ranks have agreed on."""
+    """A call of a recurrent function that all ranks have agreed on, with the steps that its ways of computing share.
+
+    held: the pieces that this process holds.
+    number: the identity of the call.
+    name: of the function.
+    tensors: all tensors that the call is a function of.
+    initial: the states that documents begin with, [B, ...] each; empty for zeros.
+    """
 
     held: HeldPieces
     number: CallId
@@ -56,9 +70,10 @@ class Call(NamedTuple):
     initial: Sequence[Tensor] = ()  # see `Placement`
 
     def initial_of(self, group: Group) -> tuple[Tensor, ...] | None:
-        """Return the states that documents of a group's pieces begin with, each [pieces, ...]; None for zeros.
+        """Return the states that a group's pieces start from, each [pieces, ...]; None for zeros.
 
-        Pieces that go on from others have zeros.
+        Pieces that begin a document have the initial states of their batch rows; pieces that continue others have
+        zeros.
         """
         if not self.initial:
             return None
@@ -84,10 +99,14 @@ class Call(NamedTuple):
         finals: bool = False,
         part: tuple[int, int] = (0, 1),
     ) -> States:
-        """Begin to find the states that enter pieces.
+        """Begin the scan that finds the states entering pieces; return an object that waits for them.
 
-        transitions, biases: [pieces, ...] of this process, and zeros where the schedule does not need them.
-        part: the number of this part of the heads, and the number of parts; computing other parts hides messages.
+        affine: how maps of states are applied and composed.
+        transitions, biases: A and B of the map S -> A S + B of each piece of this process, [pieces, ...]; zeros where
+            the schedule does not need them.
+        finals: whether all ranks get the states after the last tokens of batch rows, too.
+        part: (number of this part of the heads, number of parts). With several parts the scan runs beside the
+            computing of others, which hides its messages.
         """
         held, schedule = self.held, self.held.schedule(finals)
         if affine.has_gradients:
@@ -105,7 +124,11 @@ class Call(NamedTuple):
             return States(scan, scan.begin(transitions, biases))
 
     def exchange_heads(self, heads: Sequence[int] | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Exchange tokens xs of this process for whole sequences of its heads; given `heads`, the other way round."""
+        """Exchange tokens of this process for whole sequences of its heads, or back; collective, with gradient.
+
+        heads: None to exchange xs [B, S_local, H, ...] for [B, S, h, ...]; for the way back, the number of all heads
+            H of each of xs.
+        """
         held, plans = self.held, self.held.head_plans(xs[0].device)
         with unseen_by_selective_checkpoints():
             found: tuple[Tensor, ...] = HeadFunction.apply(held.passes, plans, self.number, heads, *xs)  # type: ignore[no-untyped-call]
@@ -116,9 +139,10 @@ class Call(NamedTuple):
         return next_kept_tensors(self.held.passes.states[0].strategy, what)
 
     def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
-        """Put the `width` rows before each piece in front of it, for each x [T, ...].
+        """Put the `width` tokens before each piece in front of it, for each x [T, ...]; collective, with gradient.
 
-        Returns the extended tensors, and where the rows of x are in them.
+        Returns the extended tensors [T + pieces * width, ...], and where the rows of x are in them, int64 [T].
+        Without pieces the extended tensors are `width + 1` zeros.
         """
         held, device = self.held, xs[0].device
         plans = held.halo_plans(width, device)
@@ -161,13 +185,15 @@ class _Tied(torch.autograd.Function):
 
 
 class Placement:
-    """Which tokens a rank holds, and which of them belong to one document.
+    """Which tokens of a sequence a rank holds, and which of them are of one document, for calls of recurrent layers.
 
     Args:
         cp: the ring; with a `VirtualRing` tensors are whole sequences.
-        mask: documents, padding on the left, and prefix trees, in positions of the whole sequence; None for none.
-        tokens: the sequence that rows are taken from, as for `burst_attention`.
-        tag: a name for the next call that is the same on every rank.
+        mask: documents, padding on the left, and prefix trees, in positions of the whole sequence; None if each batch
+            row is one document.
+        tokens: the sequence that rows are taken from, as for `burst_attention`; None for one that ranks hold equal
+            parts of, in the ring's layout.
+        tag: a name for the next call that is the same on every rank; None for none.
         initial: states [B, ...] that every document of a row begins with, as functions return them after rows, the
             same on all ranks; without gradient. None for zeros.
 
@@ -199,12 +225,14 @@ class Placement:
         check: Callable[[], Mapping[str, object]],
         parameters: Sequence[Tensor] = (),
     ) -> Call:
-        """Return a call that all ranks have agreed on; collective.
+        """Return a call of a recurrent function that all ranks have agreed on; collective.
 
         name: of the function.
         tensors: by name, all [B, S, ...] of one device.
         check: raises ValueError for tensors that do not fit each other; returns options that are equal on all ranks.
         parameters: other tensors that the call is a function of.
+
+        Raises ValueError on every rank, if arguments do not fit on any, or ranks differ.
         """
         x = next(iter(tensors.values()))
         every = (*tensors.values(), *parameters)
@@ -237,10 +265,13 @@ class Placement:
         return Call(held, number, name, every, self.initial)
 
     def exchanges_heads(self, tensors: Mapping[str, Tensor], state: int, transition: int = 1) -> bool:
-        """Return whether ranks exchange heads of a call rather than states, as `Strategy.recurrent` says.
+        """Return whether ranks exchange the heads of a call rather than states.
 
-        tensors: [B, S_local, H, ...], first one of the outputs' shape.
-        state, transition: how many numbers these are for one head.
+        `Strategy.recurrent` decides. Where it leaves the choice, ranks exchange heads if they can share them evenly,
+        and if that sends fewer bytes, or tokens of a rank do not follow each other, as in striped layouts.
+
+        tensors: [B, S_local, H, ...], by name; the first has the shape of the outputs.
+        state, transition: how many numbers the state, and the transition, of one head have.
         """
         rank_state, first = self.passes.states[0], next(iter(tensors.values()))
         asked, ranks = rank_state.strategy.recurrent, rank_state.topology.ranks
@@ -265,11 +296,12 @@ class Placement:
         parameters: Mapping[str, Tensor],
         finals: bool,
     ) -> Any:
-        """Compute a layer by an exchange of heads, and return its outputs, with `finals` also states; collective.
+        """Compute a layer by an exchange of heads; return outputs, or with `finals` (outputs, states); collective.
 
-        function: the layer, which takes tensors, parameters and a `place` by name.
-        tensors: [B, S_local, H, ...]; each has as many heads as ranks share evenly, or one for several ranks.
-        parameters: [H, ...] of all heads.
+        function: the layer, which takes tensors, parameters, a `place` and `return_final_state` by name.
+        tensors: [B, S_local, H, ...], by name; the heads of each can be shared evenly between ranks, see `can_share`.
+        parameters: [H, ...] of all heads, by name.
+        finals: whether to return the states after the last tokens of rows, too, on every rank, without gradient.
         """
         heads, states = [x.shape[2] for x in tensors.values()], self.passes.states
         ranks = states[0].topology.ranks
@@ -303,14 +335,15 @@ class Placement:
         return self.tokens or Tokens(max(1, x.shape[1] * whole))
 
     def starts(self, x: Tensor) -> Tensor:
-        """Return which of this rank's tokens begin a document, bool [B, S_local], of x [B, S_local, ...]."""
+        """Return which of this rank's tokens begin a document, bool [B, S_local], for x [B, S_local, ...]."""
         held = self.held(x)
         return held.unflat(held.starts(x.device))
 
     def held(self, x: Tensor) -> HeldPieces:
-        """Return the pieces of a batch that x [B, S, ...] holds for this process.
+        """Return the pieces of a batch, given any tensor x [B, S, ...] of this process's tokens.
 
-        Raises ValueError if x has no rows, or another number of tokens than this process holds.
+        They are worked out once for a batch size, a sequence and a mask. Raises ValueError if B is 0, or S is not the
+        number of tokens that this process holds of each batch row.
         """
         states = self.passes.states
         table, tokens = states[0].route_table, self._tokens(x)

@@ -33,8 +33,13 @@ Values = dict[Value, Tensor]
 class ScanPlan:
     """One rank's plan of a scan, which finds the state that enters each piece.
 
+    rank_state: of the rank.
+    schedule: the operations and messages of all ranks.
     pieces: the numbers of this rank's pieces.
+    affine: how maps of states are applied and composed.
     transition, state: shape and type of the transition and of the state of one piece.
+    device: of all tensors.
+    what: a description of the scan for labels and errors, equal on all ranks.
     """
 
     rank_state: RankState
@@ -47,7 +52,7 @@ class ScanPlan:
     what: str
 
     def messages(self, direction: Direction, call: CallId) -> Messages:
-        """Return this rank's messages of one pass."""
+        """Return the object that sends and receives this rank's messages of one pass of the scan."""
         return Messages(self.rank_state, self.device, self.what, direction, call)
 
     def spec(self, value: Value) -> Spec:
@@ -56,14 +61,17 @@ class ScanPlan:
 
 
 class Scan:
-    """A scan on one rank, forward and backward; `values` are the transitions and biases of its pieces."""
+    """A scan on one rank, forward and backward.
+
+    values: the transitions and biases of the rank's pieces; `forward` adds all values that it computes or receives.
+    """
 
     def __init__(self, plan: ScanPlan, values: Values) -> None:
         self.plan, self.values = plan, values
 
     @classmethod
     def of(cls, plan: ScanPlan, transitions: Tensor, biases: Tensor) -> Scan:
-        """Return the scan over pieces with these transitions and biases, [pieces, ...]."""
+        """Return the scan over this rank's pieces, given their transitions and biases, [pieces, ...]."""
         values: Values = {}
         for local, number in enumerate(plan.pieces):
             if plan.schedule.needs_pair[number]:
@@ -73,7 +81,11 @@ class Scan:
         return cls(plan, values)
 
     def forward(self, call: CallId) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """Return (the states that enter this rank's pieces, the states at the ends of all rows if asked for)."""
+        """Run the scan; return the states that enter this rank's pieces, and the states after batch rows.
+
+        A generator, which yields while messages are under way. The first are [pieces, ...], zeros where no state
+        enters; the second a list with a state for each batch row, empty unless the schedule has final pieces.
+        """
         messages, rank = self.plan.messages("forward", call), self.plan.rank_state.rank
         for step in self.plan.schedule.rounds:
             for where, compute in step.computes:
@@ -129,7 +141,12 @@ class Scan:
             self.values.update(zip(recvs[peer], tensors, strict=True))
 
     def backward(self, call: CallId, grads: Tensor) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Return the gradients of transitions and biases [pieces, ...] from the gradients of the entering states."""
+        """Run the backward pass; return the gradients of transitions and biases, [pieces, ...] each.
+
+        A generator, which yields while messages are under way.
+
+        grads: the gradients of the states that enter this rank's pieces, [pieces, ...].
+        """
         found: Values = {}
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
@@ -212,13 +229,18 @@ def _add(found: Values, value: Value, grad: Tensor) -> None:
 
 
 class ScanOfProcess:
-    """A scan on the ranks of this process, mostly one, all of a virtual ring, between its beginning and its end.
+    """A scan on the ranks of this process: of one rank, or of all ranks of a virtual ring.
 
     Autograd sees two steps, `begin` and `end`. Computing between them hides the messages, in the backward pass as
     well: the gradient of `end` begins a pass, and the gradient of `begin` ends it.
 
-    kept: where a checkpoint keeps the results.
-    is_hidden: whether there is anything to hide messages behind.
+    Args:
+        passes: run programs on the ranks of this process.
+        plans: one for each of these ranks.
+        call: the call that ranks have agreed on.
+        kept: where a checkpoint keeps the results, so that its second run sends nothing; None to keep none.
+        is_hidden: whether the caller computes between `begin` and `end`, so that passes run on a stream or in a
+            thread of their own.
     """
 
     def __init__(
@@ -230,17 +252,27 @@ class ScanOfProcess:
         self._scans: list[Scan] = []
 
     def begin(self, transitions: Tensor, biases: Tensor) -> Tensor:
-        """Begin the scan over transitions and biases of all pieces, rank after rank; return what `end` takes."""
+        """Begin the scan over transitions and biases [pieces, ...], one rank's after another's.
+
+        Returns an empty tensor for `end`, by which autograd knows that the end follows from this beginning.
+        """
         begun: Tensor = _Begun.apply(self, transitions, biases)  # type: ignore[no-untyped-call]
         return begun
 
     def end(self, begun: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the scan; return the states that enter all pieces and, without gradient, those after all rows."""
+        """Wait for the scan; return the states that enter pieces, and the states after the last tokens of batch rows.
+
+        The first are [pieces, ...]; the second [B, ...], or [0, ...] if the schedule has no final pieces, without
+        gradient. `begun` is the tensor that `begin` returned.
+        """
         both: tuple[Tensor, Tensor] = _Ended.apply(self, begun)  # type: ignore[no-untyped-call]
         return both
 
     def start(self, transitions: Tensor, biases: Tensor) -> None:
-        """Start the forward pass, which finds the entering states."""
+        """Start the forward pass, unless a checkpoint has kept its results.
+
+        transitions, biases: [pieces, ...], one rank's after another's.
+        """
         if self.kept is not None and self.kept.found is not None:
             return
         cuts = self._cuts()
@@ -252,7 +284,11 @@ class ScanOfProcess:
         self._results = self._start("forward", programs=programs, inputs=(transitions, biases))
 
     def found(self) -> tuple[Tensor, Tensor, list[Values]]:
-        """Wait for the forward pass; return entering states, final states, and the values for the backward pass."""
+        """Wait for the forward pass; return entering states, final states, and what the backward pass needs.
+
+        Entering states are [pieces, ...], final states [B, ...] or [0, ...]; the last is a list of each rank's
+        transitions and entering states by name, for `start_backward`.
+        """
         if self._results is None:
             assert self.kept is not None
             known: tuple[Tensor, Tensor, list[Values]] = self.kept.found
@@ -274,7 +310,11 @@ class ScanOfProcess:
                 results()
 
     def start_backward(self, grad: Tensor, values: Sequence[Values]) -> None:
-        """Start the pass that computes the gradients of transitions and biases from the gradient of the entries."""
+        """Start the backward pass, which `gradients` waits for.
+
+        grad: the gradient of the entering states, [pieces, ...].
+        values: the values of each rank that `found` returned.
+        """
         cuts = self._cuts()
         programs = [
             Scan(plan, each).backward(self._call, grad[at:stop])
@@ -284,7 +324,7 @@ class ScanOfProcess:
         self._results = self._start("backward", programs=programs, inputs=inputs)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Wait for the backward pass; return the gradients of transitions and biases."""
+        """Wait for the backward pass; return the gradients of transitions and biases, [pieces, ...] each."""
         assert self._results is not None
         results, self._results = self._results(), None
         transitions, biases = (torch.cat(parts) for parts in zip(*results, strict=True))

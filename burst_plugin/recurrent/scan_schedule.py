@@ -32,20 +32,26 @@ Kind = Literal["transition", "bias", "entry", "exit"]
 
 
 class Value(NamedTuple):
-    """A value of a scan: transition A or bias B of a span of pieces, or the state that enters or leaves a piece."""
+    """The name of a value of a scan: of the transition A or the bias B of a span, or of a state.
+
+    kind: "transition", "bias", "entry" (the state that enters the span) or "exit" (the state that leaves it).
+    span: the number of the span; below the number of pieces, the span is the piece of that number.
+    """
 
     kind: Kind
     span: int
 
 
 class Compute(NamedTuple):
-    """An operation of a rank, on spans that have their values there.
+    """An operation that one rank does in a round of a scan, on values of spans that it has.
 
-    join: the pair of `span`, which is `right` after `left`.
-    enter: the state that enters `right` from what enters `span`, through `left`.
-    hand: the state that enters `span` also enters `left`.
-    leave: the state that leaves `span`, a piece, from the one that enters it.
-    begin: what left piece `left` enters `span`, the first of another chain.
+    join: compute the transition and bias of `span` from its halves, `left` and then `right`.
+    enter: compute the state that enters `right` from the state that enters `span`, through its left half `left`.
+    hand: take the state that enters `span` as the state that enters its left half `left`.
+    leave: compute the state that leaves `span`, a piece, from the state that enters it.
+    begin: take the state that leaves piece `left` as the state that enters `span`, a chain that continues the piece.
+
+    left, right: -1 where an operation does not use them.
     """
 
     what: Literal["join", "enter", "hand", "leave", "begin"]
@@ -65,7 +71,10 @@ class Move(NamedTuple):
 
 @dataclass
 class ScanRound:
-    """One round of a scan: every rank computes, in this order, and then sends."""
+    """One round of a scan: every rank does its operations in this order, and then sends.
+
+    computes: (rank, operation), of all ranks. moves: the messages of all ranks.
+    """
 
     computes: list[tuple[int, Compute]] = field(default_factory=list)  # by rank
     moves: list[Move] = field(default_factory=list)
@@ -73,11 +82,13 @@ class ScanRound:
 
 @dataclass(frozen=True, eq=False)
 class ScanSchedule:
-    """A scan over pieces; span n is piece n for n below their number.
+    """The operations and messages of a scan, round by round, which bring each piece the state that enters it.
 
-    needs_pair, is_entered: of every piece, whether its A and B are used, and whether a state enters it at all; the
-        A of a piece that no state enters is not used.
-    final_pieces: the last piece of every row, if the states that leave it are asked for.
+    Span n is piece n for n below the number of pieces; spans with higher numbers are several pieces.
+
+    needs_pair: of every piece, whether its bias is used, and its transition if a state enters it.
+    is_entered: of every piece, whether a state enters it; none does where a document begins.
+    final_pieces: the last piece of every batch row, if the states that leave them are asked for; else empty.
     final_moves: how these states get to all ranks, round by round.
     """
 
@@ -89,11 +100,11 @@ class ScanSchedule:
 
     @cached_property
     def sends(self) -> bool:
-        """Return whether anything goes from rank to rank."""
+        """Return whether the scan sends anything from rank to rank, final states aside."""
         return any(step.moves for step in self.rounds)
 
     def format(self) -> str:
-        """Return the rounds as text, a line for each."""
+        """Return the messages of rounds as text, a line for each round."""
         lines = []
         for number, step in enumerate(self.rounds):
             moves = (f"{m.value.kind} {m.value.span}: {m.src} -> {m.dst}" for m in step.moves)
@@ -113,9 +124,10 @@ class _Span:
 
 
 def scan_schedule(pieces: Pieces, node_of: Callable[[int], int], finals: bool = False) -> ScanSchedule:
-    """Return the schedule for these pieces; `node_of` returns the node of a rank.
+    """Return the schedule of a scan over these pieces; spans of pieces on several nodes are cut between nodes.
 
-    With `finals` the states that leave the last piece of every row go to all ranks.
+    node_of: returns the node of a rank.
+    finals: whether the states that leave the last piece of every batch row go to all ranks.
     """
     return _Builder(pieces, node_of).schedule(finals)
 

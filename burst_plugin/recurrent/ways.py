@@ -31,10 +31,13 @@ _FINEST = 64  # exponents are multiples of 1 / 64, whose sums are exact
 
 
 class State(NamedTuple):
-    """How a piece maps states: the shapes of the transition and of the state of one piece.
+    """The map S -> A S + B of a piece on states, by its kind and the shapes of A and S.
 
+    affine: how such maps are applied and composed.
+    transition, state: the shapes of A and of S for one piece.
     out: a tensor of the outputs' shape and type, [B, S, ...].
-    takes_lengths: the kernel has to know where padding begins.
+    takes_lengths: whether the kernel takes the pieces' numbers of tokens, int64 [N], as its last argument, because it
+        has to know where padding begins.
     """
 
     affine: Affine
@@ -45,7 +48,7 @@ class State(NamedTuple):
 
 
 def state_type(x: Tensor) -> torch.dtype:
-    """Return the type of states: float64 for float64, else float32."""
+    """Return the type of the states of a layer with inputs like x: float64 for float64, else float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -85,8 +88,11 @@ class _OfPieces:
 class TwoPasses(NamedTuple):
     """A computation in two passes: `pair` finds each piece's map of states, then the kernel gets entering states.
 
-    pair: returns transitions and biases, and a function that goes on from there, given the entering states, in place
-        of the kernel; or None.
+    kernel: `kernel(*tensors, states)` returns the outputs of pieces [N, L, ...], and the states that leave them,
+        given the states that enter them; None for zeros.
+    pair: `pair(*tensors)` returns the transitions and biases of pieces, [N, ...], and None; or in place of None a
+        function that, given the entering states, returns the results of the kernel with less work.
+    state: the map of states.
     """
 
     kernel: Kernel
@@ -94,7 +100,7 @@ class TwoPasses(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute the outputs of pieces that no state enters, and the affine maps of pieces if `needs_pairs`."""
+        """Compute the outputs of pieces that no state enters, and if `needs_pairs` the maps of states of pieces."""
         for group, given in work.groups(work.fresh):
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)))
             work.done.append((group, out))
@@ -115,8 +121,12 @@ class TwoPasses(NamedTuple):
 class OnePass(NamedTuple):
     """A computation in one pass: the kernel starts from zero, and what entering states contribute is added later.
 
-    transition: returns the transitions of a group's pieces, of its tensors.
-    read: returns what entering states [N, ...] add to the outputs of a group, of its tensors.
+    kernel: `kernel(*tensors, states)` returns the outputs of pieces [N, L, ...], and the states that leave them;
+        `states` are initial states, None for zeros. With `state.takes_lengths` it takes lengths [N], too.
+    transition: returns the transitions of a group's pieces, [N, ...], from the group's tensors and the group.
+    read: returns what entering states [N, ...] add to the outputs of a group, from the group's tensors and the
+        states.
+    state: the map of states.
     """
 
     kernel: Kernel
@@ -125,7 +135,7 @@ class OnePass(NamedTuple):
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
-        """Compute all outputs from states of zero, and the affine maps of pieces if `needs_pairs`."""
+        """Compute all outputs from initial states, and if `needs_pairs` the maps of states of pieces."""
         for group, given in work.groups(range(len(work.call.held.numbers))):
             lengths = (group.counts,) if self.state.takes_lengths else ()
             out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)), *lengths)
@@ -143,9 +153,20 @@ class OnePass(NamedTuple):
 
 
 class Work:
-    """The computation of a recurrent function for some heads of all pieces here, from `tensors` [B, S, h, ...].
+    """The computing of a recurrent function for some heads, on all pieces of this process.
 
-    done: groups of pieces, and their outputs. begun: what goes on from pairs, by the pieces of groups.
+    Args:
+        call: the call that ranks have agreed on.
+        way: how pieces are computed.
+        tensors: [B, S, h, ...], all inputs of the function for these heads.
+        finals: whether the states after the last tokens of batch rows are asked for.
+
+    Attributes that ways of computing read and fill:
+        fresh, entered, paired: the pieces that begin a document, that a state enters, and whose maps are needed.
+        transitions, biases: the maps of pieces.
+        done: groups of pieces, with their outputs.
+        begun: by the pieces of a group, the function that goes on from its maps, or None.
+        entries, last: once received, the states that enter pieces, and the states after batch rows.
     """
 
     def __init__(self, call: Call, way: OnePass | TwoPasses, tensors: Sequence[Tensor], finals: bool) -> None:
@@ -159,20 +180,23 @@ class Work:
         self.begun: dict[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]] | None] = {}
 
     def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
-        """Yield groups of these pieces, each with the tokens that it takes of every tensor."""
+        """Yield the pieces with these numbers in groups, and with each group its tokens of every tensor.
+
+        These are [pieces, length, h, ...], padded with zeros.
+        """
         for group in self.call.held.groups(pieces, self.device):
             yield group, [group.take(x) for x in self.rows]
 
     def send(self, part: tuple[int, int]) -> None:
         """Start the scan that finds the states entering pieces, from the maps of pieces; `receive` waits for it.
 
-        part: the number of this part of the heads, and the number of parts.
+        part: (number of this part of the heads, number of parts).
         """
         pairs = self.transitions.stacked(), self.biases.stacked()
         self._states = self.call.begin(self.affine, *pairs, self.finals, part)
 
     def receive(self) -> None:
-        """Wait for the states that enter pieces."""
+        """Wait for the states that enter pieces, and set `entries` and `last`."""
         self.entries, self.last = self._states.wait()
 
     def abandon(self) -> None:
@@ -197,8 +221,12 @@ def in_parts(
 
     States of a part are on their way while the next part is started, and the part before is finished.
 
+    call: the call that ranks have agreed on.
     parts: into how many parts heads are cut, if ranks exchange states, and have many tokens.
     of_heads: returns how some heads are computed, given `tensors` [B, S, h, ...] and `shared` [h, ...].
+    tensors: the inputs, [B, S, H, ...].
+    finals: whether to return (outputs, states after the last tokens of batch rows).
+    shared: parameters of heads, [H, ...].
     """
     held = call.held
     waits = held.exchanges or finals
@@ -233,7 +261,7 @@ def in_parts(
 
 
 class Exponential(NamedTuple):
-    """A state of several parts, all times e to an exponent.
+    """The shapes of a state of several tensors, its parts, which are all times e to an exponent.
 
     parts: the shapes of the parts for one piece; they begin with the shape of the exponent.
     exponent: the shape of the exponent, of one dim.
@@ -245,22 +273,22 @@ class Exponential(NamedTuple):
     out: Tensor
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts of a state, [N, ...] each, into one tensor [N, *exponent, sizes]."""
+        """Join the parts of the states of N pieces, [N, ...] each, into one tensor [N, *exponent, sum of sizes]."""
         return torch.cat([part.reshape(len(part), *self.exponent, -1) for part in parts], -1)
 
     def split(self, state: Tensor) -> list[Tensor]:
-        """Undo `joined`: return the parts of the state."""
+        """Undo `joined`: return the parts [N, ...] of states [N, *exponent, sum of sizes]."""
         parts = state.tensor_split([*accumulate(self.sizes)][:-1], -1)
         return [x.reshape(len(x), *shape) for x, shape in zip(parts, self.parts, strict=True)]
 
     def nothing(self, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return empty states of `count` pieces: zeros, with the exponent that stands for none."""
+        """Return the parts and the exponent of `count` empty states: zeros, with the exponent -1e30."""
         zeros = [torch.zeros((count, *shape), dtype=dtype, device=self.out.device) for shape in self.parts]
         return *zeros, torch.full((count, *self.exponent), _NO_EXPONENT, dtype=dtype, device=self.out.device)
 
     @property
     def sizes(self) -> list[int]:
-        """Return the size of each part for one exponent."""
+        """Return how many numbers of each part belong to one number of the exponent."""
         return [torch.Size(shape[1:]).numel() for shape in self.parts]
 
 
@@ -279,9 +307,13 @@ def with_exponents(
     ends of a message know the same one. Kernels get the exponents that one rank would have, which matter where one
     adds to a denominator.
 
-    kernel: takes tensors, the entering states with their exponent last, and lengths; returns outputs, the parts of
-        the state that leaves, and its exponent.
+    call: the call that ranks have agreed on.
+    tensors: the inputs, [B, S, ...].
+    kernel: takes a list of tensors of pieces [N, L, ...], the entering states with their exponent last (None: empty
+        ones), and lengths [N]; returns outputs, the parts of the states that leave, and their exponents.
     log_decay: returns the logarithm of what a group's pieces multiply states with, of the exponent's shape.
+    state: the shapes of the state.
+    finals: whether to return (outputs, states after the last tokens of batch rows, with their exponent last).
     """
     held, device, dtype = call.held, state.out.device, state_type(state.out)
     rows, (fresh, entered, paired) = [held.flat(x) for x in tensors], _sorted_pieces(call, finals)

@@ -11,8 +11,8 @@ def causal_convolution(
 ) -> Tensor:
     """Convolve each channel along the sequence with the tokens before it, and zeros before the first.
 
-    `x` is [N, T, C], `weight` [C, W], whose last column is the token's own, `bias` [C]; `activation` is None,
-    "silu" or "swish", which are one. Returns [N, T, C] in the type of `x`.
+    `x` is [N, T, C], `weight` [C, W], whose last column is the token's own, `bias` [C]; `activation` is None, "silu"
+    or "swish", two names of one function. Returns [N, T, C] in the type of `x`.
 
     Raises ValueError for other activations.
     """

@@ -18,17 +18,18 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def out_of_chunks(x: Tensor, length: int) -> Tensor:
-    """Undo `in_chunks`."""
+    """Join chunks [N, chunks, H, size, ...] to [N, length, H, ...], without the zeros that filled the last chunk."""
     return x.transpose(2, 3).flatten(1, 2)[:, :length]
 
 
 def segment_decays(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the decays between tokens of a chunk, from its start to each token, and from each token to its end.
 
-    Of log decays [..., c] these are [..., c, c], 0 above the diagonal, [..., c] and [..., c]. Sums over stretches of
-    tokens are differences of sums from the start. They are formed in float64: in float32 a strong decay early in a
-    chunk would cost the digits of all weak ones behind it. No sum is positive, and sums above the diagonal are -inf
-    before they become powers, so that no power is infinite and no gradient NaN.
+    Of log decays [..., c], at most 0, these are [..., c, c], whose entry [i, j] is the decay from token j to token i
+    and 0 for j > i; [..., c]; and [..., c]; in `dtype`. Sums over stretches of tokens are differences of sums from
+    the start. They are formed in float64: in float32 a strong decay early in a chunk would cost the digits of all
+    weak ones behind it. No sum is positive, and sums above the diagonal are -inf before they become powers, so that
+    no power is infinite and no gradient NaN.
     """
     sums = log_decay.double().cumsum(-1)
     upper = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu_(1)
@@ -39,11 +40,11 @@ def segment_decays(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 def decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute S <- e^log_decay S + k v^T, out = S^T q in chunks.
+    """Compute linear attention with a decay per token and head, S <- e^log_decay S + k v^T, out = S^T q, in chunks.
 
-    `q` and `k` [N, L, G, K], `v` [N, L, H, V] with G groups of heads that share queries and keys, `log_decay`
-    [N, L, H]; `initial_state` [N, H, K, V], or None. L > 0. Returns `out` [N, L, H, V] and the last state, in the
-    type of computing.
+    `q` and `k` are [N, L, G, K], `v` [N, L, H, V] with G groups of heads that share queries and keys, `log_decay`
+    [N, L, H], at most 0; `initial_state` [N, H, K, V] (None: zeros). L > 0. Returns `out` [N, L, H, V] and the last
+    state [N, H, K, V], in float32, or in float64 where `v` is.
     """
     dtype, length = computing_type(v), v.shape[1]
     N, _, H, V = v.shape
@@ -67,7 +68,10 @@ def decayed_attention(
 
 
 def before_ends(lengths: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return which tokens of `like` [N, L, ...] are not padding, bool [N, L], by `lengths` [N]; None for None."""
+    """Return which tokens of `like` [N, L, ...] are not padding, bool [N, L], by the `lengths` [N] of pieces.
+
+    None for None.
+    """
     if lengths is None:
         return None
     return torch.arange(like.shape[1], device=like.device) < lengths.to(like.device).unsqueeze(-1)
@@ -106,9 +110,10 @@ def decay_attention(
 
 
 def decay_attention_read(q: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-    """Compute the part of `decay_attention`'s outputs that comes from an entering state [N, H, K, V].
+    """Compute the part of `decay_attention`'s outputs that comes from an entering state, e^{t log_decay} S^T q_t.
 
-    `q` is [N, L, H, K], `log_decay` [H]. Returns [N, L, H, V] in the type of the state. Source: as `decay_attention`.
+    Tokens count from t = 1. `q` is [N, L, H, K], `log_decay` [H], `state` [N, H, K, V]. Returns [N, L, H, V] in the
+    type of the state. Source: Qin et al. 2024, arXiv 2401.04658.
     """
     count = torch.arange(1, q.shape[1] + 1, dtype=state.dtype, device=q.device)
     weighted = q.to(state.dtype) * (count.unsqueeze(-1) * log_decay.to(state.dtype)).exp().unsqueeze(-1)

@@ -55,11 +55,14 @@ def _by_channels(rows: list[Tensor], k: Tensor, g: Tensor) -> _Chunks:
 
 
 class DeltaChunks(NamedTuple):
-    """Chunks [N, n, G, R, ...] in the WY form: of a state S that enters, deltas are values - reads S.
+    """Pieces of the gated delta rule in chunks of c tokens, prepared as far as they need no states (the WY form).
 
-    The state that leaves is kept S + keys^T deltas.
+    Tensors are [N, n, G, R, ...]: N pieces, n chunks, G key heads, R heads of values for each. Their last two dims:
+    values [c, V], reads and keys [c, K], kept [K or 1, 1], weights [c, c], queries [c, K]. Of a state S [K, V] that
+    enters a chunk, deltas = values - reads S, the outputs are weights deltas + queries S, and the state that leaves
+    is kept S + keys^T deltas.
 
-    tokens, dtype: the length of the pieces, and the type of their values.
+    tokens, dtype: the length L of the pieces, and the type of their values.
     """
 
     values: Tensor  # [c, V]
@@ -83,7 +86,11 @@ class DeltaChunks(NamedTuple):
         return A.flatten(1, 2), B.flatten(1, 2)
 
     def outputs(self, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return outputs with the states that enter pieces, and the states that leave them, as `delta_rule` does."""
+        """Return the outputs of pieces for the states that enter them, and the states that leave them.
+
+        `initial_state` is [N, H, K, V] (None: zeros). Outputs are [N, L, H, V] in the type of values, last states
+        [N, H, K, V] in float32, or in float64 for float64.
+        """
         shape = self.values.shape[0], self.values.shape[2] * self.values.shape[3]
         sizes = self.reads.shape[-1], self.values.shape[-1]
         state = entering_state(initial_state, self.values, (*shape, *sizes))
@@ -99,7 +106,14 @@ class DeltaChunks(NamedTuple):
 
 
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int = 64) -> DeltaChunks:
-    """Prepare the delta rule on pieces [N, L, ...], L at least 1, as far as it needs no states; see `delta_rule`."""
+    """Prepare the gated delta rule on N pieces of L tokens, at least 1, as far as it needs no states.
+
+    `q` and `k` are [N, L, Hk, K], `v` [N, L, H, V] with Hk dividing H, `beta` [N, L, H]; `g` is the logarithm of
+    decays, [N, L, H], or [N, L, H, K] for one per channel. `chunk_size` is the number of tokens in a chunk, a power
+    of 2. `delta_rule` says what is computed.
+
+    Raises ValueError where heads do not divide, `g` does not fit, or `chunk_size` is not a power of 2.
+    """
     _check(k, v, g, chunk_size)
     dtype, shared = computing_type(v), (k.shape[2], v.shape[2] // k.shape[2])
     tokens, given, by_channel = v.shape[1], v.dtype, g.dim() == 4

@@ -12,12 +12,15 @@ _LARGE_TOKENS = 4096  # numbers in a token from which a CPU is as fast on single
 
 
 def computing_type(x: Tensor) -> torch.dtype:
-    """Return the type that states have and products are computed in: float64 for float64, else float32."""
+    """Return the type that kernels compute and keep states in: float64 for x in float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def entering_state(initial_state: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `initial_state` in the type of computing; zeros of `shape` for None."""
+    """Return `initial_state` in float32, or float64 where `like` is; for None zeros of `shape`.
+
+    They are on the device of `like`.
+    """
     dtype = computing_type(like)
     if initial_state is None:
         return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -52,7 +55,12 @@ def _in_rows(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
 
 
 def affine_states(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool = False) -> Tensor:
-    """Compute all states h_t = decay_t h_{t-1} + x_t [N, L, ...], or from the end, without a record for gradients."""
+    """Compute all states of h_t = decay_t h_{t-1} + x_t, without a record for gradients.
+
+    `x` is [N, L, ...], `decay` has as many dims, and all but the first two may be 1; `initial` [N, ...] is the state
+    before the first token. With `backward` h_t = decay_t h_{t+1} + x_t, and `initial` is the state after the last
+    token. Returns [N, L, ...].
+    """
     token = x[:, :1].numel()
     if x.shape[1] < 16 or (x.device.type == "cpu" and token >= _LARGE_TOKENS):
         return _along(decay, x, initial, backward=backward)
@@ -70,7 +78,10 @@ def states_before(states: Tensor, initial: Tensor) -> Tensor:
 
 
 def state_gradients(decay: Tensor, d_states: Tensor) -> Tensor:
-    """Compute the gradients of all inputs x_t from the gradients of all states: a recurrence that runs backward."""
+    """Compute the gradients of all inputs x_t of h_t = decay_t h_{t-1} + x_t from the gradients of all states.
+
+    `decay` and `d_states` are [N, L, ...]; so is the result. It is a recurrence that runs backward.
+    """
     after = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1)
     nothing = torch.zeros((), dtype=d_states.dtype, device=d_states.device).expand(d_states[:, 0].shape)
     return affine_states(after, d_states, nothing, backward=True)
@@ -93,10 +104,11 @@ class _AffineScan(torch.autograd.Function):
 
 
 def affine_scan(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
-    """Compute all states h_t = decay_t h_{t-1} + x_t, with gradients.
+    """Compute all states h_t = decay_t h_{t-1} + x_t, [N, L, ...], with gradients.
 
-    `x` is [N, L, ...] with L > 0, `initial` [N, ...] the state before; `decay` has as many axes as `x`, and all but
-    the first two may be 1. All three have one type. Decays may be 0; their gradients are right there too.
+    `x` is [N, L, ...] with L > 0, `initial` [N, ...] the state before the first token; `decay` has as many dims as
+    `x`, and all but the first two may be 1. All three have one type. Decays may be 0; their gradients are right there
+    too.
     """
     states: Tensor = _AffineScan.apply(decay, x, initial)  # type: ignore[no-untyped-call]
     return states

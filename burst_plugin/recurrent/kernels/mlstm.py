@@ -48,12 +48,12 @@ def mlstm(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, State]:
-    """Compute mLSTM: C <- f C + i k v^T, n <- f n + i k, out = C^T q / (max(|n q|, e^-m) + eps), all over e^m.
+    """Compute mLSTM: C <- f C + i k v^T, n <- f n + i k, out = C^T q / (max(|n q|, e^-m) + eps).
 
     `q` and `k` are [N, L, H, K], `v` [N, L, H, V], `igate` and `fgate` [N, L, H] before i = e^igate and f =
-    sigmoid(fgate); q is divided by sqrt(K) here. The state is C [N, H, K, V], n [N, H, K] and m [N, H], the largest
-    power, taken out of both; None is zeros. Padding at the end has igate = -inf and fgate = inf. Returns `out`
-    [N, L, H, V] in the type of `v` and the last state in float32, or in float64 for float64.
+    sigmoid(fgate); q is divided by sqrt(K) here. The state is C [N, H, K, V] and n [N, H, K], both kept divided
+    by e^m, and m [N, H], the largest power so far; None is zeros. Padding at the end has igate = -inf and fgate =
+    inf. Returns `out` [N, L, H, V] in the type of `v` and the last state in float32, or in float64 for float64.
 
     Raises ValueError where shapes do not fit. Source: Beck et al. 2024, arXiv 2405.04517; 2025, arXiv 2503.13427.
     """

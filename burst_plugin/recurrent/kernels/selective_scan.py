@@ -97,8 +97,8 @@ def selective_scan(
 def selective_scan_read(dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
     """Compute the part of `selective_scan`'s outputs that comes from an entering state [N, D, M].
 
-    `dt` is [N, L, D], `A` [D, M], `C` [N, L, M]. Returns [N, L, D] in the type of the state. Source: as
-    `selective_scan`, with x = 0.
+    It is what the outputs would be with x = 0. `dt` is [N, L, D], `A` [D, M], `C` [N, L, M]. Returns [N, L, D] in the
+    type of the state.
     """
     dt = dt.to(state.dtype)
     return selective_scan(torch.zeros_like(dt), dt, A, torch.zeros_like(C), C, state)[0]

@@ -1,4 +1,4 @@
-"""Mamba-2's state space layer, in chunks."""
+"""Mamba-2's state space layer (a decay per token and head), in chunks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def state_space(
 def state_space_read(dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
     """Compute the part of `state_space`'s outputs that comes from an entering state [N, H, P, M].
 
-    `dt` is [N, L, H], `A` [H], `C` [N, L, G, M]. Returns [N, L, H, P] in the type of the state. Source: as
-    `state_space`.
+    It is what the outputs would be with x = 0. `dt` is [N, L, H], `A` [H], `C` [N, L, G, M] for G groups of heads.
+    Returns [N, L, H, P] in the type of the state.
     """
     N, L, H = dt.shape
     groups, dtype = C.shape[2], state.dtype
