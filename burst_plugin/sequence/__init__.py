@@ -1,1 +1,1 @@
-"""Which tokens meet: layouts, masks, regions, tiles, required rows."""
+"""Attention of queries to keys by their positions: layouts, masks, regions, tiles, required rows."""

@@ -18,16 +18,19 @@ TypeRuns = tuple[tuple[int, int, int], ...]
 
 
 def valid_tokens(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
-    """Return which tokens [B, S] of a batch are no padding by its `attention_mask`."""
+    """Return which tokens of a batch its `attention_mask` says are no padding, bool [B, S]; all without one.
+
+    positions: a tensor of the shape [B, S].
+    """
     valid = batch.get("attention_mask")
     return valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
 
 
 def positions_in_text(positions: Tensor) -> Tensor:
-    """Return the positions [B, S] that begin again with a document.
+    """Return the positions [B, S] that begin again with each document, given a model's position_ids.
 
-    Of mRoPE's four, as transformers has them, they are the first; its three alone, which stand still in an image, say
-    nothing of documents.
+    positions: [B, S], which are returned; or mRoPE's [4, B, S], whose first are such positions; or mRoPE's [3, B, S]
+        alone, which stand still in an image and say nothing of documents: then each row counts from 0.
     """
     if positions.dim() == 2:
         return positions
@@ -37,7 +40,10 @@ def positions_in_text(positions: Tensor) -> Tensor:
 
 
 def real_tokens(valid: Tensor, padded: int) -> Tensor | None:
-    """Return which tokens of the padded length are no padding; None if all are."""
+    """Return which tokens are no padding once rows are padded to length `padded`, bool [B, padded]; None if all are.
+
+    valid: which tokens are no padding before that, bool [B, S].
+    """
     missing = padded - valid.shape[1]
     return None if not missing and bool(valid.all()) else torch.nn.functional.pad(valid, (0, missing), value=False)
 
@@ -61,6 +67,8 @@ def batch_mask(
     positions, valid: [B, S], the positions of tokens in their documents, and which tokens are real.
     padded: the length that sequences are padded to.
     trees: the prefix tree of each row, or one for all rows; none for batches without trees.
+
+    Raises ValueError where `positions` leave open whether a document begins, or `cu_seq_lens_q` does not fit.
     """
     masks: list[Mask] = []
     if not bool(valid.all()):

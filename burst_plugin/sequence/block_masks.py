@@ -72,7 +72,10 @@ class BlockMask(Mask):
         return cls(block, flag_rows(allowed))  # type: ignore[arg-type]
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region per range of allowed blocks, for as many equal rows as follow each other."""
+        """Return one region per range of allowed blocks; equal block rows that follow each other share regions.
+
+        Raises ValueError if the blocks are not as many as `q_len` queries and `kv_len` keys make.
+        """
         size = (-(-q_len // self.block), -(-kv_len // self.block))
         if (len(self.allowed), len(self.allowed[0])) != size:
             raise ValueError(
@@ -89,17 +92,17 @@ class BlockMask(Mask):
 
 
 def selected_blocks(selected: Tensor, block: int, *, causal: bool = True, key_blocks: int | None = None) -> Mask:
-    """Return the mask of blocks that were selected at run time, MoBA- or NSA-like; their tensor is read once.
+    """Return the mask of blocks that were selected at run time, as MoBA and NSA do; their tensor is read once.
 
     All ranks need the whole selection: see `ContextParallel.blocks`. Every group of heads sends and receives the keys
     that it selected, in a ring pass of its own.
 
     Args:
-        selected: bool [query blocks, key blocks], on any device; or whole numbers [query blocks, k], the numbers
-            of selected key blocks, where any below 0 stand for none. In front may be [groups] of as many query heads
-            each, or [1 or B, groups].
+        selected: bool [query blocks, key blocks], on any device; or whole numbers [query blocks, k], the numbers of
+            selected key blocks, where any below 0 stand for none. With a dim [groups] in front, each group of query
+            heads, all of one size, has a selection of its own; with [1 or B, groups], each batch row too.
         block: tokens per block, of queries and of keys; the last may be short.
-        causal: whether tokens attend to none behind them, in their own block either.
+        causal: whether tokens attend to no later token, neither in later blocks nor in their own.
         key_blocks: how many key blocks there are, where `selected` holds numbers; by default as many as query blocks.
 
     Raises:
@@ -125,7 +128,10 @@ def selected_blocks(selected: Tensor, block: int, *, causal: bool = True, key_bl
 
 
 def block_tokens(shards: Sequence[Sequence[Run]], length: int, block: int) -> Tokens:
-    """Return blocks of `block` tokens as `Tokens` of as many blocks; `shards` are the runs of all ranks.
+    """Return `Tokens` with one token for each block of `block` tokens, held by the rank that holds the block.
+
+    shards: for each rank the runs of tokens that it holds.
+    length: the number of tokens.
 
     Raises ValueError if a block lies on several ranks, or a rank has none.
     """

@@ -44,7 +44,10 @@ from burst_plugin.sequence.mask import Mask
 
 
 class Run(NamedTuple):
-    """`length` tokens at positions `start`, `start + stride`, `start + 2 * stride`, ..."""
+    """An arithmetic progression of `length` positions: `start`, `start + stride`, `start + 2 * stride`, ...
+
+    All of them are tokens of a sequence that one rank holds.
+    """
 
     start: int
     length: int
@@ -63,11 +66,11 @@ class Tokens:
     length: tokens, 1 or more, whether or not a multiple of the number of ranks.
     cu_seqlens: bounds of documents, 0 first and `length` last, if every document is spread over all ranks on its own,
         as Megatron does with packed sequences; None if the sequence is spread as a whole.
-    layout: another layout than the group's.
+    layout: the name of a layout to take in place of the group's; None for the group's.
     holders: chunk-to-rank assignment in place of a layout: the rank that holds each chunk, of about equal lengths.
         `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if their
         number divides the length.
-    bounds: of these chunks, 0 first and `length` last, if they are not of about equal lengths.
+    bounds: where the chunks of `holders` begin, 0 first and `length` last, if they are not of about equal lengths.
 
     Raises ValueError for a length below 1, cu_seqlens or bounds that decrease or do not run from 0 to `length`,
     holders beside a layout or cu_seqlens or that leave a rank out, or bounds of another number of chunks.
@@ -135,7 +138,7 @@ def even_length(length: int, ranks: int) -> int:
 def check_cu_seqlens(cu_seqlens: Sequence[int], pattern: str = "cu_seqlens={}") -> tuple[int, ...]:
     """Return `cu_seqlens` as a tuple. Raise ValueError unless it begins at 0 and does not decrease.
 
-    `pattern` says which argument it is, see `burst_plugin.checks`.
+    `pattern` is how errors name the argument, with `{}` where its value goes.
     """
     expected = (
         "give one list of where documents begin, 0 first and the number of tokens last; other documents in every "
@@ -171,8 +174,9 @@ def shortened(numbers: Sequence[int]) -> str:
 class Layout:
     """A rule that assigns the positions of a sequence to ranks.
 
+    name: as users give it, such as "zigzag".
     assign: `assign(rank, ranks, length)` returns the runs of a rank.
-    chunks_per_rank: all ranks hold equally many tokens where this times their number divides the length.
+    chunks_per_rank: all ranks hold equally many tokens where this times the number of ranks divides the length.
     suits: whether `layout="auto"` considers this layout for a mask. It takes the fastest layout considered.
     """
 
@@ -182,7 +186,7 @@ class Layout:
     suits: Callable[[Mask], bool] = lambda mask: True
 
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
-        """Return the runs of `rank`, in local order; none is empty."""
+        """Return the runs of tokens that `rank` of `ranks` holds, in its local order; none is empty."""
         return tuple(
             run._replace(start=run.start + start) if start else run
             for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
@@ -191,9 +195,9 @@ class Layout:
         )
 
     def shard(self, x: Tensor, dim: int, place: tuple[int, int], tokens: Tokens) -> Tensor:
-        """Return the tokens of `place`, (rank, ranks), of the whole sequence `x`, along `dim`; contiguous in memory.
+        """Return the tokens that one rank holds of the whole sequence `x`, along `dim`; contiguous in memory.
 
-        Raises ValueError if `x` has another length than `tokens`.
+        `place` is (rank, number of ranks). Raises ValueError if `x` has another length than `tokens`.
         """
         if x.shape[dim] != tokens.length:
             raise ValueError(
@@ -222,13 +226,16 @@ def token_count(runs: Sequence[Run]) -> int:
 
 
 def positions(runs: Sequence[Run], device: torch.device | str | None = "cpu") -> Tensor:
-    """Return the positions of these runs, [S_local], int64."""
+    """Return the positions of the tokens of these runs, one run after another, [S_local], int64."""
     ranges = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """Return the runs of some local rows, given as row ranges (start, stop) in ascending order."""
+    """Return the runs of some of the tokens of `runs`, which are rows in that order.
+
+    rows: row ranges (start, stop), ascending.
+    """
     cut, offset = [], 0
     for run in runs:
         for start, stop in rows:
@@ -268,7 +275,8 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
 def in_chunks(holders: tuple[int, ...], bounds: tuple[int, ...] | None = None) -> Layout:
     """Return the layout that gives chunk c, `bounds[c]:bounds[c + 1]` of a sequence, to rank `holders[c]`.
 
-    Without bounds, the chunks of a rank differ in length by at most one token.
+    Without bounds all ranks hold equally many tokens, as far as they divide, and the chunks of a rank differ in
+    length by at most one token.
     """
 
     def even_bounds(ranks: int, length: int) -> list[int]:

@@ -25,8 +25,11 @@ from burst_plugin.types import Rows, Side
 
 
 class Region(NamedTuple):
-    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound.
+    """A rectangle of queries `q_start:q_stop` and keys `k_start:k_stop`, where `lower <= key - query <= upper`.
 
+    All are positions in the whole sequence.
+
+    lower, upper: the band, None for no bound.
     within: spans of positions, (start, stop) in ascending order, that both queries and keys are in; None is no such
         bound.
     """
@@ -65,7 +68,10 @@ class Region(NamedTuple):
                     yield part
 
     def met_by(self, first: int, last: int) -> Iterator[Region]:
-        """Yield the parts of the region that queries `first ... last` meet: itself, or one per span of its keys."""
+        """Yield regions without spans that cover what queries `first ... last` attend to in this region.
+
+        They may cover more: queries between spans, too.
+        """
         if self.within is None:
             yield self
             return
@@ -76,7 +82,10 @@ class Region(NamedTuple):
                 yield part
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
-        """Return the first and the last key that queries `first ... last` may attend to."""
+        """Return the first and the last key that queries `first ... last` may attend to.
+
+        If there are none, the last is below the first.
+        """
         low = self.k_start if self.lower is None else max(self.k_start, first + self.lower)
         high = self.k_stop - 1 if self.upper is None else min(self.k_stop - 1, last + self.upper)
         return low, high
@@ -130,12 +139,15 @@ class Mask(ABC):
 
     @property
     def compares_positions(self) -> bool:
-        """Return whether the distance of query and key matters; if not, it combines with documents that shift."""
+        """Return whether the distance between query and key matters, as in causal masks and windows.
+
+        Such masks do not combine with documents whose keys lie at other positions than their queries (`shifts`).
+        """
         return True
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether a query may attend to a later key, of as many queries as keys.
+        """Return whether a query may attend to a key at a later position, where there are as many keys as queries.
 
         If not, padding at the end needs no mask.
         """
@@ -143,12 +155,18 @@ class Mask(ABC):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all batches of a run share the mask; if not, every batch may bring tiles of new shapes."""
+        """Return whether all batches of a run have this mask.
+
+        If not, every batch may bring tiles of new shapes.
+        """
         return False
 
     @property
     def shifts(self) -> bool:
-        """Return whether queries attend to keys at unrelated positions: each side has documents of its own."""
+        """Return whether keys lie at other positions than the queries of their documents, as in cross attention.
+
+        Each side then has document bounds of its own.
+        """
         return False
 
     @property
@@ -157,7 +175,10 @@ class Mask(ABC):
         return frozenset()
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions that come from no prefix tree; beside a tree, their bands count logical positions."""
+        """Return the regions for `q_len` queries and `kv_len` keys that the mask would have without its prefix tree.
+
+        If the mask has a tree, bands of these regions count logical positions.
+        """
         return self.regions(q_len, kv_len)
 
     def __and__(self, other: Mask) -> Mask:
@@ -166,7 +187,7 @@ class Mask(ABC):
 
 
 class TreeMask(Mask):
-    """A mask that gives tokens logical positions, their places on a path; see `sequence.prefix_tree`."""
+    """A mask that gives tokens logical positions, their places on a path from a root, see `sequence.prefix_tree`."""
 
     @abstractmethod
     def logical(self, positions: Tensor) -> Tensor:
@@ -174,11 +195,18 @@ class TreeMask(Mask):
 
     @abstractmethod
     def reached_later(self, reach: int, slack: int) -> int:
-        """Return the first position that tokens after the sequence attend to by a window of `reach` tokens."""
+        """Return the lowest position that a token appended to the sequence may attend to, within a window.
+
+        reach: how many tokens before itself the window has, by logical positions.
+        slack: how many tokens at the end of the sequence may be taken back before that token is appended.
+        """
 
     @abstractmethod
     def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Return the parts of other regions that the tree allows; bands of these regions count logical positions."""
+        """Return the parts of other masks' regions that the tree allows.
+
+        Bands of `regions` count logical positions; bands of the result count positions in the sequence.
+        """
 
 
 @dataclass(frozen=True)
@@ -214,12 +242,15 @@ class Both(Mask):
 
     @property
     def rows(self) -> int | None:
-        """Return the batch size that either mask is made for."""
+        """Return the batch size that either mask is made for; None if all batch rows share both masks."""
         return self.one.rows if self.one.rows is not None else self.other.rows
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Return the bounds of the documents of either mask."""
+        """Return the document bounds of the first mask, or of the second if the first has none, as `cu_seqlens`.
+
+        None if neither has any.
+        """
         return self.one.documents or self.other.documents
 
     def of_row(self, row: int) -> Mask:
@@ -228,7 +259,7 @@ class Both(Mask):
 
     @property
     def head_groups(self) -> int | None:
-        """Return the number of groups of heads that either mask is made for."""
+        """Return the number of groups of heads that either mask is made for; None if all heads share both masks."""
         return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
 
     def of_head_group(self, group: int) -> Mask:
@@ -249,12 +280,12 @@ class Both(Mask):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all batches of a run share both masks."""
+        """Return whether all batches of a run have both masks."""
         return self.one.is_fixed and self.other.is_fixed
 
     @property
     def shifts(self) -> bool:
-        """Return whether either mask lets queries attend to keys at unrelated positions."""
+        """Return whether either mask has keys at other positions than the queries of their documents."""
         return self.one.shifts or self.other.shifts
 
     @property
@@ -263,12 +294,18 @@ class Both(Mask):
         return self.one.trees | self.other.trees
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return every region of one mask cut to every region of the other, and to a prefix tree at last."""
+        """Return the intersections of the regions of both masks, cut to what a prefix tree of either mask allows.
+
+        Raises ValueError if `q_len` queries and `kv_len` keys do not fit a mask.
+        """
         regions = self.beside_trees(q_len, kv_len)
         return next(iter(self.trees)).within(regions) if self.trees else regions
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the intersections of both masks' regions that come from no prefix tree."""
+        """Return the intersections of the regions that both masks would have without a prefix tree.
+
+        If either mask has a tree, bands of these regions count logical positions.
+        """
         others = self.other.beside_trees(q_len, kv_len)
         regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
         return tuple(region for region in regions if not region.is_empty)
@@ -298,7 +335,7 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
 def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
     """Return how many keys every query attends to, or for side "kv" how many queries attend to every key; int64 [S].
 
-    `lengths` are (queries, keys). Work is summed over batch rows if their masks differ.
+    `lengths` are (queries, keys) of the whole sequences. Work is summed over batch rows if their masks differ.
     """
     if mask.rows is not None:
         return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)

@@ -77,7 +77,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class CausalBottomRight(Mask):
-    """Causal, counted from the end of both sequences: the last query attends to every key."""
+    """A causal mask counted from the end of both sequences: the last query attends to every key."""
 
     looks_ahead = False
     is_fixed = True
@@ -89,7 +89,10 @@ class CausalBottomRight(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, but every token attends to all of the first `prefix` tokens, at most as many as there are."""
+    """A causal mask, except that every token attends to all of the first `prefix` tokens.
+
+    `prefix` is at most the number of keys.
+    """
 
     prefix: int
 
@@ -236,7 +239,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class Keys(Mask):
-    """Only the keys in these index ranges, `((start, stop), ...)` in ascending order, are attended to.
+    """Only the keys at positions in `spans`, `((start, stop), ...)` in ascending order, are attended to.
 
     length: number of all keys, attended to or not; None for any number.
     """
@@ -315,7 +318,7 @@ class _Several(Mask):
 
 @dataclass(frozen=True)
 class PerRow(_Several):
-    """A mask that differs by batch row: one mask for each."""
+    """A mask that differs by batch row: `masks` has one for each."""
 
     def __post_init__(self) -> None:
         expected = "give a list of masks, one for every batch row"
@@ -370,7 +373,7 @@ class PerHeadGroup(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Return the batch size that any mask is made for."""
+        """Return the batch size that any mask of a group is made for; None if all batch rows share all masks."""
         return next((mask.rows for mask in self.masks if mask.rows is not None), None)
 
     def of_row(self, row: int) -> Mask:
@@ -395,7 +398,10 @@ def key_padding(valid: Tensor) -> PerRow:
 
 
 def document_starts(mask: Mask) -> set[int]:
-    """Return the positions where documents of one batch row start, and of its first real token if it has padding."""
+    """Return the positions where documents of one batch row start, and its first real token if it has padding.
+
+    mask: of one batch row. Masks without documents or padding have no such positions.
+    """
     if isinstance(mask, Both):
         return document_starts(mask.one) | document_starts(mask.other)
     if isinstance(mask, Documents):
@@ -404,7 +410,10 @@ def document_starts(mask: Mask) -> set[int]:
 
 
 def check_padding(mask: Mask, what: str) -> None:
-    """Raise ValueError for padding in the middle of a document, which would count in its `what`, such as windows."""
+    """Raise ValueError if the mask has padding in the middle of a document.
+
+    what: for the error, what the padding would be counted in there, such as "windows of tokens".
+    """
     for row in range(mask.rows or 1):
         of_row = mask.of_row(row)
         inside = _begins_of_keys(of_row) - document_starts(of_row)
@@ -423,7 +432,10 @@ def _begins_of_keys(mask: Mask) -> set[int]:
 
 
 def flag_rows(flags: Tensor) -> list[bytes]:
-    """Return the rows of a bool tensor [rows, columns] as bytes, 1 for True; it is read at once."""
+    """Return the rows of a bool tensor [rows, columns] on any device as bytes, 1 for True and 0 for False.
+
+    The tensor is copied to the host at once.
+    """
     data = bytearray(max(1, flags.numel()))
     torch.frombuffer(data, dtype=torch.bool, count=-1)[: flags.numel()].copy_(flags.reshape(-1))
     columns = flags.shape[1]
@@ -431,12 +443,15 @@ def flag_rows(flags: Tensor) -> list[bytes]:
 
 
 def true_ranges(flags: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges (start, stop) of consecutive flags that are 1."""
+    """Yield the index ranges (start, stop) of consecutive flags that are 1, in order."""
     return (found.span() for found in _TRUE.finditer(flags))
 
 
 def check_flags(expected: str, flags: object) -> None:
-    """Raise ValueError unless `flags` is a bool tensor of two dimensions with values that can be read."""
+    """Raise ValueError unless `flags` is a bool tensor of two dimensions with values that can be read.
+
+    `expected` says what is expected, and begins the error message.
+    """
     if not isinstance(flags, Tensor):
         raise ValueError(f"{expected}, got {shown(flags)}; make it one with torch.tensor(..., dtype=torch.bool)")
     if flags.dtype is not torch.bool or flags.dim() != 2:

@@ -102,7 +102,7 @@ class PrefixTree(TreeMask):
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """Return the tree itself."""
+        """Return a set of this tree alone."""
         return frozenset((self,))
 
     @property
@@ -135,7 +135,7 @@ class PrefixTree(TreeMask):
         return positions - shifts[torch.searchsorted(stops, positions, right=True)]
 
     def before(self) -> Tensor:
-        """Return the position of the token before each one on its path, [S], int64; -1 for the first."""
+        """Return the position of the token before each one on its path, [S], int64, CPU; -1 for first tokens."""
         previous = torch.arange(-1, self.length - 1, device="cpu")
         last = [_NO_PARENT] * len(self.parents)  # token of each node, or of the nearest before it that has any
         for number, (node, parent) in enumerate(zip(self._nodes, self.parents, strict=True)):
@@ -147,10 +147,11 @@ class PrefixTree(TreeMask):
         return previous
 
     def reached_later(self, reach: int, slack: int) -> int:
-        """Return the first position that a token after the tree attends to by a window of `reach` tokens before it.
+        """Return the lowest position that a token appended to the sequence may attend to, within a window.
 
-        Such a token begins a root, or continues a node on the path of the last token, or on the path of one of
-        the `slack` tokens before it.
+        reach: how many tokens before itself the window has, by logical positions.
+        slack: how many tokens at the end of the sequence may be taken back before that token is appended. It begins a
+            root, or continues a node on the path of the last token, or of one of these tokens.
         """
         first = self.length
         for number, node in enumerate(self._nodes):
@@ -164,16 +165,25 @@ class PrefixTree(TreeMask):
         return first
 
     def padded(self, length: int) -> PrefixTree:
-        """Return the tree with tokens up to `length` added, as a root of their own."""
+        """Return the tree with tokens up to `length` added, as a root of their own.
+
+        A tree that is as long already is returned as it is.
+        """
         more = length - self.length
         return self if more <= 0 else PrefixTree((*self.parents, _NO_PARENT), (*self.lengths, more))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region per node: its keys, and all queries after them. Raise ValueError for other lengths."""
+        """Return one region per node: its tokens as keys of the node's and all continuing queries, causally.
+
+        Raises ValueError unless `q_len` and `kv_len` are both the length of the tree.
+        """
         return self.within(self.beside_trees(q_len, kv_len))
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region of all queries and keys. Raise ValueError if nodes do not add up to the sequence."""
+        """Return one region of all queries and all keys, for other masks to be combined with.
+
+        Raises ValueError unless `q_len` and `kv_len` are both the length of the tree.
+        """
         if q_len != kv_len:
             raise ValueError(
                 f"PrefixTree is of one sequence that attends to itself, but there are {q_len} queries and {kv_len} "
@@ -187,7 +197,10 @@ class PrefixTree(TreeMask):
         return (Region(0, q_len, 0, kv_len),)
 
     def within(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Return the parts of other regions that the tree allows; bands of these regions count logical positions."""
+        """Return the parts of other masks' regions that the tree allows.
+
+        Bands of `regions` count logical positions; bands of the result count positions in the sequence.
+        """
         inside: list[Region] = []
         for other in regions:
             if other.lower is None and (other.upper is None or other.upper >= 0):

@@ -1,6 +1,7 @@
-"""The rows of blocks that every rank works on, found by position, without a look at ranks that are far apart.
+"""Required rows: the rows of each rank's block that every other rank works on, found from positions.
 
-A window over four ranks, contiguous; k: the keys that queries of rank 2 attend to
+Ranks that are far apart are not compared with each other. A window over four ranks, contiguous; k: the keys that
+queries of rank 2 attend to
 
     rank 0       rank 1       rank 2       rank 3
     . . . . . . . . . . . k k k k k k k k . . . . . .      the last two rows of block 1, and all of block 2
@@ -24,10 +25,15 @@ RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `schedule.
 
 
 def find_required_rows(regions: Sequence[Regions], local: Shards, moving: Shards) -> RequiredRows | None:
-    """Return, for every rank, the rows of each moving block that it needs; `regions` have the local side as queries.
+    """Return, for every rank, the rows that it needs of each moving block; None if blocks should go to all ranks.
 
-    Runs are of one stride. Return None, so that blocks go to all ranks, if three ranks, looked at for all, require
-    most rows of every block; or if too many runs meet.
+    A rank's rows are row ranges by the block's owner. Blocks should go to all ranks if the first, the middle and the
+    last rank, as a sample, each need 40 % or more of the rows of every block; or if so many runs meet that finding
+    the rows would take too long.
+
+    regions: of the masks of all batch rows, with the side that stays as queries.
+    local, moving: for each rank the runs that it holds of the side that stays, and of the side that moves. All runs
+        have one stride.
     """
     samples = [local[rank] for rank in dict.fromkeys((0, len(local) // 2, len(local) - 1))]
     try:

@@ -15,7 +15,7 @@ from burst_plugin.types import Rows, merged
 
 
 class SpanPlaces:
-    """Numbers the tokens that lie in spans, and only these: the place of a token is its number among them, from 0.
+    """The numbering of the tokens that lie in spans, and only of these: a token's place is its number, from 0.
 
     spans: (start, stop) of positions, in ascending order.
     """
@@ -26,7 +26,7 @@ class SpanPlaces:
         self._before = list(accumulate((stop - start for start, stop in spans), initial=0))
 
     def place(self, position: int) -> int:
-        """Return how many tokens in spans come before a position, which is the place of a token there."""
+        """Return how many tokens in spans come before a position: the place of a token there, if it is in a span."""
         number = bisect_right(self._starts, position) - 1
         if number < 0:
             return 0
@@ -34,7 +34,10 @@ class SpanPlaces:
         return self._before[number] + min(position, stop) - start
 
     def of_runs(self, runs: Sequence[Run]) -> tuple[list[Run], list[tuple[int, int]]]:
-        """Select the tokens of `runs` that are in spans; return the runs of their places, and their row ranges."""
+        """Select the tokens of `runs` that are in spans; return them as runs of places, and as row ranges.
+
+        Rows count the tokens of `runs` in their order; ranges are (start, stop).
+        """
         found: list[Run] = []
         rows: list[tuple[int, int]] = []
         offset = 0
@@ -55,7 +58,10 @@ class SpanPlaces:
 
 
 def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
-    """Return the row ranges at `places`: the rows of all ranges in `rows`, (start, stop) in order, count from 0."""
+    """Return the row ranges of the rows with numbers `places`, if the rows in the ranges `rows` are numbered from 0.
+
+    rows: (start, stop), ascending.
+    """
     found, offset = [], 0
     for start, stop in rows:
         first, last = max(start, start + places.start - offset), min(stop, start + places.stop - offset)
@@ -66,6 +72,9 @@ def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
 
 
 def inside(run: Run, start: int, stop: int) -> tuple[int, int]:
-    """Return (first row, number of rows) of the part of a run at positions `start:stop`; a number below 1 is none."""
+    """Return which rows of a run are at positions `start:stop`, as (first row, number of rows).
+
+    A number below 1 says that there are none.
+    """
     first = max(0, -((run.start - start) // run.stride))
     return first, min(run.length, -((run.start - stop) // run.stride)) - first

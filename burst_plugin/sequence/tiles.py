@@ -59,15 +59,18 @@ _OPEN = 4  # batches that a tile may still be added to
 
 
 class Tile(NamedTuple):
-    """Query rows `q_start:q_stop` on key rows `k_start:k_stop` of a visit, within `band`.
+    """A part of the work of a visit: query rows `q_start:q_stop` on key rows `k_start:k_stop`, within a band.
 
-    With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
-    the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
+    Rows count the local tokens of either side. Row i of these queries attends to row j of these keys where
+    `band.lower <= j - i <= band.upper`.
 
-    With `subtiles` the tile is made of these, (q_start, q_stop, k_start, k_stop), each within `band`, full, or causal
-    or anticausal and square, one after another on both sides. Rows between them are not part of this tile.
-
-    With `taken`, (ranges of query rows, of key rows), it is made of these rows alone, and its band counts them alone.
+    pieces: if above 1, both ranges are cut into so many equal pieces, and piece n of the queries attends to piece n
+        of the keys only, within `band` each.
+    batch: the range (start, stop) of batch rows that the tile is for; None is all.
+    subtiles: if any, the tile is only these rectangles (q_start, q_stop, k_start, k_stop), one after another on both
+        sides, each within `band`: full, or causal or anticausal and square.
+    taken: (ranges of query rows, ranges of key rows), if the tile is only these rows; its band counts these alone.
+        None if it is all rows.
     """
 
     q_start: int
@@ -103,7 +106,7 @@ class Tile(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Return the number of (query, key) pairs that attend, in one batch row."""
+        """Return the number of (query, key) pairs that attend in one batch row; `subtiles` are not looked at."""
         rows, columns = self.shape
         lower, upper = self.band
         up_to_upper = rows * columns if upper is None else _pairs_up_to(upper, rows, columns)
@@ -120,7 +123,10 @@ def _pairs_up_to(upper: int, rows: int, columns: int) -> int:
 
 
 class Regions:
-    """An index of a mask's regions, which finds regions by the positions of queries."""
+    """An index of a mask's regions, which finds regions by the positions of queries.
+
+    within: the regions within spans, by their spans.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         cut = [part for each in regions for part in (each.rectangles() if not _is_by_order(each) else (each,))]
@@ -145,7 +151,7 @@ class Regions:
 
 
 class RunIndex:
-    """Runs in any order, found by position.
+    """An index of runs in any order, which finds runs by position.
 
     Runs of one rank need not be in ascending order of their starts: a Ulysses group that holds interleaved stripes,
     cut to some rows, has runs in another order.
@@ -162,7 +168,7 @@ class RunIndex:
 
 
 def check_strides(runs: Iterable[Run]) -> None:
-    """Raise ValueError for runs with different strides."""
+    """Raise ValueError unless all runs have one stride."""
     strides = {run.stride for run in runs}
     if len(strides) > 1:
         raise ValueError(
@@ -172,9 +178,10 @@ def check_strides(runs: Iterable[Run]) -> None:
 
 
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-    """Return as few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
+    """Return the work of queries in `q_runs` on keys in `k_runs` under a mask's regions, in as few tiles as possible.
 
-    Raises ValueError for runs with different strides.
+    One-sided bands are cut into full and square ones where that is exact, and adjacent tiles joined. Raises
+    ValueError for runs with different strides.
     """
     check_strides((*q_runs, *k_runs))
     keys = RunIndex(k_runs)
@@ -256,7 +263,10 @@ def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, 
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """Cut a band out of a full tile of one piece; yield the tiles that it leaves, without empty rows and columns."""
+    """Cut a band out of a full tile of one piece; yield the tiles that it leaves, without empty rows and columns.
+
+    Row i of the tile's queries keeps row j of its keys where `lower <= j - i <= upper`; None is no bound.
+    """
     parts = _banded(tile, lower, upper)
     return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
 
@@ -364,7 +374,7 @@ def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
 
 
 def cut(tile: Tile, most: int) -> Iterator[Tile]:
-    """Cut `tile` into full, causal and anticausal tiles of at most `most` pieces; drawn at the top of this file."""
+    """Cut a tile into full, causal and anticausal tiles of at most `most` pieces; drawn at the top of this file."""
     lower, upper = tile.band
     if lower is None or upper is None:
         yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
@@ -377,7 +387,7 @@ def cut(tile: Tile, most: int) -> Iterator[Tile]:
 
 
 def split_pieces(tile: Tile) -> Iterator[Tile]:
-    """Yield the pieces of `tile`, one tile each."""
+    """Yield the pieces of a tile, one tile of one piece each."""
     rows, columns = tile.shape
     for n in range(tile.pieces):
         q, k = tile.q_start + n * rows, tile.k_start + n * columns
@@ -385,9 +395,9 @@ def split_pieces(tile: Tile) -> Iterator[Tile]:
 
 
 def batched(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
-    """Yield full tiles, causal and anticausal squares in few tiles of `most` subtiles; drawn at the top of this file.
+    """Yield full tiles, and causal and anticausal squares, joined into few tiles of at most `most` subtiles each.
 
-    Tiles that are not worth it, or that a batch cannot have, are yielded as they are.
+    Tiles that are too long for that to pay, or that cannot be joined, are yielded as they are.
     """
     batches: dict[object, list[list[Tile]]] = {}  # by what all subtiles of a tile share
     for tile in sorted(tiles, key=lambda tile: tile[:4]):
@@ -417,9 +427,10 @@ def _follows(tile: Tile, last: Tile) -> bool:
 
 
 def split_tail(tiles: Sequence[Tile], tail_share: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """Return the work of a visit in two, head and tail, the tail with about that share; cut between two keys.
+    """Return the tiles of a visit in two, head and tail, cut between two keys where the tail is nearest to its share.
 
-    Half of the keys of a causal square are a quarter of its work:
+    tail_share: of the work, from 0 to 1; with 0 the tail is empty. Half of the keys of a causal square are a quarter
+        of its work:
 
         queries   c . . .        head    c .   and below it    tail    . .
                   f c . .                f c                           . .
