@@ -17,11 +17,15 @@ _CHUNK = 1 << 22  # numbers that are put in order at once
 
 
 class BestKeys(ABC):
-    """The `count` best keys so far of each of several queries, by their scores."""
+    """The `count` best keys so far of each of several queries: of highest score, and of equal scores the earlier."""
 
     @abstractmethod
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Offer keys to some queries: scores [rows, keys], positions int64 [keys], which are allowed (None: all)."""
+        """Offer keys to some queries.
+
+        rows: which queries. scores: of the keys for them, [rows, keys]. positions: of the keys, int64 [keys].
+        allowed: which queries may take which keys, bool [rows, keys]; None if all may.
+        """
 
     @abstractmethod
     def positions(self) -> Tensor:
@@ -29,23 +33,28 @@ class BestKeys(ABC):
 
 
 def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device, repeats: bool = False) -> BestKeys:
-    """Return `count` places for keys of each of `rows` queries, for scores of a type, float32 or float64.
+    """Return an empty `BestKeys` that keeps the `count` best keys of each of `rows` queries.
 
-    repeats: a position may come in several calls of `add`, once in each; the highest of its scores is its score.
+    dtype: of scores, float32 or float64.
+    repeats: whether a position may come in several calls of `add`, once in each; then the highest of its scores is
+        its score.
     """
     kind = BestOfFloat64 if dtype == torch.float64 else BestOfFloat32
     return kind(rows, count, device, repeats)
 
 
 class BestOfFloat32(BestKeys):
-    """Keeps each key as one int64 that sorts as the key does: score bits above, distance from the end below."""
+    """The `BestKeys` of float32 scores, which keeps each key as one int64 that sorts as the key does.
+
+    The upper half is made of the bits of the score, the lower half of the distance of the position from the last one.
+    """
 
     def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
         self._repeats = repeats
         self._best = torch.full((rows, count), _NO_KEY, dtype=torch.int64, device=device)
 
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Offer keys to some queries; see `BestKeys.add`."""
+        """Offer keys to some queries: float32 scores [rows, keys], positions int64 [keys]; see `BestKeys.add`."""
         bits = scores.view(torch.int32)
         ordered = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)  # as integers, as scores compare
         found = ordered.mul_(2**32).add_(_LAST - positions)
@@ -67,7 +76,7 @@ class BestOfFloat32(BestKeys):
         return highest
 
     def positions(self) -> Tensor:
-        """Return the positions of keys in their order; see `BestKeys.positions`."""
+        """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""
         result = torch.empty(self._best.shape, dtype=torch.int32, device=self._best.device)
         each = max(1, _CHUNK // max(1, self._best.shape[1]))
         for start in range(0, len(self._best), each):
@@ -77,7 +86,7 @@ class BestOfFloat32(BestKeys):
 
 
 class BestOfFloat64(BestKeys):
-    """Keeps each key as a score and a position, sorted by score, then by position."""
+    """The `BestKeys` of float64 scores, which keeps each key as a score and a position, sorted by both."""
 
     def __init__(self, rows: int, count: int, device: torch.device, repeats: bool) -> None:
         self._repeats = repeats
@@ -85,7 +94,7 @@ class BestOfFloat64(BestKeys):
         self._positions = torch.full((rows, count), _LAST, dtype=torch.int64, device=device)
 
     def add(self, rows: slice, scores: Tensor, positions: Tensor, allowed: Tensor | None) -> None:
-        """Offer keys to some queries; see `BestKeys.add`."""
+        """Offer keys to some queries: float64 scores [rows, keys], positions int64 [keys]; see `BestKeys.add`."""
         positions = positions.expand_as(scores)
         if allowed is not None:
             scores, positions = scores.masked_fill(~allowed, -torch.inf), positions.masked_fill(~allowed, _LAST)
@@ -101,13 +110,16 @@ class BestOfFloat64(BestKeys):
         self._scores[rows], self._positions[rows] = scores[:, :count], positions[:, :count]
 
     def positions(self) -> Tensor:
-        """Return the positions of keys in their order; see `BestKeys.positions`."""
+        """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""
         _, positions = in_order(self._scores, self._positions)
         return positions.masked_fill(positions == _LAST, -1).to(torch.int32)
 
 
 def in_order(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores and positions [rows, keys] with the highest score first, and of equal ones the first position."""
+    """Sort each query's keys by score, highest first, and keys of equal scores by position.
+
+    scores, positions: [rows, keys]. Returns both in that order.
+    """
     positions, places = positions.sort(1)
     scores, places = scores.gather(1, places).sort(stable=True, dim=1, descending=True)
     return scores, positions.gather(1, places)

@@ -79,8 +79,8 @@ def select_blocks(
 def keys_of_blocks(starts: Tensor, block: int, length: int) -> Tensor:
     """Return the positions of the keys of blocks that start at `starts` [..., n], int32 [..., n * block].
 
-    -1 where a start is, and beyond the `length` of the sequence. Keys that follow a document's last block are of the
-    next document, which masks leave out.
+    They are -1 where a start is -1, and beyond the `length` of the sequence. Keys that follow a document's last block
+    are of the next document, which masks leave out.
     """
     inside = torch.arange(block, dtype=torch.int32, device=starts.device)
     keys = starts.unsqueeze(-1) + inside
@@ -88,30 +88,39 @@ def keys_of_blocks(starts: Tensor, block: int, length: int) -> Tensor:
 
 
 class BlockStarts:
-    """Where blocks of `size` keys start in a batch row with the padding and the documents of a mask."""
+    """Says where blocks of `size` keys start in a batch row, anew with every document and after padding.
+
+    mask: of that batch row. device: of the positions that are asked for.
+    """
 
     def __init__(self, mask: Mask, size: int, device: torch.device) -> None:
         self._size = size
         self._documents = torch.tensor(sorted({0} | document_starts(mask)), device=device)
 
     def documents(self, places: Tensor) -> Tensor:
-        """Return where the documents of tokens at `places` start, int64, of the same shape."""
+        """Return where the documents of the tokens at positions `places` start, int64, of the same shape."""
         return self._documents[torch.searchsorted(self._documents, places, right=True) - 1]
 
     def blocks(self, places: Tensor) -> Tensor:
-        """Return where the blocks of tokens at `places` start, int64, of the same shape."""
+        """Return where the blocks of the tokens at positions `places` start, int64, of the same shape."""
         return places - (places - self.documents(places)) % self._size
 
     def are_last(self, places: Tensor) -> Tensor:
-        """Return which of the tokens at `places` are the last ones of whole blocks, bool, of the same shape."""
+        """Return which of the tokens at positions `places` end a block of all `size` tokens, bool.
+
+        The result has the shape of `places`.
+        """
         return places - self.blocks(places) == self._size - 1
 
 
 class BlockParts(NamedTuple):
-    """The parts of blocks that an owner's rows are, in their order; parts of one block are not side by side.
+    """The rows that a rank receives from an owner, cut where one block ends and another begins.
 
-    edges: the rows at which parts begin, on the host. numbers: the parts of rows, int64 [rows].
-    starts: where the blocks of parts start in the whole sequence, int64 [parts].
+    Parts are in the order of rows; parts of one block need not be side by side.
+
+    edges: the first row of each part, on the host.
+    numbers: the number of each row's part, int64 [rows].
+    starts: the position in the whole sequence at which each part's block starts, int64 [parts].
     """
 
     edges: array[int]
@@ -120,15 +129,18 @@ class BlockParts(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor, device: torch.device) -> BlockParts:
-        """Return the parts of blocks that rows form; `starts` [rows], int64, CPU: where each row's block starts."""
+        """Return the parts of blocks that rows form, given where each row's block starts, int64 [rows], on the CPU.
+
+        device: of the result's tensors.
+        """
         found, numbers, counts = torch.unique_consecutive(starts, return_inverse=True, return_counts=True)
         edges = array("q", (counts.cumsum(0) - counts).tolist())
         return cls(edges, numbers.to(device), found.to(device))
 
     def maxima(self, scores: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return the starts of blocks, [blocks], and the maximum of each block's scores, for rows from `first` on.
+        """Return the starts and the highest scores of the parts that rows from `first` on lie in.
 
-        scores: [queries, H, rows]. The maxima are [queries, H, blocks].
+        scores: [queries, H, rows], of these rows. Starts are [parts], the highest scores [queries, H, parts].
         """
         stop = first + scores.shape[2]
         low, high = bisect_right(self.edges, first) - 1, bisect_left(self.edges, stop)
@@ -138,14 +150,14 @@ class BlockParts(NamedTuple):
 
 
 class BlockSelection(RankSelection):
-    """One rank's part of a selection: its queries select among blocks, whose keys arrive rank by rank."""
+    """One rank's part of a selection of blocks: its queries select among blocks, whose keys arrive rank by rank."""
 
     what: ClassVar[str] = "selection of blocks of keys"
     units: ClassVar[str] = "blocks"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for numbers that are not valid, and for masks that blocks are not supported with."""
+        """Raise ValueError for a `block` or `forced` that is not valid, or a mask that blocks do not support."""
         whole_number("block={}", asked.block, "give how many keys a block has, 1 or more", 1)
         whole_number("forced={}", asked.forced, "give how many blocks are selected in any case, 0 or more", 0)
         if mask.trees:
@@ -166,15 +178,21 @@ class BlockSelection(RankSelection):
 
     @property
     def queries(self) -> torch.Size:
-        """Return the shape of the units that select on their own: each head of each query, [B, S_local, H]."""
+        """Return [B, S_local, H], since each head of each query selects on its own."""
         return self.given.q.shape[:3]
 
     def places(self, repeats: bool = True) -> BestKeys:
-        """Return an empty `BestKeys` for all queries and heads; parts of one block may be offered apart."""
+        """Return an empty `BestKeys` for all queries and heads.
+
+        repeats: whether a block may be offered several times, in parts.
+        """
         return super().places(repeats)
 
     def parts(self, owner: int) -> list[BlockParts]:
-        """Return, for each row of the mask, the parts of blocks that this rank receives from an owner."""
+        """Return the parts of blocks that this rank receives from rank `owner`.
+
+        There is one `BlockParts` for each batch row that the mask tells apart, one if all batch rows share the mask.
+        """
         known, device = self._blocks.known, self._keys.device
         key = (BlockParts, self._rank, owner, self._size, device)
         if key not in known:
@@ -185,7 +203,11 @@ class BlockSelection(RankSelection):
         return found
 
     def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
-        """Select for some queries of a batch row among the parts of blocks that an owner has; see `RankSelection`."""
+        """Have some queries of a batch row select among the parts of blocks that an owner has sent.
+
+        row, rows: the batch row, and its queries. mask: which of the block's keys they attend to.
+        block: the keys of the owner for this batch row. best: where the best blocks of all queries are kept.
+        """
         scores_of = self.tiles.of_heads(self.given.q[row, rows].detach())
         (_, held, heads), starts = self.queries, self._starts[row % len(self._starts)]
         parts = self.parts(block.owner)[row % len(self._starts)]

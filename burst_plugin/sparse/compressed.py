@@ -32,18 +32,23 @@ _WHAT = "tokens of windows"
 
 
 class Entries:
-    """The entries of a batch, as the layers of one kind share them.
+    """The entries of a batch: keys that are each made of a window of tokens; shared by the layers of one kind.
+
+    Entries are on the rank of their window's last token. Each rank has n slots for entries in every batch row; a
+    batch row with fewer windows there leaves some unused.
 
     Args:
         cp: the ring.
         rate: the tokens of a window.
-        overlaps: whether an entry is also made of the window before, by a series of numbers of its own.
+        overlaps: whether an entry is also made of the window before its own; then each token has two series of
+            numbers, one for either entry.
         mask: documents and padding, in positions of the whole sequence; None for none.
         tokens: the sequence that rows are taken from.
         batch: the number of batch rows.
 
     Raises:
-        ValueError: for a mask or a layout that windows are not supported with; see `Windows`.
+        ValueError: for prefix trees, a mask that differs between groups of heads, padding inside a document, or a
+            striped layout.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class Entries:
     def known(
         cls, cp: ContextParallel, rate: int, overlaps: bool, *, mask: Mask | None, tokens: Tokens, batch: int
     ) -> Entries:
-        """Return the `Entries` for these arguments, made once and shared by the layers of a forward."""
+        """Return the `Entries` for these arguments, made once and shared by the layers of a forward.
+
+        The arguments are the same as for `Entries` itself.
+        """
         plans: dict[Any, Any] = cp.plans
         known: dict[Any, Entries] = plans.setdefault(cls, {})
         key = (rate, overlaps, mask, tokens, batch)
@@ -76,7 +84,7 @@ class Entries:
         return self.windows.slots
 
     def last_tokens(self, device: torch.device) -> Tensor:
-        """Return which of this rank's tokens are the last ones of the windows of its slots, int64 [B, n].
+        """Return, for each of this rank's slots, which of its tokens is the last of the window, int64 [B, n].
 
         -1 for slots that a batch row does not use.
         """
@@ -122,10 +130,11 @@ class Entries:
         Args:
             q: [B, S_local, Hq, D].
             kv: [B, S_local + n, 1, D], keys that are values as well: of this rank's tokens, then its entries.
-            mask: of queries on tokens, of documents and padding, too. Entries are attended to as `EntryMask` says.
+            mask: which tokens queries attend to, with documents and padding. They attend to the entries of windows of
+                their document that are complete.
             starts: where the windows of selected entries start in the whole sequence, int32 [B, S_local, k], -1 for
                 none, as `select_pools` returns them; None for all entries.
-            window: how many tokens back a query attends to, itself included; needed with `starts`.
+            window: how many tokens a query attends to, itself and the tokens before it; needed with `starts`.
             terms: `scores`, `sink` and `tag`, as for `burst_attention`.
 
         Returns:

@@ -20,9 +20,12 @@ _COARSE_LEAF = 1024  # windows that get one region, where a selection sees to th
 
 
 class Stairs(NamedTuple):
-    """So many `windows` of one document in consecutive slots.
+    """A group of consecutive windows of one document whose entries have consecutive slots.
 
-    end: the last token of the first window. slot: of its entry. stop: where the document ends.
+    end: the position of the first window's last token.
+    slot: the slot of the first window's entry.
+    windows: how many windows there are.
+    stop: the position at which the document ends.
     """
 
     end: int
@@ -33,10 +36,14 @@ class Stairs(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryMask(Mask):
-    """Queries of a batch row attend to the entries of their document whose windows are complete.
+    """The mask of a batch row's queries on entries: they attend to entries of complete windows of their document.
 
-    rate: tokens of a window.
-    exact: if False, some entries of later windows are left in, which a selection does not have.
+    The keys of this mask are slots of entries.
+
+    rate: the number of tokens of a window.
+    stairs: the windows of the batch row, in groups.
+    exact: if False, queries may also attend to some entries of windows that are not complete, for fewer regions; only
+        for calls with a selection, which leaves these entries out.
     """
 
     rate: int
@@ -45,7 +52,10 @@ class EntryMask(Mask):
     looks_ahead = False
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return, for each group of windows, a rectangle for queries after it and smaller ones for queries inside."""
+        """Return, for each group of windows, a region for queries after it and smaller ones for queries inside.
+
+        `q_len` and `kv_len` are not looked at.
+        """
         found = []
         for each in self.stairs:
             after = Region(each.end + self.rate * each.windows, each.stop, each.slot, each.slot + each.windows)
@@ -73,7 +83,10 @@ class EntryMask(Mask):
 
 @dataclass(frozen=True)
 class TokensAndEntries(Mask):
-    """A mask for tokens followed by entries: queries attend to `length` tokens by one mask, to entries by another."""
+    """The mask of queries on tokens followed by entries: one mask for keys below `length`, another for entries.
+
+    of_tokens: for queries on the first `length` keys, the tokens. of_entries: for queries on the keys after them.
+    """
 
     length: int
     of_tokens: Mask
@@ -81,7 +94,7 @@ class TokensAndEntries(Mask):
     looks_ahead = False
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return the regions of both masks."""
+        """Return the regions of the mask of tokens, and of the mask of entries moved behind the tokens."""
         shift = self.length
         entries = self.of_entries.regions(q_len, kv_len - shift)
         shifted = (each._replace(k_start=each.k_start + shift, k_stop=each.k_stop + shift) for each in entries)

@@ -4,10 +4,11 @@
     index[t, s]  = softmax over s of the indexer's scores I[t, s], see `select_keys`
     loss         = sum over t and s of  target * (log target - log index)
 
-over the keys that a query has selected, or over all keys up to it. What attends has no gradient, only the indexer.
+over the keys that a query has selected, or over all keys up to it. The indexer gets gradients, the attention none.
 
-Keys and index keys of the whole sequence are gathered on every rank, these in float32 and with gradient. Of queries a
-few are worked on at a time. Gradients are computed with the loss, since they are needed only times one number.
+Keys and index keys of the whole sequence are gathered on every rank, index keys in float32 and with gradient. Queries
+are worked on a few at a time. Gradients are computed with the loss, since the backward pass only multiplies them by
+one number.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ _LEAST = 1e-10  # below it, a share of attention counts as this much in logarith
 
 
 class Teacher(NamedTuple):
-    """Attention that teaches an indexer: queries and keys of this rank's tokens.
+    """The attention that teaches an indexer which keys matter, by the queries and keys of this rank's tokens.
 
     q: [B, S_local, H, D].
-    k: [B, S_local, Hk, D], or where `weight` is given [B, S_local, 1, C + R], latents and the keys that heads share.
-    scale: what products are multiplied by.
-    weight: [H, D - R, C], which makes of latents the D - R first numbers of each head's keys.
-    over_heads: adds a tensor up, in place, over ranks that have other heads; None if none has.
+    k: [B, S_local, Hk, D]; with `weight` [B, S_local, 1, C + R], latents followed by the keys that all heads share.
+    scale: the factor on products of queries and keys before softmax.
+    weight: [H, D - R, C], makes the first D - R numbers of each head's keys from latents; None if `k` has all
+        numbers.
+    over_heads: adds up a tensor, in place, over the ranks that have the other heads, as in tensor parallelism; None
+        if this rank has all heads.
     """
 
     q: Tensor
@@ -52,13 +55,13 @@ def indexer_loss(
     selection: Tensor | None = None,
     tokens: Tokens | None = None,
 ) -> Tensor:
-    """Return the loss of an indexer, the sum over this rank's queries, float32 or wider; collective.
+    """Return the loss of an indexer, the sum over this rank's queries, a scalar in float32 or wider; collective.
 
     Args:
-        teacher: what attends; without gradient.
-        indexed: the indexer's queries, keys and weights, which get gradients, those of the sum of all ranks' losses.
+        teacher: the attention that the indexer learns from; gets no gradient.
+        indexed: the indexer's queries, keys and weights; they get the gradients of the sum of all ranks' losses.
         cp: the context-parallel group.
-        scale: as for `select_keys`.
+        scale: the factor on products of the indexer's queries and keys, as for `select_keys`.
         selection: the positions of the keys over which to sum, int [B, S_local, n], -1 for none; None for all keys
             that are not later than a query.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
@@ -86,9 +89,10 @@ def indexer_loss(
 
 
 class LossTiles:
-    """The loss of some queries of a batch row at a time, with its gradients.
+    """Computes the loss of an indexer for some queries of a batch row at a time, with its gradients.
 
-    at: the positions of this rank's tokens, [S_local]. selection: see `indexer_loss`.
+    teacher, indexed, scale, selection: as for `indexer_loss`.
+    at: the positions of this rank's tokens, [S_local].
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class LossTiles:
         self._selection, self._at = selection, at
 
     def rows(self, length: int) -> Iterator[slice]:
-        """Yield slices of this rank's queries, as many as fit into memory at once with `length` keys."""
+        """Yield slices of this rank's queries, as many at a time as 128 MiB allow with `length` keys."""
         held, heads, dim = self._q.shape[1:]
         each = self._teacher.q.shape[2] + heads
         if self._selection is not None:
@@ -110,9 +114,11 @@ class LossTiles:
             yield slice(start, min(held, start + size))
 
     def add(self, row: int, rows: slice, keys: tuple[Tensor, Tensor], grads: list[Tensor]) -> Tensor:
-        """Return the loss of some queries, and add its gradients for index queries, weights and index keys.
+        """Return the loss of some queries, and add its gradients to `grads`.
 
-        keys: of the teacher [S, Hk, D], and index keys [S, Di]. grads: of one batch row.
+        row, rows: the batch row, and its queries.
+        keys: of the whole batch row, the teacher's [S, Hk, D], and the indexer's [S, Di].
+        grads: of the batch row, for index queries [S_local, H, Di], weights [S_local, H] and index keys [S, Di].
         """
         if self._selection is None:
             listed, allowed = None, torch.arange(len(keys[0]), device=self._at.device) <= self._at[rows].unsqueeze(1)

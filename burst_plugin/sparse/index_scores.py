@@ -31,8 +31,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ScoreTiles:
-    """The size of the tiles in which scores are computed, for a number of heads, float32 or float64, and a device.
+    """Computes scores of queries on keys in tiles of one size, which suits a number of heads, a type and a device.
 
+    dtype: float32 or float64, of scores.
     queries, keys: at most so many are in a tile.
     """
 
@@ -45,7 +46,7 @@ class ScoreTiles:
     def of_queries(self, q: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function that computes the scores of q [queries, H, D] with weights [queries, H] on keys.
 
-        The function takes k [keys, D] and returns [queries, keys].
+        The function takes k [keys, D] and returns [queries, keys], the sum over heads of weights * relu(q . k).
         """
         products, weights = self._products(q), weights.to(self.dtype).unsqueeze(2)
 
@@ -87,9 +88,9 @@ class ScoreTiles:
 
 @cache
 def warn_unless_alike(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Multiply equal rows by equal columns once, and warn if not all products are the same to the last bit.
+    """Multiply equal rows by equal columns once, and log a warning unless all products are equal to the last bit.
 
-    `shape` is (rows, length, columns).
+    `shape` is (rows, length, columns) of the two matrices, [rows, length] and [length, columns].
     """
     rows, length, columns = shape
     number = torch.arange(1, length + 1, dtype=torch.float64, device=device)

@@ -144,8 +144,9 @@ def keys_of_pools(
     """Return the positions of the keys that queries attend to: of selected pools, and of the query's own one.
 
     Args:
-        starts: int32 [B, S_local, n], as `select_pools` returns them.
-        size, cp, mask, tokens: as for `select_pools`.
+        starts: where the selected pools start, int32 [B, S_local, n], as `select_pools` returns them; -1 for none.
+        size: how many tokens a pool has.
+        cp, mask, tokens: as for `select_pools`.
 
     Returns:
         int32 [B, S_local, (n + 1) * size - 1], -1 for none: the `size` tokens of each selected pool; then tokens of
@@ -166,9 +167,11 @@ def keys_of_pools(
 
 
 class PoolEnds(NamedTuple):
-    """Which rows of an owner's block are the last tokens of pools, in ascending order, and where these pools start.
+    """The pools whose last tokens are among the rows that a rank receives from an owner, in the order of rows.
 
-    rows: on the host. columns: a copy of the rows on the keys' device, int64 [pools]. starts: the positions in the
+    rows: the row of each pool's last token, on the host, ascending.
+    columns: a copy of `rows` on the keys' device, int64 [pools].
+    starts: the position in the whole sequence at which each pool starts, int64 [pools].
     """
 
     rows: array[int]
@@ -177,14 +180,14 @@ class PoolEnds(NamedTuple):
 
 
 class PoolSelection(RankSelection):
-    """One rank's part of a selection: its queries select among pools, and it gets the keys of pools alone."""
+    """One rank's part of a selection of pools: its queries select among pools, and only keys of pools are sent."""
 
     what: ClassVar[str] = "selection of pools of keys"
     units: ClassVar[str] = "pools"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for numbers that are not valid, and for masks that pools are not supported with."""
+        """Raise ValueError for a size that is no valid number, or a mask that pools are not supported with."""
         whole_number("size={}", asked.block, _SIZE, 1)
         _check_mask(mask)
         if mask.looks_ahead:
@@ -195,7 +198,10 @@ class PoolSelection(RankSelection):
         self._mask, self._size = selection.mask, selection.asked.block
 
     def taken(self, to: int) -> Tensor:
-        """Return the keys [B, pools, D] of pools that end among the rows of this rank which rank `to` needs."""
+        """Return the keys [B, pools, D] of pools that end among the rows of this rank that rank `to` needs.
+
+        Batch rows with fewer pools are filled up with other keys.
+        """
         keys, ends = self._keys, self._ends(to, self._rank)
         rows = positions(cut_runs((Run(0, keys.shape[1]),), self._blocks.rows(to, self._rank)), keys.device)
         most = max(len(each.rows) for each in ends)
@@ -204,7 +210,7 @@ class PoolSelection(RankSelection):
         return keys.gather(1, at.unsqueeze(2).expand(-1, -1, keys.shape[2]))
 
     def arriving(self, owner: int) -> int:
-        """Return how many pools' keys in a batch row this rank receives from an owner, at most."""
+        """Return how many keys of pools this rank receives from rank `owner` for each batch row."""
         return max(len(each.rows) for each in self._ends(self._rank, owner))
 
     def _ends(self, to: int, owner: int) -> list[PoolEnds]:
@@ -223,7 +229,11 @@ class PoolSelection(RankSelection):
         return found
 
     def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
-        """Select for some queries of a batch row among the pools that end in a block; see `RankSelection`."""
+        """Have some queries of a batch row select among the pools that end in an owner's block.
+
+        row, rows: the batch row, and its queries. mask: which of the block's rows they attend to.
+        block: the keys of the owner's pools for this batch row. best: where the best pools of all queries are kept.
+        """
         scores_of, of_rows = self.scores_of(row, rows), self._ends(self._rank, block.owner)
         ends, keys = of_rows[row % len(of_rows)], block.keys
         held, each = self.given.q.shape[1], self.tiles.keys

@@ -83,7 +83,13 @@ def select_keys(
 
 
 def selected(given: Indexed, asked: SelectionOptions, cp: ContextParallel | VirtualRing, tag: object) -> Tensor:
-    """Return the selection of a call, after ranks have agreed on the call; see `select_keys`."""
+    """Select keys, blocks or pools for the queries of this process, after ranks have agreed on the call; collective.
+
+    given: the indexer's tensors. asked: the options. cp, tag: as for `select_keys`.
+
+    Returns the positions of selected keys, or the starts of blocks or pools, int32 [*queries, count], -1 for none;
+    queries are [B, S_local], or [B, S_local, H] for blocks. Raises ValueError on every rank for what does not fit.
+    """
     if not isinstance(cp, ContextParallel | VirtualRing):
         raise ValueError(f"cp={shown(cp)} is not valid; give a ContextParallel, or a VirtualRing")
     passes: Passes = OfOneRank(cp) if isinstance(cp, ContextParallel) else OfVirtualRing(cp)
@@ -105,14 +111,17 @@ def selected(given: Indexed, asked: SelectionOptions, cp: ContextParallel | Virt
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
-    """What an indexer has computed from tokens: queries [B, S, H, D], keys [B, S, D], perhaps weights [B, S, H]."""
+    """The tensors that an indexer computes from tokens: queries [B, S, H, D], keys [B, S, D], weights [B, S, H].
+
+    Selections by products alone have no weights.
+    """
 
     q: Tensor
     k: Tensor
     weights: Tensor | None = None
 
     def check(self) -> None:
-        """Raise ValueError for tensors that do not fit each other."""
+        """Raise ValueError for tensors that do not fit each other in shape, type or device."""
         for name, x, dims in (("index_q", self.q, 4), ("index_k", self.k, 3), ("weights", self.weights, 3)):
             if x is None and name == "weights":
                 continue
@@ -135,10 +144,12 @@ class Indexed:
 
 
 class SelectionOptions(NamedTuple):
-    """The options of a call that selects keys; see `select_keys`.
+    """The options of a call that selects keys, blocks or pools, as the caller gave them, not checked yet.
 
-    kind: of selection. block: of how many keys one is selected, or a block of keys.
-    forced: how many blocks before a query are selected in any case, its own included.
+    kind: the class that selects: `RankSelection` for keys, or its subclass for blocks or pools.
+    top_k, mask, tokens, scale: as for `select_keys`.
+    block: how many tokens a unit of selection has: 1 for keys, else the size of a block or pool.
+    forced: how many blocks, the query's own and blocks before it, are selected in any case.
     """
 
     kind: type[RankSelection]
@@ -158,7 +169,10 @@ class _Work(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """The keys [n, D] that an owner has sent for a batch row, and the positions of their rows, int64."""
+    """The keys [n, D] that rank `owner` has sent for a batch row.
+
+    places: the positions in the whole sequence of the rows that the owner sends from, int64.
+    """
 
     owner: int
     keys: Tensor
@@ -202,7 +216,14 @@ class _Blocks:
 
 @dataclass(frozen=True, eq=False)
 class SelectionCall:
-    """A selection that ranks are about to agree on."""
+    """A call that selects keys, checked on this process, for ranks to agree on.
+
+    blocks: which keys each rank holds and needs.
+    tokens, mask: the sequence, and which keys queries may select.
+    count: how many keys, blocks or pools each query selects, at most as many as there are.
+    scale: the factor on products.
+    given, asked: the indexer's tensors, and the options as the caller gave them.
+    """
 
     blocks: _Blocks
     tokens: Tokens
@@ -265,9 +286,9 @@ def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: Sele
 
 
 def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
-    """Return which keys of a sequence each rank holds and needs under `mask`, worked out once for all layers.
+    """Return which keys of a sequence each rank holds, and which of them each needs under `mask`.
 
-    plans: where the results of earlier calls are kept.
+    It is worked out once for all layers, and kept in `plans`, a dict of the ring.
     """
     known: dict[Any, _Blocks] = plans.setdefault(_Blocks, {})
     if (tokens, mask) not in known:
@@ -297,14 +318,17 @@ def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed)
 
 
 class RankSelection:
-    """One rank's part of a selection: blocks of keys arrive from all ranks, and its queries select among them."""
+    """One rank's part of a selection: blocks of keys arrive from all ranks, and its queries select among them.
+
+    state: of the rank. selection: the call. given: the indexer's tensors of this rank's tokens.
+    """
 
     what: ClassVar[str] = "selection of keys"
     units: ClassVar[str] = "keys"
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for options that this kind of selection does not support."""
+        """Raise ValueError for options or a mask that this kind of selection does not support."""
 
     def __init__(self, state: RankState, selection: SelectionCall, given: Indexed) -> None:
         self._rank, self._state, self.given = state.rank, state, given
@@ -315,7 +339,10 @@ class RankSelection:
         self._keys = given.k.detach()
 
     def program(self, call: CallId) -> Generator[None, None, Tensor]:
-        """Run this rank's part; return the positions of the selected keys, int32 [B, S_local, count]."""
+        """Run this rank's part; return the positions of the selected keys, int32 [*queries, count], -1 for none.
+
+        A generator, which yields while messages are under way, and returns when keys of all ranks have been scored.
+        """
         ranks, device = len(self._blocks.shards), self._keys.device
         messages = Messages(self._state, device, self.what, "forward", call)
         best = self.places()
@@ -330,11 +357,14 @@ class RankSelection:
 
     @property
     def queries(self) -> torch.Size:
-        """Return the shape of the units that select on their own: queries, [B, S_local]."""
+        """Return [B, S_local], since each query selects on its own."""
         return self.given.q.shape[:2]
 
     def places(self, repeats: bool = False) -> BestKeys:
-        """Return an empty `BestKeys` for all queries of this rank; `repeats` as for `best_keys`."""
+        """Return an empty `BestKeys` for all queries of this rank.
+
+        repeats: whether a key may be offered several times.
+        """
         return best_keys(self.queries.numel(), self.count, self.tiles.dtype, self._keys.device, repeats)
 
     def _begun(self, messages: Messages, step: int, moving: Tensor) -> Generator[None, None, dict[int, list[Tensor]]]:
@@ -361,11 +391,14 @@ class RankSelection:
         return torch.cat([keys[:, :0], *(keys[:, start:stop] for start, stop in rows)], 1)
 
     def arriving(self, owner: int) -> int:
-        """Return how many keys this rank receives from an owner."""
+        """Return how many keys this rank receives from rank `owner` for each batch row."""
         return row_count(self._blocks.rows(self._rank, owner))
 
     def score(self, owner: int, keys: Tensor, best: BestKeys) -> None:
-        """Let this rank's queries select among the keys [B, n, D] of an owner."""
+        """Have all queries of this rank select among the keys [B, n, D] that rank `owner` has sent.
+
+        best: where the best keys of all queries are kept.
+        """
         blocks, (batch, held) = self._blocks, self.given.q.shape[:2]
         if not keys.shape[1] or not held:
             return
@@ -380,7 +413,11 @@ class RankSelection:
                     self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), block, best)
 
     def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
-        """Let some queries of a batch row select among the keys of a block."""
+        """Have some queries of a batch row select among the keys of a block.
+
+        row, rows: the batch row, and its queries. mask: which of the block's keys they attend to.
+        block: the keys of an owner for this batch row. best: where the best keys of all queries are kept.
+        """
         scores_of = self.scores_of(row, rows)
         keys, places = mask.packed(block.keys), mask.packed(block.places)
         held, each = self.given.q.shape[1], self.tiles.keys
@@ -393,7 +430,7 @@ class RankSelection:
             best.add(into, scores, places[start:stop], mask.allowed(start, stop, scores.device))
 
     def scores_of(self, row: int, rows: slice) -> Callable[[Tensor], Tensor]:
-        """Return the function that scores keys for some queries of a batch row; see `ScoreTiles.of_queries`."""
+        """Return a function that scores keys [n, D] for some queries of a batch row, as [queries, n]."""
         assert self.given.weights is not None, "a selection by the scores of all heads has them"
         weights = self.given.weights[row, rows].detach().to(self.tiles.dtype) * self._scale  # above 0, as relu's is
         return self.tiles.of_queries(self.given.q[row, rows].detach(), weights)

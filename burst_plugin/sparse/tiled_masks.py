@@ -18,7 +18,11 @@ from burst_plugin.types import FULL, Band, merged, row_count
 
 
 def by_chunk(tiles: Iterable[Tile], size: int) -> dict[int, list[Tile]]:
-    """Return tiles cut to chunks of `size` query rows, by the chunk's number; query rows count from its first."""
+    """Cut tiles to chunks of `size` query rows; return the tiles of each chunk by its number.
+
+    Chunk c has the query rows from c * size on; its tiles count query rows from there. Chunks without work are left
+    out.
+    """
     chunks: dict[int, list[Tile]] = {}
     for whole in tiles:
         for tile in split_taken(whole):
@@ -45,9 +49,11 @@ def _cut(tile: Tile, start: int, stop: int) -> Tile | None:
 
 
 class ChunkMask:
-    """The mask of a chunk of `queries` on the keys of a block, made of the tiles that `by_chunk` returned for it.
+    """The mask of a chunk of queries on the keys of a block.
 
-    ranges: the rows of the block that any query attends to; side by side they are the packed columns.
+    tiles: of the chunk, as `by_chunk` returns them. queries: how many the chunk has.
+    ranges: the row ranges of the block that any query attends to; side by side they are the packed columns.
+    columns: the number of packed columns.
     """
 
     def __init__(self, tiles: Sequence[Tile], queries: int) -> None:
@@ -58,12 +64,15 @@ class ChunkMask:
         self._offsets = list(accumulate((stop - start for start, stop in self.ranges), initial=0))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Select the rows of x, one per row of the block, that packed columns stand for."""
+        """Select the rows of x, one for each row of the block, that any query attends to: the packed columns."""
         parts = [x[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def windows(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield rows `start, stop` of the block, at most `size` side by side, and the packed column of the first."""
+        """Yield (start, stop, column): rows `start:stop` that queries attend to, and row `start`'s packed column.
+
+        At most `size` rows are yielded at a time; together they are all of `ranges`.
+        """
         for (first, last), column in zip(self.ranges, self._offsets[:-1], strict=True):
             for start in range(first, last, size):
                 yield start, min(last, start + size), column + start - first

@@ -43,10 +43,10 @@ class _Row(NamedTuple):
 class Sources(NamedTuple):
     """The tokens that the entries of one rank are made of, for each row of a batch.
 
-    rows: the token rows of windows, int64 [B, slots, width]: of the rank's own [B * S_local] tokens first, then of
-        `foreign` ones.
-    exist: where there is such a token in the document, bool of this shape; True for slots without a window.
-    last: the rank's own tokens that are the last ones of windows, int64 [B, slots]; -1 for slots without a window.
+    rows: for each slot the rows of its tokens, int64 [B, slots, width], among this rank's own B * S_local rows
+        followed by the rows that other ranks send (`Windows.foreign`).
+    exist: whether the document has such a token, bool [B, slots, width]; True for slots without a window.
+    last: which of the rank's own tokens is the last of the window, int64 [B, slots]; -1 for slots without a window.
     """
 
     rows: Tensor
@@ -55,17 +55,18 @@ class Sources(NamedTuple):
 
 
 class Windows:
-    """The windows of a batch on all ranks, on the CPU.
+    """The windows of a batch on all ranks, and the slots of their entries, on the CPU.
 
     Args:
         shards: for each rank the runs of the sequence that it holds.
-        length: of the sequence.
+        length: the number of tokens of the whole sequence.
         mask: documents and padding; None for none.
         rate: the number of tokens of a window.
         overlaps: whether entries are made of the window before as well.
 
     Raises:
-        ValueError: for a mask or a layout that windows are not supported with.
+        ValueError: for prefix trees, a mask that differs between groups of heads, padding inside a document, or a
+            striped layout.
     """
 
     def __init__(
@@ -119,19 +120,25 @@ class Windows:
         return found
 
     def holder_of(self, tokens: Tensor) -> Tensor:
-        """Return the ranks that hold tokens, int64, of the same shape."""
+        """Return the rank that holds each token, int64, in the shape of `tokens`, positions in the whole sequence."""
         found: Tensor = self._ranks[self._chunk_of(tokens)]
         return found
 
     def place_of(self, tokens: Tensor) -> Tensor:
-        """Return the places of tokens among all tokens of their ranks, int64, of the same shape."""
+        """Return the place of each token among all tokens of its rank, int64, in the shape of `tokens`.
+
+        tokens: positions in the whole sequence.
+        """
         chunks = self._chunk_of(tokens)
         found: Tensor = self._offsets[chunks] + tokens - self._starts[chunks]
         return found
 
     @cached_property
     def tokens_and_entries(self) -> Tokens:
-        """Return the sequence of all tokens and then all slots; ranks have their tokens first, too."""
+        """Return the sequence of all tokens followed by all slots of entries, as attention to both takes it.
+
+        Each rank holds its tokens, and then the slots of the windows that end among them.
+        """
         slots = (self._first_slots + self.length).tolist()
         bounds = (*self._starts.tolist(), *slots, self.length + self.slots)
         return Tokens(bounds[-1], holders=2 * tuple(self._ranks.tolist()), bounds=bounds)
@@ -153,7 +160,11 @@ class Windows:
         ]
 
     def mask_with(self, of_tokens: Mask, exact: bool) -> Mask:
-        """Return the mask of tokens and entries, given the mask of tokens; exact or not, see `EntryMask`."""
+        """Return the mask of queries on tokens and entries, given their mask on tokens.
+
+        exact: if False, queries may also attend to some entries of windows that are not complete, for fewer regions;
+            only for calls with a selection, which leaves these entries out.
+        """
         masks, rows = self._masks[exact], of_tokens.rows
         if rows is None and len(masks) == 1:
             return TokensAndEntries(self.length, of_tokens, masks[0])
@@ -162,7 +173,10 @@ class Windows:
         return PerRow(tuple(both))
 
     def foreign(self, rank: int, batch: int) -> list[Tensor]:
-        """Return for each batch row the tokens of other ranks that entries of a rank need, int64, in their order."""
+        """Return the tokens of other ranks that entries of `rank` are made of, for each batch row.
+
+        They are positions, int64, ascending. batch: the number of batch rows.
+        """
         found = []
         for ends, begins, _, chunks, _ in self.rows:
             starts = self._starts[chunks]
@@ -174,14 +188,20 @@ class Windows:
         return found if len(found) > 1 else found * batch
 
     def slots_by_end(self) -> Tensor:
-        """Return the slots of windows by their last tokens, int64 [rows, length]; one row if all are alike."""
+        """Return, at the position of each window's last token, the slot of its entry, and 0 at other positions.
+
+        It is int64 [rows, length]; `rows` is 1 if all batch rows have the same windows.
+        """
         found = torch.zeros((len(self.rows), self.length), dtype=torch.int64, device="cpu")
         for slots, row in zip(found, self.rows, strict=True):
             slots[row.ends] = self._first_slots[row.chunks] + row.numbers
         return found
 
     def sources(self, rank: int, batch: int, held: int) -> Sources:
-        """Return the tokens that a rank's entries are made of, in a batch of so many rows; it has `held` tokens."""
+        """Return the tokens that the entries of `rank` are made of.
+
+        batch: the number of batch rows. held: how many tokens the rank holds in each.
+        """
         count = int(self._counts[self._ranks == rank].sum())
         before, foreign, sent = self._before_in_rank(self._counts), self.foreign(rank, batch), batch * held
         parts = []

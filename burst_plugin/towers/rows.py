@@ -28,9 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """One rank's plan for moving rows. sends, recvs: by rank, which rows go there, and where rows from there belong.
+    """One rank's plan for moving rows of features from the ranks that encoded them to their tokens' holders.
 
-    rows, held: the number of rows that this rank has before, and after.
+    sends: for each rank that gets any, the int64 numbers of the rows that it gets, among the rows encoded here.
+    recvs: for each rank that any come from, the int64 places of its rows, among the rows held here.
+    rows: how many rows this rank has encoded.
+    held: how many rows it holds afterwards.
     """
 
     rank_state: RankState
@@ -43,7 +46,10 @@ class RowPlan:
 def row_plan(state: RankState, encoded: Sequence[Tensor], held: Sequence[Tensor]) -> RowPlan:
     """Return one rank's plan for moving rows of features from the ranks that encoded them to their holders.
 
-    encoded, held: for each rank the numbers of its rows, int64 on the CPU, in order.
+    state: of the rank.
+    encoded: for each rank the numbers, among all rows, of the rows that it has encoded, int64 on the CPU, in its
+        order.
+    held: for each rank the numbers of the rows that it is to hold, likewise.
     """
     rank, total = state.rank, sum(map(len, encoded))
     encoder, holder, place = (torch.full((total,), -1, device="cpu") for _ in range(3))
@@ -122,7 +128,7 @@ def counts_of_all(
     Args:
         cp: the ring.
         prepare: returns anything, and the numbers of this rank, int64 [sizes[rank]], on the device on which they are
-            sent; may raise.
+            sent; may raise ValueError.
         sizes: how many numbers each rank has, the same on every rank.
 
     Raises:

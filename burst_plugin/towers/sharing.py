@@ -1,4 +1,4 @@
-"""Which rank encodes which images, frames or clips, the items that a tower treats alone, by their work."""
+"""How images, frames or clips, the items that a tower encodes one by one, are divided among ranks, by their work."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
     """Divide items among ranks by their work; return for each rank the numbers of its items, ascending.
 
-    The item with most work is given out first, each time to the rank with least: no rank has more than 4/3 of the
-    best possible maximum (Graham 1969).
+    `work` has a number for each item, in any unit. Items are given out one by one, that with most work first, each to
+    the rank with least work so far: no rank has more than 4/3 of the best possible maximum (Graham 1969).
     """
     least = [(0.0, rank) for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
@@ -22,9 +22,9 @@ def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def work_of(patches: int, width: int) -> float:
-    """Return the work of one image of so many patches in a layer of so wide a tower, in proportion to its FLOPs.
+    """Return the work of one image of `patches` patches in one layer of this `width`, in proportion to FLOPs.
 
-    Projections and an MLP of four times the width take 24 * patches * width**2 FLOPs, attention
-    4 * patches**2 * width.
+    Projections and an MLP of four times the width take 24 * patches * width**2 FLOPs, attention 4 * patches**2 *
+    width.
     """
     return patches * (6.0 * width + patches)
