@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Terms(TypedDict, total=False):
-    """The keyword arguments of `burst_attention`, except the two that decide how many tensors it returns."""
+    """The keyword arguments of `burst_attention` except `return_lse` and `return_max_logits`, for `**terms`.
+
+    These two decide how many tensors are returned, so that overloads spell them out.
+    """
 
     mask: Mask
     softmax_scale: float | None
@@ -109,32 +112,35 @@ def burst_attention(
             gpt-oss; zeros are "off by one" attention. Equal on all ranks. Its gradient comes from this rank's
             queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
-            order of the sequence. Its gradient is complete, but for a bias that ranks share.
+            order of the sequence. Its gradient is complete for these queries; sum gradients of what all ranks'
+            biases are made of, such as a table, over ranks.
         selection: int32 or int64 [B, S_local, n], the keys that each of this rank's queries attends to, or, for G
             groups of key/value heads, [B, G, S_local, n]: positions in the whole sequence, in any order, twice counts
             once; -1 for none. Keys that the mask leaves out stay left out. Keys and values move. See
             `burst_plugin.sparse` for selections by score.
-        tokens: the sequence that the rows are taken from, if it is not cut evenly, or every document is cut on
-            its own; for cross attention the sequences of the queries and of the keys. By default every rank
-            holds equally many tokens.
+        tokens: the whole sequence, where it is not cut evenly, or every document is cut on its own; for cross
+            attention a pair, the sequences of the queries and of the keys. None: every rank holds equally many
+            tokens.
         tag: a name for this call, equal on every rank: the number of the layer, say, or several such things
             in a tuple. Ranks compare it, and on CPUs messages carry it, so that a rank that skipped a call, or made
             one twice, is found there and then. See also `ContextParallel.step`.
         return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, with
-            the sink; differentiable, but in float16.
+            the sink; differentiable, except with float16 inputs.
         return_max_logits: also return, last, the largest score of every query head [Hq] on this rank,
             for qk-clip (arXiv 2507.20534): its maximum over ranks is the largest score of the sequence. It takes a
             second multiplication of queries by keys.
 
     Returns:
-        out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing. A tuple if more is asked for.
+        out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing. If more is asked for, a tuple
+        of out, lse if asked for, and the largest scores if asked for.
 
     Raises:
         ValueError: before data moves, for shapes, types or options that do not fit, here or between ranks; says what
-            was got, what was expected, and what to change. On every rank, at calls that ranks compare (see
-            `Strategy.check`); at others only where something is wrong, and the ring has ended then.
-        RingError: a rank was lost; names it and the step at which it was missed, or why it gave up. With NCCL
-            wherever this rank is by then (see `Strategy.abort`), with where each rank has come to if none gave up.
+            was got, what was expected, and what to change. At calls that ranks compare (see `Strategy.check`) every
+            rank raises it; at other calls only a rank where something is wrong, which ends the ring.
+        RingError: a rank was lost; names it, and the step at which it was missed or why it gave up. With NCCL it may
+            interrupt any later code of this rank (see `Strategy.abort`), and says how far each rank has come if none
+            gave up.
     """
     inputs = Inputs(q, k, v, sink, bias, selection)
     pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
@@ -144,7 +150,20 @@ def burst_attention(
 
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
-    """Return the outputs of this rank, also in code that torch.compile compiles; see `burst_attention`."""
+    """Return this rank's outputs of one attention call on the ring of `cp`, also in compiled code; collective.
+
+    `burst_attention` and `latent_attention` call it. With a mask that differs between groups of heads it makes one
+    call of the ring for each group, and joins the outputs.
+
+    Args:
+        inputs: this rank's tensors; with `request.latents` k and v are latents and the keys that heads share.
+        request: the mask, the options of scores, the tokens of both sides, and which outputs are wanted.
+        cp: the context-parallel group.
+        tag: a name for the call, which ranks compare; None for none.
+
+    Raises:
+        ValueError, RingError: as `burst_attention`.
+    """
     if not isinstance(cp, ContextParallel):
         raise ValueError(
             f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, ContextParallel(group), "

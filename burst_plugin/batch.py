@@ -1,6 +1,6 @@
 """A batch of whole sequences cut into one rank's shard: ids, labels, positions, and the mask that goes with them.
 
-    4 tokens a b c d, over 2 ranks in zigzag; labels are shifted before they are cut, and called so from then on:
+    4 tokens a b c d, over 2 ranks in zigzag; labels are shifted before they are cut, and named `shift_labels`:
 
                      whole              rank 0     rank 1
     input_ids        a b c d            a d        b c
@@ -93,21 +93,19 @@ class SequenceShard:
     cp: the ranks that hold the sequence between them.
     length: number of tokens of the whole sequence, without padding.
     tokens: the sequence with padding, so that all ranks hold equally many tokens, and the assignment to ranks.
-    mask: padding and document bounds in positions of the whole sequence, besides what a layer itself asks for; None
-        for neither. Padding that makes the length fit comes last, where causal layers never see it; others add
-        `Keys(((0, length),))`.
+    mask: padding and document bounds, in positions of the whole sequence, beside a layer's own mask; None for
+        neither. Padding that makes the length fit is last; layers that are not causal add `Keys(((0, length),))`.
     valid_tokens: number of labels that are part of the loss, in the whole batch.
-    seed: a seed for dropout, equal on all ranks of `cp`; None if it is not known which forward is computed again.
+    seed: a seed for dropout, equal on all ranks of `cp`; None where it is not known which forward is recomputed.
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch.
     token_types: the types of all tokens of the whole batch, by the name that the batch has for them, "token_type_ids"
         or "mm_token_type_ids": for each row its runs of one type, (start, stop, type), without padding.
-    counted: the positions of this rank's tokens [B, S_local], counted without padding, which is at -1; None if the
+    counted: the positions of this rank's tokens [B, S_local], counted without padding, where it is -1; None if the
         batch had positions of its own.
     whole: the ids of all tokens, [B, S]; if the batch `has_media`, their masks, types and positions, too.
-    as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
-        labels are not shifted.
+    as_given: whether the batch, of a ring of one rank, is whole and unchanged: its labels are not shifted.
     """
 
     cp: ContextParallel
@@ -130,10 +128,10 @@ class SequenceShard:
         return self.name
 
     def of_forward(self) -> SequenceShard:
-        """Return the shard that a forward in training is to hand on: from the second one on a copy of another seed.
+        """Return the shard for the next forward in training: this one at first, then copies with other dropout seeds.
 
-        Layers that a checkpoint recomputes are given the copy again. A checkpoint around a whole model begins another
-        forward, in the backward pass, and does not say which of several that was.
+        Layers that a checkpoint recomputes are given their forward's copy again. A checkpoint around a whole model
+        runs it inside the backward pass, for a forward that is not known: with several so far the seed is None.
         """
         if torch._C._current_graph_task_id() != -1:
             return self if self._forwards.made <= 1 or self.seed is None else replace(self, seed=None)
@@ -143,7 +141,11 @@ class SequenceShard:
         return replace(self, seed=(self.seed + number * _DRAW) % _SEEDS)
 
     def unshard(self, local: Tensor, dim: int = 1, *, loss: Literal["same", "own"] | None = None) -> Tensor:
-        """Return the whole tensor without padding, on every rank; collective. See `ContextParallel.unshard`."""
+        """Return the whole tensor [B, length, ...] on every rank, from all ranks' [B, S_local, ...]; collective.
+
+        It has no padding. `dim` is the dimension of tokens; `loss`, needed for gradients, says whether ranks compute
+        the "same" loss of it, or each its "own": see `ContextParallel.unshard`.
+        """
         return self.cp.unshard(local, dim, self.tokens, loss=loss).narrow(dim, 0, self.length)
 
 
@@ -158,16 +160,15 @@ def shard_batch(
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
             document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
             for each row, which takes the place of labels and bounds. `position_ids` of mRoPE are [3, B, S], or
-            [4, B, S] with the positions in the text first, from which documents are read. Anything else of that shape
-            is cut as well, and not shifted, as weights of labels have to be before; numbers, strings and tensors of
-            one dimension are passed on.
+            [4, B, S] with the positions in the text first, from which documents are read. Other tensors [B, S, ...]
+            are cut as well, but not shifted: shift weights of labels before. Numbers, strings and tensors of one
+            dimension are passed on.
         pad_token_id: fills up a sequence that the layout cannot divide equally between ranks.
-        layer_mask: the result of `burst_plugin.huggingface.layer_mask(model)`; `layout="auto"` balances work by it.
+        layer_mask: `burst_plugin.huggingface.layer_mask(model)`, for `layout="auto"` to balance work; None: causal.
 
     Returns:
         The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels` in place of `labels`,
-        which a custom loss might shift once more; the mask and the document bounds in the `SequenceShard` under
-        "burst".
+        which a loss might shift again; a `SequenceShard`, with the mask and the document bounds, under "burst".
 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, is cut already, or differs between ranks.
@@ -205,7 +206,7 @@ def shard_batch(
 
 
 def as_given(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]:
-    """Return the whole batch of a ring of one rank as it was given, and its `SequenceShard` for attention.
+    """Return the batch of a ring of one rank unchanged, with its `SequenceShard` for attention added under "burst".
 
     A model on one rank gets the padding, the document bounds and the positions of the batch, and shifts its labels:
     its own layers may need them, and its outputs have every token of the batch.
@@ -460,7 +461,6 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
     """Return the prefix trees of a batch, one, or one for each row, and put their positions into `tensors`.
 
     From logical positions a tree can be told, so that ranks need not compare more than these.
-
     Raises ValueError for an entry that is no tree of this batch, or for entries that do not go with a tree.
     """
     entry = batch.get("tree")

@@ -1,7 +1,8 @@
 """Checks of single arguments: the whole numbers, numbers and lists that constructors are given.
 
-Numbers may come from Python, numpy or PyTorch. A `pattern`, such as "Tokens(length={})", says which argument a value
-is, `expected` what to write instead. Pure Python, without torch, as `burst_plugin.topology` is.
+Numbers may come from Python, numpy or PyTorch. A message reads "{argument} is not valid; {expected}", in which
+`pattern`, such as "Tokens(length={})", names the argument with {} for its value, and `expected` says what to write
+instead. Pure Python, without torch, as `burst_plugin.topology` is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ def shown(value: object) -> str:
 
 
 def unreadable(tensor: Any) -> str:
-    """Return how a tensor holds its values where none can be read one by one, and what to do; "" for others."""
+    """Return why a tensor's values cannot be read one by one, and what to do; "" if they can.
+
+    The text follows the words "a tensor": "of layout torch.sparse_coo; use x.to_dense()". It is for nested tensors,
+    tensors on the meta device, and layouts that are not strided.
+    """
     if tensor.is_nested:
         return "that is nested; pad its rows to one length, x.to_padded_tensor(0.0)"
     if tensor.is_meta:
@@ -39,7 +44,7 @@ def unreadable(tensor: Any) -> str:
 
 
 def as_whole(value: object) -> int | None:
-    """Return an int of any library as Python's; None for anything else, floats and bools too."""
+    """Return an integer of Python, numpy or PyTorch as an int; None for anything else, floats and bools too."""
     if _is_bool(value):
         return None
     try:
@@ -49,7 +54,7 @@ def as_whole(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number of any library as a float; None for anything else, texts and bools too."""
+    """Return a finite number of Python, numpy or PyTorch as a float; None for anything else, texts and bools too."""
     if _is_bool(value) or not isinstance(value, SupportsFloat):
         return None
     try:
@@ -60,7 +65,12 @@ def as_number(value: object) -> float | None:
 
 
 def whole_number(pattern: str, value: object, expected: str, least: int | None = 0) -> int:
-    """Return `value` as an int. Raise ValueError, which names what is `expected`, for others and below `least`."""
+    """Return `value` as an int. Raise ValueError for anything else, and for numbers below `least`.
+
+    pattern: names the argument in the error, with {} for its value: "Tokens(length={})".
+    expected: what to write instead, after "is not valid; ".
+    least: the smallest number allowed; None for no bound.
+    """
     found = as_whole(value)
     if found is None or (least is not None and found < least):
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
@@ -68,7 +78,11 @@ def whole_number(pattern: str, value: object, expected: str, least: int | None =
 
 
 def number(pattern: str, value: object, expected: str) -> float:
-    """Return `value` as a finite float. Raise ValueError, which says what is `expected`, for anything else."""
+    """Return `value` as a finite float. Raise ValueError for anything else.
+
+    pattern: names the argument in the error, with {} for its value: "Scores(scale={})".
+    expected: what to write instead, after "is not valid; ".
+    """
     found = as_number(value)
     if found is None:
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
@@ -76,9 +90,12 @@ def number(pattern: str, value: object, expected: str) -> float:
 
 
 def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...]:
-    """Return a list, an array or a tensor of whole numbers as a tuple.
+    """Return the whole numbers of a list, an array or a tensor of one dimension as a tuple; floats may be whole, too.
 
-    Floats that are whole count as such. Raises ValueError, which says what is `expected`, for anything else.
+    pattern: names the argument in the error, with {} for its value: "hierarchy={}".
+    expected: what to write instead, after "is not valid; ".
+
+    Raises ValueError for anything else; for a wrong entry it says which.
     """
     listed = as_listed(pattern, values, expected)
     if all(type(value) is int for value in listed):  # as mostly, and there may be many
@@ -93,9 +110,12 @@ def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...
 
 
 def as_listed(pattern: str, values: object, expected: str) -> tuple[object, ...]:
-    """Return the entries of a list, an array, a tensor of one dimension, or of anything else in an order.
+    """Return the entries of a list, an array, a tensor of one dimension, or another ordered iterable, as a tuple.
 
-    Raises ValueError, which says what is `expected`, for anything else.
+    pattern: names the argument in the error, with {} for its value: "PerRow(masks={})".
+    expected: what to write instead, after "is not valid; ".
+
+    Raises ValueError for texts, sets, mappings, and anything else without an order or of several dimensions.
     """
     unordered = (str, bytes, Mapping, Set)
     if isinstance(values, unordered) or not isinstance(values, Iterable) or len(getattr(values, "shape", (1,))) != 1:
@@ -114,6 +134,6 @@ def as_positive(value: object) -> int | None:
 
 
 def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
-    """Raise ValueError, which lists the valid names, if a value is not a valid name of an option."""
+    """Raise ValueError, which lists the `valid` names, unless `value`, given for `option`, is one of them."""
     if not isinstance(value, str) or value not in valid:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")

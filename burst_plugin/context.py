@@ -47,10 +47,10 @@ class ContextParallel:
     says which ranks share a node; so is the first attention call, which makes communicators that were not given.
 
     Args:
-        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank; if
-            there are others, together with `hierarchy=[1]`.
+        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for this rank alone,
+            with `hierarchy=[1]` if there are other ranks.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
-        strategy: all options together.
+        strategy: all options together; None for the defaults.
         options: options of `Strategy` by name, or the name of a `preset`, in place of a strategy:
             `ContextParallel(group, preset="usp")`.
 
@@ -59,13 +59,13 @@ class ContextParallel:
             rank is not in, or no group where there are several ranks.
 
     Attributes:
-        strategy: the options, with what a profile has planned.
+        strategy: the options, completed by the plan if a profile was given.
         group: the group of all ranks; None for a single rank.
         rank, ranks: the number of this rank in the group, and how many there are.
         rank_state: this rank's place in the ring.
         agreement: how this rank compares its calls with the other ranks' calls.
         connections: the communicators between ranks.
-        chosen: the options that were left to `memory="auto"`, and have been chosen.
+        chosen: the names of options that were left to `memory="auto"`, and have been chosen (`choose`).
         plans: plans for the kinds of attention calls made before; see `ring.choices.make_plan`.
     """
 
@@ -118,7 +118,10 @@ class ContextParallel:
             offload_while_alive(self)
 
     def choose(self, **options: Any) -> None:
-        """Set options that `memory="auto"` leaves open; all ranks have to set them alike, between two steps."""
+        """Set options of this ring's strategy that `memory="auto"` left open, by name: `choose(loss_chunk=1024)`.
+
+        All ranks have to set the same values, between two training steps. `chosen` lists the names from then on.
+        """
         strategy = replace(self.strategy, **options)
         self._follow_checkpoints(strategy)
         self.strategy = self.rank_state.strategy = strategy
@@ -140,7 +143,7 @@ class ContextParallel:
 
     @property
     def topology(self) -> Topology:
-        """Return the nodes and ranks per node."""
+        """Return the group's topology: its nodes, and the ranks on each."""
         return self.rank_state.topology
 
     @between_graphs
@@ -158,9 +161,9 @@ class ContextParallel:
         """Prepare for calls of one kind before the first step, so that they do not hold up a pass; collective.
 
         Arguments are as for `burst_attention`; shapes, types and strides of tensors matter, values do not. Creates
-        communicators and buffers, chooses the kernel and tries it out, and runs the passes without their messages,
-        the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
-        a kind do so by themselves. Raises ValueError on every rank if any cannot do this.
+        communicators and buffers, chooses the kernel and tries it out, and runs the forward pass without messages,
+        and the backward pass if any tensor has `requires_grad`: there libraries plan and compile. Without it, on GPUs
+        the first passes of a kind do so themselves. Raises ValueError on every rank if any cannot do this.
         """
         whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
         for call in by_head_group(*whole) or [whole]:
@@ -182,8 +185,9 @@ class ContextParallel:
     def connect(self, by_link: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.
 
-        `by_link`: which sets of communicators, one for both links (False), one for each link (True); by default the
-        set that calls need whose mask leaves most of the work.
+        `by_link` says which sets to create: False in it stands for communicators that serve the links inside nodes
+        and between nodes alike, True for one communicator per kind of link. None: the set of calls whose mask, such
+        as a causal one, has every rank work on every block.
         """
         self.connections.connect(by_link)
 
@@ -200,27 +204,42 @@ class ContextParallel:
         self.connections.close()
 
     def release(self) -> None:
-        """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
+        """Free this rank's buffers and plans without communicating; communicators stay.
+
+        Attention raises RuntimeError from then on. Unlike `close`, it does not wait for the other ranks. Raises
+        RuntimeError in the middle of a pass.
+        """
         self.connections.release()
         self.plans.clear()
 
     @property
     def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the process groups made by this ring so far, each with the given group's time-out at its making."""
+        """Return the process groups made by this ring so far; each got the given group's timeout when it was made."""
         return tuple(self.connections.communicators.created)
 
     def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
-        """Compare the next actions of all ranks, and return how many agreements there have been; collective.
+        """Compare what all ranks are about to do, and return the number of this comparison; collective.
 
-        Raises ValueError on every rank if any has a `problem`, or if ranks differ in `signature`, values by name, or
-        in their options.
+        Args:
+            signature: the values that must be equal on all ranks, by the names that errors call them.
+            problem: why this rank cannot go on, for errors on all ranks; "" if it can.
+            of: what is compared, for errors.
+
+        Returns:
+            How many comparisons and attention calls this rank has made, this one included; equal on all ranks.
+
+        Raises:
+            ValueError: on every rank if any has a problem, or if ranks differ in `signature`, in their options, or in
+                what they are about to do.
         """
         return self.agreement.agree(signature, problem, of)
 
     def meet(self, at: str) -> None:
-        """Check that all ranks are `at` the same place, as often as calls are compared; collective.
+        """Check that all ranks have come to the place that `at` names; collective.
 
-        For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
+        Ranks compare as often as they compare attention calls (`Strategy.check`): on GPUs by default at the calls 1,
+        2, 4, 8, ... of `meet`. It is for places after which a rank that left something out would wait for ranks that
+        wait here. Raises ValueError on every rank that compares if any is elsewhere.
         """
         self.agreement.meet(at)
 
@@ -352,12 +371,14 @@ class ContextParallel:
         return positions(runs, torch.get_default_device() if device is None else device)
 
     def blocks(self, tokens: Tokens | int, block: int) -> Tokens:
-        """Return the blocks of `block` tokens that ranks hold of a sequence, as `Tokens` of as many blocks.
+        """Return which ranks hold which blocks of `block` tokens, as `Tokens` that count blocks in place of tokens.
 
-        With it `positions` gives the numbers of this rank's blocks, and `unshard` gathers from all ranks what each
-        knows of its own: their mean keys, and in the end which blocks of keys they selected, so that all ranks make
-        the same mask of it (`selected_blocks`). `tokens` may be a length. Raises ValueError if a block lies on
-        several ranks.
+        With it `positions` gives the numbers of this rank's blocks, and `unshard` gathers from all ranks one row for
+        each of their blocks: mean keys, say, and in the end which blocks of keys each block selected, so that all
+        ranks make the same mask of it (`selected_blocks`).
+
+        `tokens` is the sequence, or its length. Raises ValueError if a block lies on several ranks, or a rank has
+        none.
         """
         from burst_plugin.sequence.block_masks import block_tokens  # rarely needed
 
@@ -368,8 +389,8 @@ class ContextParallel:
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """Return the token layout for a sequence of `length` that balances computing and traffic under `mask`.
 
-        Pass it as `tokens=` to all other functions. With `alike` all ranks hold equally many tokens, for which
-        lengths of `even_length` are suitable. Raises ValueError for other lengths then.
+        Pass it as `tokens=` to all other functions. With `alike` all ranks hold equally many tokens, which a length
+        from `even_length` always allows. Raises ValueError for a length that no layout divides equally then.
         """
         from burst_plugin.assignment.balance import choose_tokens  # rarely needed
 
@@ -378,7 +399,10 @@ class ContextParallel:
 
     @between_graphs
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
-        """Return the most over the mean of the ranks' attention work; 1 is even."""
+        """Return the largest of the ranks' attention work under `mask`, over the mean of all ranks; 1 is even.
+
+        `tokens` is the sequence, or its length. It is 1 also where no rank has work.
+        """
         from burst_plugin.assignment.balance import imbalance  # rarely needed
 
         check_mask(mask)
@@ -404,7 +428,11 @@ class ContextParallel:
         return self.rank_state.traffic()
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that this rank should have sent, counted from the schedules of its calls, as `traffic`."""
+        """Return the bytes that this rank should have sent, counted from the schedules of its calls.
+
+        By link and kind, as `traffic` returns the bytes that it has sent: `{"intra": {"gather": n, "reduce": n},
+        "inter": ...}`.
+        """
         return self.rank_state.expected_traffic()
 
     def reset_traffic(self) -> None:

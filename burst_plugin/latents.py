@@ -96,10 +96,13 @@ def latent_attention(
 
 
 def sends_latents(cp: ContextParallel, problem: str = "") -> bool:
-    """Return whether the ring of `cp` sends latents, as `Strategy.latents` says, or keys and values made of them.
+    """Return whether the ring of `cp` sends latents in MLA, rather than keys and values made of them.
 
-    `problem` is what in a layer keeps it from sending latents, if anything. Raises ValueError if there is one and
-    latents are asked for by name.
+    With `Strategy.latents` "auto" it does if there are several ranks, heads are neither exchanged nor cut into parts,
+    and there is no `problem`; with "send" always; with "expand" never.
+
+    `problem` says what in a layer keeps it from sending latents; "" if nothing does. Raises ValueError if
+    latents="send", and the layer or the strategy keeps the ring from it.
     """
     strategy = cp.strategy
     if strategy.latents == "expand":

@@ -23,7 +23,13 @@ from burst_plugin.sequence.masks import Documents, Keys, Mask, document_starts
 
 
 class HeldTokens(NamedTuple):
-    """How the ranks of a group hold a sequence along one dimension of their tensors; one rank needs no group."""
+    """The distribution of a sequence over the ranks of a group, for tensors with tokens along dimension `dim`.
+
+    layout, tokens: which tokens each rank holds, and in which order.
+    lengths: how many tokens each rank holds, by rank.
+    rank: this rank's number in the group.
+    group: the process group; None for a single rank.
+    """
 
     dim: int
     layout: Layout
@@ -33,7 +39,7 @@ class HeldTokens(NamedTuple):
     group: dist.ProcessGroup | None
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole sequence from the tokens of every rank; collective."""
+        """Return the whole sequence, in order, from every rank's `local` [..., lengths[rank], ...]; collective."""
         if self.group is None:
             return self.layout.unshard([local], self.dim, self.tokens)
         dim, held, most = self.dim, self.lengths[self.rank], max(self.lengths)
@@ -47,7 +53,7 @@ class HeldTokens(NamedTuple):
         return self.layout.unshard(found, dim, self.tokens)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the tokens of a whole sequence that a rank holds."""
+        """Return the tokens that `rank` holds of the tensor `whole` of a whole sequence."""
         return self.layout.shard(whole, self.dim, (rank, len(self.lengths)), self.tokens)
 
     def summed_part(self, whole: Tensor) -> Tensor:
@@ -81,21 +87,31 @@ class WholeSequence(torch.autograd.Function):
 
 
 class Rows(NamedTuple):
-    """The local rows that this rank exchanges with every rank, in rank order; `counts` says how many with each."""
+    """Rows of a rank's tensor that it sends to the other ranks, or receives from them, in one exchange.
+
+    rows: int64 [N], on the host: the numbers of the rows, grouped by the other rank, in rank order.
+    counts: for each rank of the group, how many of these rows are exchanged with it.
+    """
 
     rows: Tensor  # int64, on the host
     counts: list[int]
 
 
 class Shift(NamedTuple):
-    """The local rows that leave this rank, and the rows that arrive from others; one rank needs no group."""
+    """One rank's part in a shift of a sequence: the rows that leave it, and the rows that arrive from other ranks.
+
+    Both include rows that stay on this rank. `group` is None for a single rank.
+    """
 
     leaving: Rows
     arriving: Rows
     group: dist.ProcessGroup | None
 
     def move(self, local: Tensor, *, back: bool = False) -> Tensor:
-        """Return the rows that moved to this rank, where they arrive in a tensor like `local`, else 0; collective."""
+        """Send the rows of `local` [S_local, ...] that leave; return a tensor like it with what arrived; collective.
+
+        Rows at which nothing arrives are 0. With `back` rows go the opposite way, as gradients do.
+        """
         sent, put = (self.arriving, self.leaving) if back else (self.leaving, self.arriving)
         source = local.index_select(0, sent.rows.to(local.device))
         arrived = source.new_empty((len(put.rows), *source.shape[1:]))
@@ -109,7 +125,7 @@ class Shift(NamedTuple):
 
 
 class ShiftedRows(torch.autograd.Function):
-    """An autograd function that moves rows between ranks, and in the backward pass gradients back."""
+    """An autograd function that moves rows of a tensor between ranks by a `Shift`, and gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shift: Shift) -> Tensor:
@@ -128,10 +144,10 @@ def shifted(
 
     Args:
         local: this rank's tokens along `dim`, of any dtype.
-        by: how many places, as in `torch.roll`; zeros come in at the end.
+        by: how many places, in the direction of `torch.roll`; zeros come in where that would let values in again.
         dim: a dimension of `local`.
         shards: the runs of every rank.
-        place: this rank, and the group, None if it is alone.
+        place: (this rank's number, the group of all ranks or None if it is alone).
     """
     rank, group = place
     shift = Shift(*exchanged_rows(tuple(map(tuple, shards)), rank, by), group)
@@ -141,7 +157,10 @@ def shifted(
 
 @lru_cache(maxsize=16)  # all shifts of some microbatches that a pipeline has in flight
 def exchanged_rows(shards: tuple[tuple[Run, ...], ...], rank: int, by: int) -> tuple[Rows, Rows]:
-    """Return the rows that a rank sends for a shift by `by` places, and the rows that it receives."""
+    """Return (the rows that `rank` sends, the rows that it receives) for a shift by `by` places.
+
+    `shards` are the runs of every rank.
+    """
     held = [positions(runs) for runs in shards]
     ranks, length = len(shards), sum(map(len, held))
     edge = abs(by)
@@ -161,9 +180,21 @@ def _by_rank(rows: Tensor, other: Tensor, ranks: int) -> Rows:
 
 
 def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, device: torch.device) -> Tensor:
-    """Return which tokens would get, in a shift by `by` places, a value of another document or padding, or no value.
+    """Return where a shift by `by` places would bring a value of another document, of padding, or none at all.
 
-    bool [1 or B, S_local], of the rows of `mask`. Raises ValueError for a mask with a prefix tree.
+    Args:
+        runs: the runs of this rank.
+        length: of the whole sequence.
+        by: how many places, in the direction of `torch.roll`.
+        mask: whose documents and padding count.
+        device: of the result.
+
+    Returns:
+        bool [1 or B, S_local] for this rank's tokens, with a row for each batch row of `mask`. It is True where the
+        token itself is padding, too.
+
+    Raises:
+        ValueError: for a mask with a prefix tree.
     """
     if mask.trees:
         raise ValueError(
@@ -183,7 +214,10 @@ def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, dev
 
 
 def are_real(mask: Mask, places: Tensor) -> Tensor:
-    """Return which tokens are no padding, bool like `places`, by the mask of one batch row."""
+    """Return which of the tokens at `places` of the whole sequence are no padding, as a bool tensor like `places`.
+
+    `mask` is the mask of one batch row.
+    """
     if isinstance(mask, Both):
         return are_real(mask.one, places) & are_real(mask.other, places)
     real = torch.ones_like(places, dtype=torch.bool)

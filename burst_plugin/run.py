@@ -22,7 +22,11 @@ from burst_plugin.frameworks import all_frameworks, framework
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Install a framework's adapter, then run the script as `python script` would."""
+    """Install the adapter of the framework that a script uses, then run the script as `python script` would.
+
+    `arguments` are options, the script and its arguments, as on the command line; None for `sys.argv[1:]`. Raises
+    SystemExit where there is no such file, or it cannot be told which framework the script uses.
+    """
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     script = Path(options.script)
     if not script.is_file():

@@ -17,10 +17,12 @@ _SLOPES = "give a list of finite numbers, one per query head, or None"
 
 @dataclass(frozen=True)
 class Scores:
-    """score = softcap(scale * q . k) + alibi + bias; probability = dropout(softmax(score)).
+    """The options of attention scores and probabilities: scale, softcap, ALiBi and dropout.
+
+        score = softcap(scale * q . k) + alibi + bias        probability = dropout(softmax(score))
 
     scale: factor on q . k; None is 1 / sqrt(head dim).
-    softcap: `softcap * tanh(score / softcap)`, as in Gemma 2 (arXiv 2408.00118, section 2).
+    softcap: `softcap * tanh(score / softcap)`, as in Gemma 2 (arXiv 2408.00118, section 2); None for none.
     alibi_slopes: one per query head: `-slope * |query position - key position|` is added (arXiv 2108.12409).
     dropout: the share of probabilities set to 0, the others being scaled up. The choice depends on `seed`, the batch
         row, the head and the two positions only: it is equal for any number of ranks, and in recomputation. Batch
@@ -55,7 +57,10 @@ class Scores:
             object.__setattr__(self, "alibi_slopes", slopes)
 
     def resolved(self, qk_dim: int, q_heads: int) -> Scores:
-        """Return the scores with the scale filled in. Raise ValueError if the slopes are not one per query head."""
+        """Return the scores with a scale of 1 / sqrt(`qk_dim`) where it is None.
+
+        Raises ValueError if there are slopes, and not one for each of `q_heads` query heads.
+        """
         if self.alibi_slopes is not None and len(self.alibi_slopes) != q_heads:
             raise ValueError(
                 f"got {len(self.alibi_slopes)} alibi_slopes for {q_heads} query heads; give one per head"
@@ -68,5 +73,5 @@ class Scores:
 
     @property
     def needs_positions(self) -> bool:
-        """Return whether a kernel needs the positions of the tokens that it works on."""
+        """Return whether kernels have to know the positions of tokens: with ALiBi slopes, and with dropout."""
         return self.alibi_slopes is not None or self.dropout > 0

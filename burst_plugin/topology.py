@@ -40,7 +40,7 @@ class Traffic(str, Enum):
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes` times `ranks_per_node` ranks; consecutive ranks share a node.
+    """The ranks of a group on its nodes: `ranks_per_node` on each of `nodes` nodes; consecutive ranks share a node.
 
     Raises ValueError if either is not a whole number of 1 or more.
     """
@@ -94,9 +94,11 @@ class Topology:
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
     def of_ulysses_groups(self, degree: int, option: str = "ulysses_degree") -> Topology:
-        """Return the topology of Ulysses groups of `degree` consecutive ranks, inside nodes or of whole nodes.
+        """Return the topology of the ring in which groups of `degree` consecutive ranks take the places of ranks.
 
-        Raises ValueError for other degrees, naming the `option`. A `mesh_degree` makes such groups, too.
+        Groups lie inside nodes, or are whole nodes: with 2 nodes of 8 ranks it is 2x4 for degree 2, and 2x1 for
+        degree 8. Raises ValueError for other degrees, naming the `option` that has this value: "ulysses_degree" or
+        "mesh_degree".
         """
         if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(
@@ -118,10 +120,10 @@ class Topology:
     def from_sizes(
         cls, ranks: int, hierarchy: Sequence[int] | None = None, ranks_per_node: int | None = None
     ) -> Topology:
-        """Return a topology from the number of ranks and hierarchical sizes (innermost first) or ranks per node.
+        """Return the topology of `ranks` ranks, from hierarchical sizes (innermost first) or from the ranks per node.
 
         Sizes are given as in Megatron: `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels
-        the outer two are merged.
+        the outer two are merged. With neither, all ranks are on one node.
         Raises ValueError if sizes do not multiply to `ranks`, or if the two options contradict each other.
         """
         if ranks_per_node is not None:
@@ -145,10 +147,11 @@ class Topology:
 
     @classmethod
     def from_node_ids(cls, ids: Sequence[str]) -> Topology | None:
-        """Return a topology from each rank's `node_id`; None if no size divides all nodes, or nodes are interleaved.
+        """Return a topology from each rank's `node_id`; None if ranks of one node are not consecutive.
 
         Nodes of unlike size count as several of the largest size that divides them all: 4 and 2 ranks as 3 nodes of
-        2, so that 2 NICs are at work wherever blocks cross. With a size of 1 there is nothing left to tell apart.
+        2, so that 2 NICs are at work wherever blocks cross. If that size is 1, although a node has more ranks, the
+        result is None, too.
         """
         sizes = node_sizes(ids)
         size = math.gcd(*sizes)
@@ -160,13 +163,14 @@ class Topology:
 class Groups(NamedTuple):
     """The division of ranks into groups of `size`, and rings: the ranks at one place in all groups are a ring.
 
-    apart: whether rings are of neighbours, and the ranks of a group as far apart as can be, or the other way round.
-    option: by which the size was asked for.
+    apart: if False, a group is neighbours and the ranks of a ring are `size` apart; if True, a ring is neighbours and
+        the ranks of a group are as far apart as can be.
+    option: the option that gives the size, "ulysses_degree" or "mesh_degree", for errors.
     gathers: whether the ranks of a group gather each other's blocks, of all heads, instead of sharing heads.
 
         8 ranks, size 2    groups               rings
-        neighbours         0 1, 2 3, 4 5, 6 7   0 2 4 6, 1 3 5 7
-        apart              0 4, 1 5, 2 6, 3 7   0 1 2 3, 4 5 6 7
+        apart=False        0 1, 2 3, 4 5, 6 7   0 2 4 6, 1 3 5 7
+        apart=True         0 4, 1 5, 2 6, 3 7   0 1 2 3, 4 5 6 7
     """
 
     topology: Topology
@@ -181,24 +185,29 @@ class Groups(NamedTuple):
         return self.topology.ranks // self.size
 
     def of(self, rank: int) -> tuple[int, int]:
-        """Return the group of a rank, and its place in it."""
+        """Return (the number of the rank's group, the rank's place in it)."""
         if self.apart:
             return rank % self.ring_size, rank // self.ring_size
         return rank // self.size, rank % self.size
 
     def members(self, group: int) -> range:
-        """Return the ranks of a group, by place."""
+        """Return the ranks of the group with this number, in the order of their places."""
         if self.apart:
             return range(group, self.topology.ranks, self.ring_size)
         return range(group * self.size, (group + 1) * self.size)
 
     def ring(self, place: int) -> range:
-        """Return the ranks at one place in their groups, by group."""
+        """Return the ranks at one place in all groups, which are a ring, in the order of their groups."""
         return Groups(self.topology, self.ring_size, not self.apart).members(place)
 
     @property
     def ring_topology(self) -> Topology:
-        """Return the topology of a ring. Raises ValueError, naming the option, for a size that nodes cannot have."""
+        """Return the topology that each ring has: the number of its nodes, and of its ranks on each of them.
+
+        Of 2 nodes with 4 ranks each, in groups of 2, a ring has 2 nodes with 2 ranks each, or, `apart`, 1 node with
+        4. Raises ValueError, naming the `option`, unless groups (if `apart`, rings) lie inside nodes or are whole
+        nodes.
+        """
         if not self.apart:
             return self.topology.of_ulysses_groups(self.size, self.option)
         per_node, sizes = (
@@ -214,7 +223,7 @@ class Groups(NamedTuple):
 
 
 def node_sizes(ids: Sequence[str]) -> list[int]:
-    """Return how many ranks each node has, from each rank's `node_id`; none if nodes are interleaved."""
+    """Return how many ranks each node has, from each rank's `node_id`; [] if a node's ranks are not consecutive."""
     runs = [(node, len(list(ranks))) for node, ranks in groupby(ids)]
     return [count for _, count in runs] if len(runs) == len(set(ids)) else []
 

@@ -62,7 +62,7 @@ class Edges:
 
 
 class Folded(NamedTuple):
-    """Rollouts folded into one sequence: ids and position_ids [1, S], int64, its mask, and its edges."""
+    """Rollouts folded into one sequence: `ids` and `position_ids` [1, S], int64, the mask `tree`, and the `edges`."""
 
     ids: Tensor
     position_ids: Tensor

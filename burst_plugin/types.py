@@ -41,10 +41,10 @@ ANTICAUSAL = Band(0, None)
 
 
 class InFlight(NamedTuple):
-    """Messages under way while a kernel runs.
+    """The messages that a rank sends and receives while a kernel runs, which compete with it for the GPU.
 
     ctas: how many of the GPU's thread blocks move them; 0 if that is not known.
-    nbytes: their bytes, per step that they may take.
+    nbytes: their bytes; a message that may take several steps of the ring counts with an equal share in each.
     """
 
     ctas: int
@@ -71,7 +71,7 @@ def row_count(rows: Iterable[tuple[int, int]]) -> int:
 
 
 def union(several: Iterable[Rows | None]) -> Rows | None:
-    """Return the rows that any of several sets of rows has; None stands for all rows."""
+    """Return the rows that are in any of several sets of row ranges; None, given or returned, is all rows."""
     several = list(several)
     known = [rows for rows in several if rows is not None]
     return merged(chain.from_iterable(known)) if len(known) == len(several) else None

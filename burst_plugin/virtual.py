@@ -51,10 +51,12 @@ if TYPE_CHECKING:
 
 
 class VirtualRing:
-    """`topology.ranks` ranks in this process, with the options of `strategy`.
+    """A ring whose ranks, `topology.ranks` of them, all run in this process, one thread, without a network.
 
-    The network between them is hostile on purpose (`comm.in_process`); `seed` sets its order of messages. To measure
-    time instead, give a `network` of plain copies (`comm.copies`).
+    strategy: the options of the ring; None for the defaults.
+    seed: the order in which messages arrive. The network is hostile on purpose (`comm.in_process`): it delivers late
+        and in a random order.
+    network: another network, such as one of plain copies (`comm.copies`) to measure time.
     """
 
     def __init__(
@@ -105,10 +107,14 @@ class VirtualRing:
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
         **extras: Unpack[ExtraTensors],
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
+        """Compute `burst_attention` of whole sequences: return (out [B, Sq, Hq, Dv], lse [B, Hq, Sq]).
 
-        As `burst_attention`. Extras are its `sink`, whose gradient is the sum over ranks, and
-        its `bias` and `selection`, here of all queries. `tokens` are needed only to cut every document by itself.
+        Args:
+            q, k, v: whole sequences, [B, Sq, Hq, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv].
+            mask, scores: as for `burst_attention`.
+            tokens: the sequence, or a pair for queries and keys; needed only to cut every document by itself, or to
+                choose another assignment to ranks.
+            extras: `sink` [Hq], whose gradient is the sum over ranks; `bias` and `selection`, of all queries.
         """
         if torch.compiler.is_compiling():
             from burst_plugin.ring.compiled import opaque  # which imports the compiler
@@ -131,9 +137,14 @@ class VirtualRing:
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
         **extras: Unpack[ExtraTensors],
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of whole sequences, as `burst_plugin.latent_attention`.
+        """Compute `burst_plugin.latent_attention` of whole sequences: return (out [B, S, Hq, Dv], lse [B, Hq, S]).
 
-        The gradient of `weight` [Hq * (D - R + Dv), C] is the sum over ranks.
+        Args:
+            q: [B, S, Hq, D].
+            latents, shared_keys: [B, S, 1, C], normalised, and [B, S, 1, R], with rotary embedding.
+            weight: of the up-projection, [Hq * (D - R + Dv), C]; its gradient is the sum over ranks. None: queries
+                are in the space of latents, D = C + R, and Dv = C.
+            mask, scores, tokens, extras: as for `attention`.
         """
         whole = Inputs(q, latents, shared_keys, **extras, weight=weight)
         return self._attend(whole, Request(mask, scores, both_sides(tokens), lse=True, latents=True))
@@ -159,7 +170,7 @@ class VirtualRing:
         return out, lse
 
     def next_call(self) -> CallId:
-        """Begin the next call of this ring, and return its identity."""
+        """Count one more call on this ring, and return the identity that its messages carry on all ranks."""
         self._number += 1
         return CallId(self._number)
 
@@ -200,7 +211,10 @@ class VirtualRing:
 
     @contextmanager
     def profile(self) -> Iterator[list[Profile]]:
-        """Record what each rank does until the end of the `with` block. Waits are for copies, never for a peer."""
+        """Record what each rank does until the end of the `with` block; yields a `Profile` per rank, in rank order.
+
+        All ranks take turns in one process: waits are for copies in memory, never for another rank to get ready.
+        """
         with ExitStack() as stack:
             yield [
                 stack.enter_context(rank_state.profiled(Profile(rank_state.rank, rank_state.topology)))
@@ -208,16 +222,19 @@ class VirtualRing:
             ]
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        """Return the bytes that `rank` has sent, as `ContextParallel.traffic`."""
+        """Return the bytes that `rank` has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
         return self.rank_states[rank].traffic()
 
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        """Return the bytes that `rank` should have sent, as `ContextParallel.expected_traffic`."""
+        """Return the bytes that `rank` should have sent, counted from the schedules of its calls.
+
+        By link and kind, as `traffic`: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
+        """
         return self.rank_states[rank].expected_traffic()
 
 
 class VirtualRingAttention(torch.autograd.Function):
-    """The autograd function of attention on a virtual ring: `RingAttention`, with the tensors of all ranks.
+    """The autograd function of attention on a virtual ring: it runs the passes of all ranks in turn.
 
     Inputs, outputs and gradients are flat: all tensors of rank 0, then all of rank 1, and so on.
     """
@@ -259,6 +276,6 @@ class VirtualRingAttention(torch.autograd.Function):
 
 
 def by_rank(flat: Sequence[Any], ranks: int) -> list[tuple[Any, ...]]:
-    """Split a flat sequence into equally many items for each rank."""
+    """Split a flat sequence, all items of rank 0, then all of rank 1, and so on, into one tuple for each rank."""
     count = len(flat) // ranks
     return [tuple(flat[count * rank : count * (rank + 1)]) for rank in range(ranks)]

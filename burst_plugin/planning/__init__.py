@@ -1,1 +1,1 @@
-"""What a schedule takes on a cluster that is described, without running it."""
+"""Prices of schedules on a cluster that is described by its links, without running them: time, bytes and buffers."""

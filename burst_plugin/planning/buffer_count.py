@@ -22,9 +22,10 @@ _KINDS = (0, 1)  # of buffers: of operands, of partial results
 
 
 class Held(NamedTuple):
-    """Buffers that a rank holds at once, beside its own tensors: operands of blocks, and partial results of blocks.
+    """How many communication buffers a rank holds at once, beside its own tensors.
 
-    With the heads in parts, a block is one part of a rank's.
+    operands, results: buffers of blocks' operands, and of blocks' partial results. With the heads in parts, a block
+        is one part of a rank's.
     """
 
     operands: int
@@ -32,7 +33,10 @@ class Held(NamedTuple):
 
 
 def most_held(schedule: Schedule) -> Held:
-    """Return the most operands and the most partial results that any rank holds at once, each by itself."""
+    """Return the most operands and the most partial results that any rank holds at once while it runs `schedule`.
+
+    The two may be held at different times, and by different ranks.
+    """
     held = [dict(together) for together in _held_together(schedule, _rows(schedule))]
     operands, results = (
         max(sum(count for size, count in together.items() if size % 2 == kind) for together in held)
@@ -42,7 +46,9 @@ def most_held(schedule: Schedule) -> Held:
 
 
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
-    """Return the most bytes of operands and results together that any rank holds at once, for blocks of these bytes.
+    """Return the most bytes of operands and partial results together that any rank holds at once in `schedule`.
+
+    operand_bytes, result_bytes: of one whole block; with the heads in parts, of one part of it.
 
     The pool keeps all buffers that were in use at one time, whatever their sizes (`BufferPool`).
     """
@@ -64,7 +70,7 @@ def _held_together(schedule: Schedule, rows: int) -> set[frozenset[tuple[int, in
 
 
 def as_many_buffers(topology: Topology) -> Topology:
-    """Return the smallest cluster whose schedules need as many buffers as here, if every block is required.
+    """Return a small cluster whose schedules need as many buffers as `topology`'s, if every block is required.
 
     From a few nodes and ranks per node on the number of buffers no longer grows, but counting them takes time that
     grows with the third power of the number of ranks.
@@ -107,9 +113,10 @@ class _Size(Packing):
 
 
 class CountingPool(BufferPool):
-    """A buffer pool that counts leased buffers by size: how many are leased `now`, and the `most` at one time.
+    """A buffer pool that counts leased buffers by bytes: how many are leased `now`, and the `most` at one time.
 
-    `held` has the items of `now` after each lease: the buffers held together.
+    `held` is the set of all states of `now` after a lease, each as a frozenset of (size, number): which buffers are
+    held together.
     """
 
     def __init__(self) -> None:

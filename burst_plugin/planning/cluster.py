@@ -10,7 +10,11 @@ from burst_plugin.topology import Link, Topology
 
 @dataclass(frozen=True)
 class Links:
-    """Rates per direction: of every rank inside its node, and of every NIC between nodes; `nic` is "rank" or "node".
+    """The links of a cluster: rates in bytes per second and latencies in seconds, in one direction.
+
+    intra_bytes_per_s, intra_latency_s: of each rank, to the ranks of its node.
+    inter_bytes_per_s, inter_latency_s: of each NIC, to other nodes.
+    nic: "rank" if each rank has a NIC, "node" if the ranks of a node share one.
 
     Raises ValueError for rates of 0, latencies below 0, numbers that are not finite, and another `nic`.
     """
@@ -32,18 +36,18 @@ class Links:
             raise ValueError(f'Links(nic={self.nic!r}) is not valid; use "rank" or "node"')
 
     def bytes_per_s(self, link: Link) -> float:
-        """Return the rate of a link."""
+        """Return the bytes per second of the links inside nodes, or between them."""
         return self.intra_bytes_per_s if link is Link.INTRA else self.inter_bytes_per_s
 
     def latency_s(self, link: Link) -> float:
-        """Return the latency of a link."""
+        """Return the latency, in seconds, of the links inside nodes, or between them."""
         return self.intra_latency_s if link is Link.INTRA else self.inter_latency_s
 
     def of_ring(self, topology: Topology, degree: int) -> Links:
-        """Return the links of one of the rings that go on beside each other where groups have `degree` ranks.
+        """Return the links of one of the rings that send at the same time where groups have `degree` ranks.
 
-        The ranks with one number in all groups are a ring. Their NICs are their own, or they have a share of
-        their node's.
+        The ranks at one place in all groups are a ring. If the ranks of a node share a NIC, a ring has its share of
+        it. `topology` is of all ranks.
         """
         share = 1 if self.nic == "rank" else min(degree, topology.ranks_per_node)
         return replace(self, inter_bytes_per_s=self.inter_bytes_per_s / share)
@@ -51,10 +55,19 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of GPUs. Rates are reached rates, not advertised ones; by default an H100's.
+    """A cluster of GPUs, as plans of training runs describe it; by default H100s, with rates that runs reach.
 
+    gpu_gib, host_gib: the memory of a GPU, and of a node's host.
     margin_gib: memory of a GPU that plans leave free: the CUDA context, NCCL beside attention, cuBLAS, fragmentation.
     process_gib: host memory of a process before anything is offloaded: PyTorch, pinned batches, data loading.
+    peak_flops: FLOP per second of a GPU in 16 bits, as advertised.
+    matmul_share, attention_share: the shares of this peak that matrix products and attention kernels reach.
+    recurrent_share: the share that kernels of layers with a state reach: by the published times of
+        flash-linear-attention's.
+    intra_bytes_per_s, inter_bytes_per_s: of each GPU, in one direction, inside its node and between nodes.
+    pcie_bytes_per_s: between a GPU and its host, in either direction, all GPUs of a node at once.
+    host_bytes_per_s: of a node's memory, while an optimizer runs on its CPUs.
+    hop_s: seconds that a message between ranks takes besides its bytes, where nothing hides it.
     """
 
     nodes: int = 1
@@ -67,15 +80,11 @@ class Cluster:
     matmul_share: float = 0.45
     attention_share: float = 0.54
     recurrent_share: float = 0.08
-    """Of the peak, that kernels of layers with a state reach: by the published times of flash-linear-attention's."""
     intra_bytes_per_s: float = 350e9
     inter_bytes_per_s: float = 40e9
     pcie_bytes_per_s: float = 40e9
-    """Between a GPU and its host, in either direction, all GPUs of a node at once."""
     host_bytes_per_s: float = 200e9
-    """Of a node's memory, while an optimizer runs on its CPUs."""
     hop_s: float = 30e-6
-    """That a message between ranks takes besides its bytes, where nothing hides it."""
 
     @property
     def gpus(self) -> int:
@@ -84,5 +93,5 @@ class Cluster:
 
     @property
     def links(self) -> Links:
-        """Return the links as the simulator of schedules takes them."""
+        """Return the links for a simulation of schedules: a NIC for each GPU, and no latency."""
         return Links(self.intra_bytes_per_s, self.inter_bytes_per_s)

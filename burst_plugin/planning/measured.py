@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """The strategy of the best plan, and text that says why, and which plan comes next."""
+    """A choice among plans: the `strategy` of the best, `why` it is, and the `runner_up`, both as text."""
 
     strategy: Strategy
     why: str
@@ -34,11 +34,10 @@ class Choice(NamedTuple):
 
 
 def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tuple[Strategy, str]:
-    """Return the strategy of a ring on `topology`, and the choice in words.
+    """Return the strategy that a ring on `topology` is to use, and text that says what was planned, "" for nothing.
 
     Options that a `MeasuredStrategy` leaves open come from the best plan for its model, and are equal on all ranks
-    with the same profile. Any other strategy is returned unchanged, with no words. `logs`: whether to log
-    the choice.
+    with the same profile. Any other strategy is returned unchanged. `logs`: whether to log the text.
 
     Raises ValueError for links that were not measured, a sequence shorter than the ring, options that no plan has.
     """
@@ -59,9 +58,10 @@ def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tu
 def choose(
     profile: ClusterProfile, model: Model, topology: Topology, fixed: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Return the best plan for `model` on `topology`, with the options of `Strategy` that are `fixed`.
+    """Return the best plan for the attention of `model` on `topology`, by the rates in `profile`.
 
-    Raises ValueError as `planned`.
+    `fixed` are options of `Strategy`, by name, that the plan has to have; None for none. Raises ValueError for links
+    that were not measured, a sequence shorter than the ring, and `fixed` options that no plan has.
     """
     shapes = model_shapes(model, topology, profile.dtype)
     work_s = measured_work_seconds(profile, shapes, model.mask == "causal")
@@ -112,7 +112,7 @@ def _behind(best: PricedPlan, other: PricedPlan) -> str:
 
 
 def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
-    """Return the shapes of one layer's attention on each rank, in the type of that name.
+    """Return the shapes of one layer's attention on each rank, of one sequence. `dtype` names a type: "bfloat16".
 
     Raises ValueError for a sequence with fewer tokens than ranks.
     """
@@ -123,10 +123,10 @@ def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
 
 
 def measured_links(profile: ClusterProfile, topology: Topology | None = None) -> Links:
-    """Return a profile's links as a ring on `topology` has them, by default one of all ranks.
+    """Return the rates and latencies that a ring on `topology` has by a profile; by default a ring of all its ranks.
 
-    Of a NIC that the ranks of a node share a ring has its ranks' share: others beside it send, too. A link that the
-    ring does not have gets the rate of the other one.
+    If the ranks of a node share a NIC, a ring on some of them has their share of its rate, since the others send,
+    too. A kind of link that the ring does not have gets the rate of the other kind.
 
     Raises ValueError if the ring has links, or more ranks on a node, that were not measured.
     """
@@ -146,9 +146,10 @@ def measured_links(profile: ClusterProfile, topology: Topology | None = None) ->
 
 
 def measured_work_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
-    """Return the seconds of work on a whole block, forward and backward, at the measured rates of the kernel.
+    """Return the seconds of attention on a whole block, (forward, backward), at the rates that a profile measured.
 
-    As `price.work_seconds`, but each pass has its own rate, measured on tiles as long as the block.
+    shapes: of one rank's block; each pass has the rate of tiles as long as this block.
+    causal: whether a causal mask leaves half of the work.
     """
     rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
     forward_s, _ = work_seconds(shapes, rate.forward_flops_per_s, causal)
@@ -157,7 +158,10 @@ def measured_work_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool)
 
 
 def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
-    """Return the rate on tiles of so many rows: interpolated on a logarithmic scale, beyond the ends the nearest."""
+    """Return the kernel's rates on a tile of `rows` queries and keys, from measured rates, smallest tiles first.
+
+    Between two measured sizes they are interpolated by the logarithm of `rows`; beyond the ends the nearest counts.
+    """
     if rows <= rates[0].rows:
         return rates[0]
     for below, above in pairwise(rates):

@@ -1,4 +1,4 @@
-"""All plans on a described cluster, by price; the bound, which none beats; the buffers that they take."""
+"""All plans for attention on a described cluster, ordered by time; the least time possible; the buffers of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEGLIGIBLE = 1.01  # how many times as much as the other side the default movin
 
 
 class PricedPlan(NamedTuple):
-    """A way to run attention, with the price of its passes."""
+    """A way to run attention, `strategy`, with the prices of its forward and backward passes, in one layer."""
 
     strategy: Strategy
     forward: Price
@@ -35,12 +35,12 @@ class PricedPlan(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a forward and a backward pass."""
+        """Return the seconds of a forward and a backward pass together, in one layer."""
         return self.forward.time_s + self.backward.time_s
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of a forward and of a backward pass together."""
+        """Return the number of parts of the heads, forward plus backward: 2 if heads are not cut in either pass."""
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
@@ -61,16 +61,24 @@ def plans(
     progress: Callable[[int, int], None] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> list[PricedPlan]:
-    """Return every schedule x degree of the exchange of heads x numbers of parts; the best first.
+    """Return a plan for each schedule, degree of the exchange of heads, and numbers of parts; the fastest first.
 
-    The best is the one with the shortest time. Plans with the same multiple of `least_seconds`, to two digits after
-    the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
-    unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `work_s` is the
-    seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
-    gathered in groups, and no heads are exchanged then.
+    Plans with the same multiple of `least_seconds`, to two digits after the point, are ordered by degree, then by
+    parts, then with the default schedule first. The default side moves, unless the other one is cheaper by more than
+    1 %. Schedules that are `left_out` are missing.
 
-    Raises ValueError if no plan can have the `fixed` options.
+    Args:
+        topology: of all ranks.
+        shapes: of one rank's block.
+        work_s: (forward, backward) seconds of work on ONE block: one rank's queries with one rank's keys, not a whole
+            pass.
+        links: of the cluster.
+        progress: called with how many passes have been priced, and how many there are; None for nothing.
+        fixed: options of `Strategy`, by name, that every plan has; None for none. Only with a `mesh_degree` among
+            them are blocks gathered in groups, and no heads are exchanged then.
+
+    Raises:
+        ValueError: if no plan can have the `fixed` options.
     """
     fixed = fixed or {}
     candidates = _candidates(topology, shapes, fixed)
@@ -140,7 +148,10 @@ def _candidates(
 
 
 def left_out(topology: Topology) -> list[str]:
-    """Return the schedules that `plans` leaves out because simulating them would take too many ranks."""
+    """Return the schedules that `plans` leaves out because simulating them would take too many ranks.
+
+    `topology` is the ring's, in which groups that exchange heads are one rank.
+    """
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
@@ -172,7 +183,11 @@ def _price_with_best_side(
 
 
 def groupings(topology: Topology, shapes: Shapes, mesh_degree: int = 1) -> list[Strategy]:
-    """Return a strategy for each number of ranks that can exchange heads, 1 included; one for a `mesh_degree`."""
+    """Return the ways to group ranks, as strategies: one per degree in which they can exchange heads, 1 included.
+
+    With a `mesh_degree` above 1 it is that one alone, or [] if groups of this size lie neither inside nodes nor are
+    whole nodes. `shapes` are one rank's block.
+    """
     sizes = topology.ulysses_degrees
     if mesh_degree > 1:
         return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []
@@ -192,6 +207,11 @@ def least_seconds(
     - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
     The last two include what groups send. The bound is, for either pass, the shortest over all degrees and sides.
+
+    work_s: (forward, backward) seconds of a rank's work on ONE block, its queries with one rank's keys, not of a
+        pass, in which it works on `topology.ranks` blocks.
+    shapes: of one rank's block.
+    mesh_degree: ranks that gather each other's blocks; 1 for the degrees in which heads can be exchanged.
     """
     width = topology.ranks_per_node
     inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
@@ -213,10 +233,11 @@ def least_seconds(
 
 
 def buffer_bytes(plan: PricedPlan, topology: Topology, shapes: Shapes) -> float:
-    """Return about how many bytes the ring's communication buffers take at most, for all layers together.
+    """Return about how many bytes the ring's communication buffers take at most on a rank, for all layers together.
 
-    Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
-    exchange of heads has some to send and to receive, which are not.
+    `shapes` are one rank's block, on `topology` with all ranks. Buffers of one size serve both passes. A mesh has
+    buffers to gather and to reduce besides, which are counted; an exchange of heads has some to send and to receive,
+    which are not.
     """
     groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), shapes_in_ring(shapes, plan.strategy.degree)
     counts: Counter[float] = Counter()  # by size

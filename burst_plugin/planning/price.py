@@ -35,7 +35,7 @@ _MOST_RANKS = 160  # for which it is drawn, which takes about a second
 
 @dataclass(frozen=True, order=True)
 class Price:
-    """The price of a pass: seconds until the last rank is done, seconds of work of the busiest rank, and by link.
+    """The price of a pass: seconds until the last rank is done, and seconds of work of the busiest rank.
 
     link_s: for each kind of link the seconds for which its busiest NIC sends.
     """
@@ -51,7 +51,7 @@ class Price:
 
 
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
-    """Return the price of `schedule` for this load on these links."""
+    """Return the price of one pass by `schedule` on `links`, where blocks have the bytes and the work of `load`."""
     return _price_of_run(schedule, load, links, simulate(schedule, load, links).time_s)
 
 
@@ -61,10 +61,16 @@ def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -
 
 
 def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: Links) -> Price:
-    """Return the price of a schedule by name, every rank requiring every block, within 1e-9 of `price`.
+    """Return the price of one pass by the schedule with this name, where every rank requires every block.
 
-    Ranks with equal work are simulated once, and of large clusters only a part: once ranks of a smaller one, with
-    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time.
+    It is within 1e-9 of `price`. Ranks with equal work are simulated once, and of large clusters only a part: once
+    ranks of a smaller one, with nodes of the same size, repeat a period (`simulator.Period`), each further period
+    adds the same time.
+
+    name: "flat_ring", "two_level_ring", "direct" or "tasp".
+    topology: of the ring.
+    parts: into how many parts the heads are cut.
+    load: bytes and work of a whole block.
     """
 
     def drawn(nodes: int) -> Schedule:
@@ -105,7 +111,7 @@ def _continued(before: Price, after: Price, times: int) -> Price:
 
 
 def has_price(strategy: Strategy) -> bool:
-    """Return whether passes by a strategy can be priced: one side moves, and neighbours are groups."""
+    """Return whether passes by a strategy can be priced: if one side moves, not both, and groups are neighbours."""
     return BOTH not in (strategy.forward, strategy.backward) and strategy.ulysses_placement == PLACEMENTS[0]
 
 
@@ -119,14 +125,21 @@ def pass_price(
     *,
     window: int | None = None,
 ) -> Price:
-    """Return the price of one pass by `strategy`.
+    """Return the price of one pass of attention by `strategy`, its groups' messages included.
 
-    work_s: the seconds of work on a whole block without an exchange of heads; with a `window`, the most keys that a
-    token attends to, itself included, the seconds for all pairs of a block's tokens.
+    Args:
+        strategy: the options of the ring.
+        direction: "forward" or "backward".
+        topology: of all ranks.
+        shapes: of one rank's block, before heads are exchanged.
+        work_s: the seconds of work on one such block of queries with one block of keys; with a `window`, for all
+            pairs of their tokens.
+        links: of the cluster.
+        window: the most keys that a token attends to, itself included; None without a window.
 
-    An exchange of heads makes blocks longer, with fewer heads. With a `mesh_degree` a ring step works on the
-    gathered side of a whole group. The time of a group's messages, which nothing hides, is added: of operands before
-    the ring and results after it, each with the latency of one message.
+    An exchange of heads makes blocks longer, with fewer heads. With a `mesh_degree` a ring step works on the gathered
+    side of a whole group. The time of a group's messages, which nothing hides, is added: of operands before the ring
+    and results after it, each with the latency of one message.
 
     Raises ValueError for a strategy without a price (`has_price`).
     """
@@ -151,11 +164,13 @@ def pass_price(
 
 
 def work_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
-    """Return the seconds of work on a whole block, forward and backward, at the rate of the kernel.
+    """Return the seconds of attention on one block of queries with one block of keys, (forward, backward).
 
     2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that for every
     ring step of a zigzag layout; backward there are five products, three of them with the dim of queries and keys,
     2.5 times as much where dims are alike (FlashAttention-2, arXiv 2307.08691, section 4.1).
+
+    shapes: of one rank's block. flops_per_s: FLOP per second of the kernel. causal: whether the mask is causal.
     """
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
     qk_s, v_s = (2 * pairs * dim / flops_per_s for dim in (shapes.qk_dim, shapes.v_dim))
@@ -163,7 +178,7 @@ def work_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[floa
 
 
 def pairs_in_window(tokens: int, window: int) -> int:
-    """Return the number of (query, key) pairs if each of `tokens` attends to at most `window` keys."""
+    """Return the number of (query, key) pairs if each of `tokens` attends to itself and `window` - 1 before it."""
     reach = min(tokens, window)
     return reach * (reach + 1) // 2 + (tokens - reach) * reach
 
@@ -207,7 +222,10 @@ def _drawn_for_window(
 
 
 def shapes_in_ring(shapes: Shapes, degree: int) -> Shapes:
-    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
+    """Return the shapes of blocks in the ring, after `degree` ranks have exchanged heads: more tokens, fewer heads.
+
+    `shapes` are one rank's block before.
+    """
     return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
 
 
@@ -222,10 +240,13 @@ def _exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: L
 
 
 def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, moving: Side) -> int:
-    """Return the bytes that a rank sends to one other of its group: before the ring and after it.
+    """Return the bytes that a rank sends to each other rank of its group, before and after the ring together.
 
-    In a mesh its block of the side that stays, and partial results of the other's. Else its part of q, k, v and out,
-    or of their gradients, in the type of the inputs; gradients of key/value heads that several ranks share are wide.
+    In a mesh, its block of the side that stays, and partial results of the other's block. In an exchange of heads,
+    its part of q, k, v and out, or of their gradients, in the type of the inputs; gradients of key/value heads that
+    several ranks share are wide.
+
+    shapes: of one rank's block, before any exchange. moving: the side that moves in the ring.
     """
     if strategy.mesh_degree > 1:
         return hop_bytes(shapes, direction, OTHER_SIDE[moving])
@@ -239,7 +260,10 @@ def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, mo
 
 
 def exchange_buffer_bytes(shapes: Shapes, strategy: Strategy, moving_sides: Sequence[Side]) -> int:
-    """Return the bytes of the buffers that a mesh's group exchanges use, one to send and one to receive per peer."""
+    """Return the bytes of a rank's buffers for exchanges within its mesh group: two per peer, to send and to receive.
+
+    0 without a mesh. moving_sides: of the forward and of the backward pass.
+    """
     messages = [
         nbytes
         for direction, moving in zip(DIRECTIONS, moving_sides, strict=True)

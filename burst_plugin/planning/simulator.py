@@ -30,12 +30,14 @@ _LONGEST_PERIOD = 6  # nodes
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one pass: bytes per block and hop, and seconds of computing per ring step with a whole block.
+    """The bytes and the work of one pass, by block.
 
+    gather_bytes, reduce_bytes: the bytes of a whole block's operands, and of its partial results, in one hop.
+    work_s: the seconds of a ring step that works on a whole block.
     rows: how many rows a block has, so that a transfer of some rows has their share of the bytes; 0 counts all
         transfers as whole blocks.
-    work_shares: by rank and owner of the block, the work of a step as a share of `work_s`, where a mask leaves
-        unlike work; None for `work_s` everywhere.
+    work_shares: by rank and owner of the block, the work of a step as a share of `work_s`, where a mask leaves unlike
+        work; None for `work_s` everywhere.
     """
 
     gather_bytes: float
@@ -46,16 +48,19 @@ class Load:
 
     @classmethod
     def of(cls, shapes: Shapes, direction: Direction, moving: Side, work_s: float) -> Load:
-        """Return the load of a "forward" or "backward" pass with the moving side "q" or "kv"."""
+        """Return the load of a "forward" or "backward" pass in which the blocks of a side, "q" or "kv", move.
+
+        shapes: of one rank's block. work_s: seconds of work on a whole block.
+        """
         return cls(*hop_bytes_by_traffic(shapes, direction, moving), work_s)
 
     def bytes_of(self, transfer: Transfer) -> float:
-        """Return the bytes of a transfer, whose blocks are counted whole even if they are sent in parts."""
+        """Return the bytes of a transfer with all parts of the heads, even if it is sent in parts."""
         nbytes = self.gather_bytes if transfer.traffic is Traffic.GATHER else self.reduce_bytes
         return nbytes * row_count(transfer.rows) / self.rows if self.rows and transfer.rows is not None else nbytes
 
     def work(self, schedule: Schedule, rank: int) -> list[float]:
-        """Return the work of every step of a rank, as a share of `work_s`."""
+        """Return the work of each step of a rank, as shares of `work_s`; 0 for a step without a visit."""
         shares = schedule.work(rank)
         if self.work_shares is None:
             return shares
@@ -65,10 +70,9 @@ class Load:
 
 
 class Period(NamedTuple):
-    """After so many nodes, and seconds, ranks and messages are in the same state again.
+    """The period in which a simulation repeats itself: visiting blocks of so many more `nodes` takes `seconds` more.
 
-    That is: as far behind each other, with as much of each message left to send. So many more nodes then take so many
-    more seconds.
+    After a period ranks are as far behind each other as before it, with as much of each message left to send.
     """
 
     nodes: int
@@ -76,19 +80,25 @@ class Period(NamedTuple):
 
 
 class SimulatedRun(NamedTuple):
-    """The result of a simulation: seconds until the last rank is done, and the period if ranks repeat one."""
+    """The result of a simulation: seconds until the last rank is done, and the period; None if ranks repeat none."""
 
     time_s: float
     period: Period | None
 
 
 def simulate(schedule: Schedule, load: Load, links: Links) -> SimulatedRun:
-    """Simulate a schedule, or a sample of one, until the last rank is done. Return the time and the period."""
+    """Simulate a schedule, or a sample of one, until the last rank is done; return the time and the period.
+
+    `load` has the bytes and the work of a whole block.
+    """
     return _Simulation(schedule, load, links).run()
 
 
 def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
-    """Return for each kind of link the seconds for which its busiest NIC sends."""
+    """Return, for each kind of link, the seconds for which its busiest NIC sends in one pass by `schedule`.
+
+    `load` has the bytes of a whole block.
+    """
     topology, drawn = schedule.topology, len(schedule.visits)
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:

@@ -27,7 +27,7 @@ _OPTIONAL = ("node_rates", "rank_rates", "recurrent")
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The rate and latency at which a rank sends over one kind of link while it receives as much."""
+    """The rate and latency of one kind of link, at which a rank or a NIC sends while it receives as much."""
 
     bytes_per_s: float
     latency_s: float
@@ -35,7 +35,7 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class KernelRate:
-    """FLOP per second of the kernel on a full tile of `rows` queries and as many keys, by pass."""
+    """The FLOP per second of the attention kernel, by pass, on a full tile of `rows` queries and as many keys."""
 
     rows: int
     forward_flops_per_s: float
@@ -44,7 +44,10 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class Model:
-    """The attention that the strategy was chosen for: heads, size of a head, tokens of the sequence, mask."""
+    """The sizes of the attention that a strategy was chosen for.
+
+    q_heads, kv_heads, head_dim: of a layer. seq: tokens of the sequence. mask: "causal" or "full".
+    """
 
     q_heads: int
     kv_heads: int
@@ -53,7 +56,10 @@ class Model:
     mask: str
 
     def of_sizes(self, sizes: Mapping[str, Any]) -> Model:
-        """Return the model with some other sizes, by name. Raise ValueError for sizes that are not valid."""
+        """Return the model with other values for the fields that `sizes` names.
+
+        Raises ValueError for other names, sizes below 1, and query heads that are no multiple of the key/value heads.
+        """
         if not isinstance(sizes, Mapping) or set(sizes) - set(asdict(self)):
             raise ValueError(f"model={shown(sizes)} is not valid; give sizes by name: {', '.join(asdict(self))}")
         numbers = {name: as_whole(x) for name, x in sizes.items() if name != "mask"}
@@ -69,15 +75,19 @@ class Model:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """A measured cluster.
+    """What `burst check` has measured of a cluster, and the strategy that it has chosen.
 
-    device: the name of its GPUs, see `device_name`. backend: the backend of torch.distributed, such as "nccl".
+    device: the name of its GPUs, see `device_name`.
+    backend: the backend of torch.distributed, such as "nccl".
     intra, inter: the links inside nodes and between them; None where there are none.
-    nic: "rank" if each rank has a NIC, "node" if the ranks of a node share one; `inter` is the rate of a NIC.
-    kernel, dtype, rates: the kernel that was timed, on which type, and its rates, smallest tiles first.
-    strategy: options of `Strategy` by name. why, runner_up: sentences for people.
-    node_rates: bytes per second of the slowest NIC of each node by itself; rank_rates: FLOP per second of the kernel
-    forward on each rank; empty where that was not measured. `inter` and `rates` describe the slowest.
+    nic: "rank" if each rank has a NIC, "node" if the ranks of a node share one; `inter` is the slowest NIC's rate.
+    kernel, dtype, rates: the attention kernel that was timed, on which type, and its rates on the slowest rank,
+        smallest tiles first.
+    model: the attention that the strategy was chosen for.
+    strategy: options of `Strategy` by name.
+    why, runner_up: sentences for people, on the best plan and the next one.
+    node_rates: bytes per second of the slowest NIC of each node by itself; empty if not measured.
+    rank_rates: FLOP per second of the attention kernel forward on each rank; empty if not measured.
     recurrent: FLOP per second of the kernels of layers with a state, both passes together, by kind of layer.
     """
 
@@ -101,24 +111,24 @@ class ClusterProfile:
 
     @property
     def topology(self) -> Topology:
-        """Return the nodes and ranks per node."""
+        """Return the topology of the measured cluster: its nodes, and the ranks on each."""
         return Topology(self.nodes, self.ranks_per_node)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; readers see the old one or the new one, never a part."""
+        """Write the profile to `path`, as JSON; readers of the file see the old one or the new one, never a part."""
         target = Path(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
         partial.replace(target)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the profile as the dictionary that its file holds."""
+        """Return the profile as the dictionary that its file holds, with "format" and "version"; `read` takes it."""
         held = {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
         return {"format": _FORMAT, "version": VERSION, **held}
 
     @classmethod
     def read(cls, source: str | os.PathLike[str] | Mapping[str, Any] | ClusterProfile) -> ClusterProfile:
-        """Return the profile from a path, or from the content of such a file.
+        """Return the profile in the file at a path, or in the content of such a file; a profile is returned as it is.
 
         Raises ValueError for a file that cannot be read, is not a profile, has another version, or is damaged; the
         error names the entry, its value and the expected value.
@@ -141,7 +151,10 @@ class ClusterProfile:
         return _parsed(f"the profile {path}", content)
 
     def check_cluster(self, topology: Topology | None = None, device: str | None = None) -> None:
-        """Raise ValueError if the profile is of a cluster of other sizes, or of another device; None is any."""
+        """Raise ValueError if the profile was measured on another topology, or with another `device_name`.
+
+        None for either: it is not compared.
+        """
         for here, measured in ((topology, self.topology), (device, self.device)):
             if here is not None and here != measured:
                 raise ValueError(

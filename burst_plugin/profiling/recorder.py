@@ -80,7 +80,7 @@ class _Interval(NamedTuple):
 
 
 class PassLog:
-    """A log of what one pass of one rank does, while it does it."""
+    """A log of the work of one rank in one pass, written meanwhile; `step` is the present step of the ring."""
 
     def __init__(self, blank: Event, clock: _Clock, intervals: list[_Interval], batches: Iterator[int]) -> None:
         self._blank, self._intervals, self._batches = blank, intervals, batches
@@ -88,20 +88,26 @@ class PassLog:
         self.step = 0  # of what is noted from now on
 
     def note(self, start: _Mark, kind: str, **what: Any) -> None:
-        """Note something that began at `start` and ends now; `what` are fields of `Event`."""
+        """Note an event of the current step that began at `start`, a reading of `clock`, and ends now.
+
+        `kind` and `what` are fields of `Event`.
+        """
         what.update(kind=kind, step=self.step)
         self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
-        """Return a context manager around `inside` that notes how long it takes, as an event of this `kind`."""
+        """Return a context manager that notes its duration as an event of this `kind`; it enters `inside`, if any."""
         return _Timed(self, kind, inside or nullcontext())
 
     def watch(self, transport: Transport) -> Transport:
-        """Return a wrapper of `transport` that notes posts and waits."""
+        """Return a transport that does what `transport` does, and notes each post and wait as an event."""
         return _WatchedTransport(transport, self)
 
     def posted(self, start: _Mark, sends: Sequence[Message], pending: Pending) -> _WatchedPending:
-        """Note a batch of messages, once for each of its channels. Return a wrapper that notes waits for them."""
+        """Note messages posted together as "post" events, one per channel; return a `pending` that notes the waits.
+
+        start: a reading of `clock` from before the post. sends: the messages sent, whose bytes are counted.
+        """
         batch = next(self._batches)
         sent_bytes = Counter[Channel]()
         for message in sends:
@@ -112,7 +118,7 @@ class PassLog:
         return _WatchedPending(pending, self, batch)
 
     def watched(self, pending: Pending) -> Pending:
-        """Return a wrapper of `pending`, whose post was not noted, that notes the waits for it."""
+        """Return a wrapper of `pending` that notes the waits for its messages, where their post was not noted."""
         return _WatchedPending(pending, self, -1)
 
 
@@ -166,7 +172,10 @@ class _WatchedPending:
 
 
 class Profile:
-    """What one rank did while `ContextParallel.profile()` was open; to be read after it is closed."""
+    """The events of one rank while `ContextParallel.profile()` was open; to be read after it is closed.
+
+    `str` of it is a table by step of the ring.
+    """
 
     def __init__(self, rank: int, topology: Topology, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.topology = rank, topology
@@ -180,14 +189,17 @@ class Profile:
         self.epoch_s = time.time() - self._start_s  # added to an event's times, it gives seconds since 1970
 
     def begin_pass(self, direction: str, device: torch.device) -> PassLog:
-        """Return the log of a new pass on `device`."""
+        """Return a log for a new pass on `device`, whose events become part of the profile.
+
+        `direction` is the pass's in its events: "forward", "backward", or another kind of work, see `Event`.
+        """
         if device.type not in self._clocks:
             self._clocks[device.type] = _StreamClock(device)
         blank = Event("", direction, 0, "", 0.0, 0.0, number=next(self._passes))
         return PassLog(blank, self._clocks[device.type], self._intervals, self._batches)
 
     def close(self) -> None:
-        """End the profile."""
+        """End the profile's wall time; events stay readable."""
         self._stop_s = time.perf_counter()
 
     @property
@@ -207,7 +219,7 @@ class Profile:
 
     @property
     def summary(self) -> Summary:
-        """Return times and bytes by step, and waits by peer."""
+        """Return the rank's times and bytes by step of the ring, and its waits by peer; on GPUs it synchronizes."""
         events = self.events
         stop_s = max([self._stop_s or time.perf_counter(), *(event.stop_s for event in events)])
         return Summary.of(events, self.rank, self.topology, stop_s - self._start_s)

@@ -16,7 +16,15 @@ _MS, _US, _MB = 1e3, 1e6, 1e-6
 
 
 class Event(NamedTuple):
-    """One thing that a rank did; times are `time.perf_counter()` seconds."""
+    """One thing that a rank did, from `start_s` to `stop_s`, in `time.perf_counter()` seconds.
+
+    kind: "pass"; within it "kernel" and "move", and within a move "post" and "wait".
+    direction: "forward", "backward", "exchange" of heads, "merge" at inference, or "comparison" of ranks.
+    step: of the ring. number: of the pass, from 0.
+    link, batch: of posts and waits, "intra" or "inter", and the number of the messages that are posted together.
+    due, traffic, sent_bytes: of posts, the step at which they are waited for, "gather" or "reduce", and the bytes.
+    peers: of waits, the ranks waited for.
+    """
 
     kind: str  # "pass"; within it "kernel" and "move", and within that "post" and "wait"
     direction: str  # "forward", "backward", "exchange" of heads, "merge" at inference, or "comparison" of ranks
@@ -39,7 +47,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """One step of the ring, summed over all passes in a direction; `step` -1 is all steps.
+    """The cost of one step of the ring on one rank, summed over all passes in a direction; step -1 is all steps.
 
     `compute_s` is kernels and merging; `wait_s` communication that was not hidden; `other_s` posting, packing and
     adding up what arrived. `sent_bytes` is by link and traffic, as in `ContextParallel.traffic`.
@@ -55,12 +63,12 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of the step, of all kinds."""
+        """Return the seconds of the step: computing, waiting and all others."""
         return self.compute_s + self.wait_s + self.other_s
 
     @staticmethod
     def of(events: Sequence[Event], step: int, passes: int) -> StepCost:
-        """Return the cost of a step, summed over passes, from its events in one direction, at least one."""
+        """Return the cost of a step from its events, at least one, all in one direction and of `passes` passes."""
         spent_s: dict[str, float] = defaultdict(float)
         sent = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
         for event in events:
@@ -73,7 +81,9 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Summary:
-    """One rank's profile: the cost of steps, and `waited_s` by peer. `wall_s` is from its start to its end.
+    """The summary of one rank's profile: costs by step and direction, and the seconds waited for each other rank.
+
+    wall_s: from the start of the profile to its end. totals: by direction. waited_s: by the rank waited for.
 
     A peer that is waited for may itself have waited for another: `RingProfile` shows which.
     """
@@ -87,7 +97,7 @@ class Summary:
 
     @staticmethod
     def of(events: Sequence[Event], rank: int, topology: Topology, wall_s: float) -> Summary:
-        """Return the summary of a rank's events."""
+        """Return the summary of the events of one rank in a profile that was open for `wall_s` seconds."""
         by_direction: dict[str, list[Event]] = defaultdict(list)
         waited_s: dict[int, float] = defaultdict(float)
         for event in events:
@@ -121,7 +131,7 @@ class Summary:
 
     @property
     def slowest_peers(self) -> list[tuple[int, float]]:
-        """Return pairs of a rank and the seconds waited for it, longest first."""
+        """Return (rank, seconds that this rank waited for it) of all ranks waited for, longest first."""
         return sorted(self.waited_s.items(), key=lambda pair: -pair[1])
 
     def __str__(self) -> str:
@@ -149,7 +159,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class RingProfile:
-    """The summaries of all ranks, in rank order."""
+    """The summaries of all ranks' profiles, in rank order; `str` of it is a table by rank."""
 
     summaries: tuple[Summary, ...]
 
@@ -166,7 +176,7 @@ class RingProfile:
 
     @property
     def slowest(self) -> int:
-        """Return the rank that keeps the others waiting most."""
+        """Return the rank that its peers waited for most, net of its own waits."""
         return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
 
     def __str__(self) -> str:
@@ -203,14 +213,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class Timeline(Protocol):
-    """A source of events for a trace, such as a `Profile`."""
+    """A source of one rank's events for a trace, such as a `Profile`.
+
+    `epoch_s`, added to the times of events, gives seconds since 1970.
+    """
 
     rank: int
     epoch_s: float
 
     @property
     def events(self) -> list[Event]:
-        """Return all events: see `Profile.events`."""
+        """Return all events of the rank."""
         ...
 
 
@@ -218,7 +231,7 @@ _ROWS = ("pass", "move", "kernel", "wait", "post")  # of a rank, from the top
 
 
 def save_chrome_trace(path: str | Path, profiles: Iterable[Timeline]) -> None:
-    """Write a trace: a process per rank, a row per kind of event, an arrow from each post to its wait.
+    """Write a trace of ranks to `path`: a process per rank, a row per kind of event, arrows from posts to waits.
 
     Times are microseconds since 1970. Format: Trace Event Format, of chrome://tracing and https://ui.perfetto.dev.
     """
