@@ -94,7 +94,7 @@ class Topology:
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
     def of_ulysses_groups(self, degree: int, option: str = "ulysses_degree") -> Topology:
-        """Return the topology of the ring in which groups of `degree` consecutive ranks take the places of ranks.
+        """Return the topology of a ring of groups: `degree` consecutive ranks at a time take the place of one rank.
 
         Groups lie inside nodes, or are whole nodes: with 2 nodes of 8 ranks it is 2x4 for degree 2, and 2x1 for
         degree 8. Raises ValueError for other degrees, naming the `option` that has this value: "ulysses_degree" or

@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tuple[Strategy, str]:
-    """Return the strategy that a ring on `topology` is to use, and text that says what was planned, "" for nothing.
+    """Return the strategy that a ring on `topology` is to use, and text on how it was planned, "" if it was not.
 
     Options that a `MeasuredStrategy` leaves open come from the best plan for its model, and are equal on all ranks
     with the same profile. Any other strategy is returned unchanged. `logs`: whether to log the text.

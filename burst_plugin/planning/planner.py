@@ -183,10 +183,10 @@ def _price_with_best_side(
 
 
 def groupings(topology: Topology, shapes: Shapes, mesh_degree: int = 1) -> list[Strategy]:
-    """Return the ways to group ranks, as strategies: one per degree in which they can exchange heads, 1 included.
+    """Return a strategy for each way to group ranks: for each degree of the exchange of heads, 1 included.
 
-    With a `mesh_degree` above 1 it is that one alone, or [] if groups of this size lie neither inside nodes nor are
-    whole nodes. `shapes` are one rank's block.
+    With a `mesh_degree` above 1 groups of that size are the only way; [] if they neither lie inside nodes nor are
+    whole nodes. `shapes` are one rank's block, whose heads a degree has to divide.
     """
     sizes = topology.ulysses_degrees
     if mesh_degree > 1:

@@ -37,7 +37,7 @@ _MOST_RANKS = 160  # for which it is drawn, which takes about a second
 class Price:
     """The price of a pass: seconds until the last rank is done, and seconds of work of the busiest rank.
 
-    link_s: for each kind of link the seconds for which its busiest NIC sends.
+    link_s: for each kind of link the seconds that its busiest NIC spends on sending.
     """
 
     time_s: float

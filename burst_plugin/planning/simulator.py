@@ -48,7 +48,7 @@ class Load:
 
     @classmethod
     def of(cls, shapes: Shapes, direction: Direction, moving: Side, work_s: float) -> Load:
-        """Return the load of a "forward" or "backward" pass in which the blocks of a side, "q" or "kv", move.
+        """Return the load of a "forward" or "backward" pass whose blocks are of the `moving` side, "q" or "kv".
 
         shapes: of one rank's block. work_s: seconds of work on a whole block.
         """
@@ -70,7 +70,7 @@ class Load:
 
 
 class Period(NamedTuple):
-    """The period in which a simulation repeats itself: visiting blocks of so many more `nodes` takes `seconds` more.
+    """The period of a simulation that repeats itself: visiting blocks of so many more `nodes` takes `seconds` more.
 
     After a period ranks are as far behind each other as before it, with as much of each message left to send.
     """
@@ -95,7 +95,7 @@ def simulate(schedule: Schedule, load: Load, links: Links) -> SimulatedRun:
 
 
 def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
-    """Return, for each kind of link, the seconds for which its busiest NIC sends in one pass by `schedule`.
+    """Return, for each kind of link, the seconds that its busiest NIC spends on sending in one pass by `schedule`.
 
     `load` has the bytes of a whole block.
     """

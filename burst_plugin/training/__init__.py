@@ -1,1 +1,1 @@
-"""Plans the training of a whole model: its memory, the time of a step, and what to switch on."""
+"""Plans for training a whole model: its memory, the time of a step, and which options to switch on."""

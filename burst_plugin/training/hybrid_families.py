@@ -1,7 +1,8 @@
-"""Which layers models have whose layers are not alike, or that have no attention in some: by `model_type`.
+"""The layers of hybrid models, whose layers are not all alike or partly without attention, by `model_type`.
 
-A row of `HYBRIDS` has what transformers takes keys for that are left out, and a function that returns the layers. A
-layer is fields of `ModelShape` that differ from the model's own: whether it attends, its mixer, its MLP or experts.
+A row of `HYBRIDS` has the defaults of transformers for keys that a config.json leaves out, and a function that
+returns the layers. A layer is fields of `ModelShape` that differ from the model's own: whether it attends, its mixer,
+its MLP or experts.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ _NO_ATTENTION: Layer = MappingProxyType({"attends": False, "qk_norm": False, "qu
 
 @dataclass(frozen=True, kw_only=True)
 class HybridFamily:
-    """What models of one `model_type` share: which layers they have, and `defaults` of keys that files leave out.
+    """The layers and defaults that all models of one `model_type` have.
 
-    wide_norms, in_chunks: see `ModelShape`.
+    layers: a function from a config.json and its `Size` function to the layers, each as fields of `ModelShape` by
+        name.
+    wide_norms, in_chunks: fields of `ModelShape`.
+    defaults: values of keys that a config.json may leave out.
     """
 
     layers: Callable[[Config, Size], list[Layer]]
@@ -44,7 +48,10 @@ class HybridFamily:
 
 
 def dense(width: int, more: int = 0) -> Layer:
-    """Return a layer's MLP of this width, with `more` parameters that take part in no matrix product."""
+    """Return the fields of `ModelShape` for a layer with a plain MLP of this width, in place of experts.
+
+    more: further parameters of the layer that take part in no matrix product, such as biases.
+    """
     return {**_NO_MLP, "ffn": width, "extra": more}
 
 
@@ -55,9 +62,10 @@ def _experts(size: Size, width: str, count: str, shared: int = 0, more: int = 0)
 
 
 def layer_kinds(config: Config, layers: int) -> list[str] | None:
-    """Return the kind of every layer that the file lists, in the words of today; None if it lists none.
+    """Return the kind of every layer that a config.json lists; None if it lists none.
 
-    Raises ValueError for a list of another length.
+    Kinds are named as transformers names them now, "linear_attention" for "mamba" of older files. Raises ValueError
+    for a list whose length is not `layers`.
     """
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is None:
@@ -258,7 +266,10 @@ def _nemotron(config: Config, size: Size) -> list[Layer]:
 
 
 def nemotron_kinds(config: Config) -> list[str]:
-    """Return the kinds of Nemotron-H's layers, from a list or from a pattern of letters."""
+    """Return the kinds of Nemotron-H's layers: "linear_attention", "full_attention", "mlp" or "moe".
+
+    A config.json has them as a list, or as a pattern of letters, M, *, - and E. Raises ValueError for other letters.
+    """
     listed = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern")
     if listed is None and pattern is not None:

@@ -1,7 +1,7 @@
 """Models with multi-head latent attention (MLA, arXiv 2405.04434): its sizes, and their MLPs, by `model_type`.
 
-A row of `LATENT_FAMILIES` has transformers' defaults for keys that are left out, and a function that returns the MLP
-or the experts of every layer. Attention is the same in all layers: see `latent_sizes`.
+A row of `LATENT_FAMILIES` has the defaults of transformers for keys that a config.json leaves out, and a function
+that returns the MLP or the experts of every layer. Attention is the same in all layers: see `latent_sizes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, S
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """The sizes of latents, `rank` + `shared_dim` numbers per token, and of the keys and values made of them.
+    """The sizes of multi-head latent attention: of latents, and of the keys and values that are made of them.
 
     q_rank: numbers per token in the latents of queries, 0 where one matrix projects queries.
-    own_dim, shared_dim: dims of a head's keys that are its own, and that all heads share; value_dim: of its values.
+    rank: numbers per token in the latents of keys and values.
+    own_dim, shared_dim: dims of a head's keys that are its own, and that all heads share, with rotary embedding.
+    value_dim: dims of a head's values.
     """
 
     q_rank: int
@@ -30,7 +32,7 @@ class LatentSizes:
 
     @property
     def qk_dim(self) -> int:
-        """Return the dim of queries and keys."""
+        """Return the dim of a head's queries and keys."""
         return self.own_dim + self.shared_dim
 
     @property
@@ -39,17 +41,24 @@ class LatentSizes:
         return self.rank, self.shared_dim
 
     def up_weights(self, heads: int) -> int:
-        """Return how many weights the projection from latents to keys and values has."""
+        """Return how many weights project latents to the keys and values of `heads` heads, in one layer."""
         return self.rank * heads * (self.own_dim + self.value_dim)
 
     def weights(self, hidden: int, heads: int) -> int:
-        """Return how many weights a layer's projections have, up-projections included."""
+        """Return how many weights all projections of one layer's attention have, up- and output projections included.
+
+        `hidden` is the model's hidden size, `heads` its number of heads.
+        """
         queries = self.q_rank * (hidden + heads * self.qk_dim) if self.q_rank else hidden * heads * self.qk_dim
         return queries + hidden * sum(self.sent) + self.up_weights(heads) + heads * self.value_dim * hidden
 
 
 def latent_sizes(config: Config, size: Size) -> LatentSizes:
-    """Return the sizes of a config.json's latent attention."""
+    """Return the sizes of the latent attention that a config.json describes.
+
+    `size(key, ..., default=None)` returns the first whole number that the config.json has under these keys, or the
+    default, and raises ValueError if there is neither.
+    """
     return LatentSizes(
         q_rank=size("q_lora_rank", default=0),
         rank=size("kv_lora_rank"),

@@ -1,13 +1,14 @@
 """The memory of a rank's tensors while one layer, or the head, is at work: at each moment that may be the fullest.
 
-A moment is a table from tensors to bytes, without the tensors that exist all the time. With
+A moment is a table from names of tensors to bytes, without the tensors that exist all the time. With
 
     row     [tokens, hidden] in 16 bits, outside attention: cut by context and tensor parallelism
     q, kv   [tokens, heads, head_dim] of queries, or of keys and values together, in 16 bits, inside attention
     out     [tokens, heads, value_dim] in 16 bits, as large as q but for latent attention
 
-a layer's backward pass needs what its forward pass saved until it has passed, so that moments are named by the pass
-that is under way in the backward direction. Peaks are held to measured ones by tests/planning/test_memory.py.
+a layer's backward pass needs tensors that its forward pass saved. Each is there until the part of the backward pass
+that reads it is over, so that moments are named by these parts, such as "MLP, backward". Peaks are held to measured
+ones by tests/planning/test_memory.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ Moment = dict[str, float]
 
 
 class Widths:
-    """The bytes of one rank's tensors in a layer, by the kinds of tensors that this module lists."""
+    """The bytes of one rank's tensors in one layer of `model` in `setting`, for one micro-batch.
+
+    tokens, outside, inside: how many tokens the rank has in attention, in other parts of the layer, and, as if with
+        all heads, in a mixer.
+    row, stream, gathered: [tokens, hidden] outside attention, between layers, and gathered from tensor-parallel
+        ranks.
+    q, kv, kv_inside, out, lse: of attention; `kv_inside` after an exchange of heads.
+    mlp: one tensor [tokens, ffn]. routed: the tokens that go to experts, once for each.
+    """
 
     def __init__(self, model: ModelShape, setting: Setting) -> None:
         tokens, tensor = setting.micro_batch * setting.local_tokens, setting.tensor
@@ -57,12 +66,12 @@ class Widths:
 
     @property
     def kept_attention(self) -> float:
-        """Return the bytes of the tensors that attention returned, out and lse."""
+        """Return the bytes of one layer's outputs of attention, out and lse."""
         return self.out + self.lse
 
 
 def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
-    """Return (a model with the heads of one chunk only, its setting with `head_chunks=1`)."""
+    """Return (a model with the heads of one chunk only, a setting like `setting` with `head_chunks=1`)."""
     chunks = setting.head_chunks
     if chunks == 1:
         return model, setting
@@ -71,7 +80,7 @@ def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Set
 
 
 def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
-    """Return the shapes of one rank's attention on the ring, after an exchange of heads, for one chunk of heads."""
+    """Return the shapes of one rank's block on the ring, after an exchange of heads, for one chunk of heads."""
     model, setting = chunk_of_heads(model, setting)
     tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
@@ -82,7 +91,10 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
 
 
 def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Moment:
-    """Return the bytes that a layer's forward pass saves for its backward pass, beside the layer's input."""
+    """Return the bytes of tensors that a layer's forward pass saves for its backward pass, beside the layer's input.
+
+    whole_mlp: whether tensors inside the MLP are saved as well, since it is neither in chunks nor computed again.
+    """
     w, plain = Widths(model, setting), setting.copying_norms
     saved: Moment = {}
     if model.attends or model.mixer is not None:
@@ -157,9 +169,11 @@ def _copies(model: ModelShape) -> int:
 
 
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
-    """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top.
+    """Return the moments of a rank at which memory may be fullest, each as bytes by tensor, by name.
 
-    Where layers are not alike, each moment is taken from the kind of layer that needs most for it.
+    Names are "head and loss", and parts of a layer's passes, such as "attention, backward". Where layers are not
+    alike, each moment is taken from the kind of layer that needs most for it. Kept activations, weights and ring
+    buffers come on top.
     """
     found: dict[str, Moment] = {HEAD: _head(model, setting, Widths(model, setting))}
     for kind in model.by_kind:

@@ -9,10 +9,11 @@ _BACKWARD = 2.5  # times the operations of a forward pass that attention's backw
 
 
 def measured_rates(profile: ClusterProfile, model: ModelShape, peak_flops: float) -> dict[str, float]:
-    """Return the measured fields of `Cluster` by name; shares are fractions of `peak_flops`.
+    """Return the fields of `Cluster` that a profile has measured, by name; shares are fractions of `peak_flops`.
 
-    Attention has the rate of the longest tile, both passes together. Layers with a state have the rate of the model's
-    slowest kind, or, if none of its kinds was measured, of the slowest kind that was.
+    `peak_flops` is the FLOP per second of a GPU. Attention has the rate of the longest tile, both passes together.
+    Layers with a state have the rate of the model's slowest kind, or, if none of its kinds was measured, of the
+    slowest kind that was.
     """
     rates = {}
     longest = profile.rates[-1]

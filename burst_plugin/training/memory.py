@@ -47,7 +47,10 @@ BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, wh
 
 
 def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> bool:
-    """Return whether states and saved tensors alone exceed a GPU's or a host's memory, a quick test."""
+    """Return whether a setting's weights, optimizer and saved tensors alone exceed the memory of a GPU or a host.
+
+    It is a quick test, and leaves out the tensors at work, ring buffers and others: `memory` counts all.
+    """
     if sum(_host(model, setting, cluster).values()) > cluster.host_gib * GIB:
         return True
     waits = (0.0 if setting.offload else sum(_kept(model, setting))) + sum(_of_tower(model, setting).values())
@@ -57,7 +60,9 @@ def surely_too_large(model: ModelShape, setting: Setting, cluster: Cluster) -> b
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes by part, on the fullest GPU and on the host of a node; `at_work` are the tensors of the `fullest` moment.
+    """The memory of a training run: bytes by part, on the fullest GPU and on the host of a node.
+
+    fullest: the name of the moment with the most memory at work, such as "attention, backward". at_work: its tensors.
 
     The last part of `gpu` is the margin that is left free.
     """
@@ -69,17 +74,20 @@ class TrainingMemory:
 
     @property
     def gpu_bytes(self) -> float:
-        """Return the bytes that all parts take on a GPU together."""
+        """Return the bytes of the fullest GPU: of all parts together, its margin included."""
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> float:
-        """Return the bytes that all parts take on a host together."""
+        """Return the bytes of the host of a node: of all parts together."""
         return sum(self.host.values())
 
 
 def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMemory:
-    """Return the memory of a setting, whether or not it fits."""
+    """Return the memory that training `model` in `setting` takes on a GPU and a host of `cluster`.
+
+    It may be more than they have: see `training_plan.fits`.
+    """
     at = moments(model, setting)
     gathered = {name: _gathered_weights(model, setting, name == HEAD) for name in at}
     fullest = max(at, key=lambda name: sum(at[name].values()) + gathered[name])

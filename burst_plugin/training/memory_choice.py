@@ -29,7 +29,10 @@ SHARES: tuple[str | float, ...] = ("all", 0.5, "none")
 
 
 def loss_chunk(vocabulary: int, gpu_bytes: float | None) -> int:
-    """Return the tokens per chunk of the head and the loss; `gpu_bytes` is the memory of a GPU, None on CPUs."""
+    """Return how many tokens at a time the head and the loss should take, a power of 2 from 512 to 4,096.
+
+    vocabulary: the number of logits per token. gpu_bytes: the memory of a GPU; None on CPUs, which gives 512.
+    """
     rows = _LEAST_ROWS
     while gpu_bytes is not None and rows < _MOST_ROWS:
         if 2 * rows * vocabulary * _BYTES_PER_LOGIT > gpu_bytes * _SHARE_OF_LOGITS:
@@ -39,13 +42,16 @@ def loss_chunk(vocabulary: int, gpu_bytes: float | None) -> int:
 
 
 def mlp_chunk(hidden: int, gpu_bytes: float | None) -> int:
-    """Return the tokens per chunk of MLPs; `gpu_bytes` is the memory of a GPU, None on CPUs."""
+    """Return how many tokens at a time MLPs should take: the larger of `hidden` and 4,096 (on CPUs, 512).
+
+    hidden: the hidden size. gpu_bytes: the memory of a GPU; None on CPUs.
+    """
     return max(hidden, _LEAST_ROWS if gpu_bytes is None else _MOST_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """A step that is about to be trained: the run as the planner knows it, and the bytes that are free for it.
+    """A training step that is about to be run: the run as the planner knows it, and the bytes that are `free` for it.
 
     states: the bytes of weights, gradients and the optimizer's states that have no memory yet.
     """
@@ -57,17 +63,24 @@ class NextStep:
     states: float = 0.0
 
     def needed(self, keep_attention: str | float = "none") -> float:
-        """Return the bytes that a step needs beyond what is allocated now, with this value of `keep_attention`."""
+        """Return the bytes that a step with this value of `Strategy.keep_attention` needs beyond allocated ones."""
         setting = replace(self.setting, keep=kept_share(keep_attention))
         parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
         return self.states + sum(nbytes for part, nbytes in parts.items() if part not in STATES)
 
 
 def share_that_fits(step: NextStep) -> str | float:
-    """Return the fastest value of `keep_attention` with which a step fits in memory; "none" if no value does."""
+    """Return the fastest value of `keep_attention`, "all", 0.5 or "none", that lets a step fit in free memory.
+
+    It is "none" if no value does.
+    """
     return next((share for share in SHARES if step.needed(share) <= step.free), SHARES[-1])
 
 
 def share_of_unknown(kept_bytes: float, free: float) -> str | float:
-    """Return the value of `keep_attention` for a model of no known plan, whose attention takes `kept_bytes`."""
+    """Return a value of `keep_attention` for a model that the planner cannot read.
+
+    It is "all" if `kept_bytes`, the outputs of attention of all layers, take at most a tenth of `free` bytes, else
+    "none".
+    """
     return SHARES[0] if kept_bytes <= _SURE_SHARE * free else SHARES[-1]

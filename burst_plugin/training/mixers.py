@@ -1,4 +1,4 @@
-"""Parts of layers that mix tokens by a state along the sequence, or by a short convolution, as numbers for a plan.
+"""Mixers of tokens, by a state along the sequence or by a short convolution, as numbers for a plan of training.
 
     mixer = delta_rule(hidden=2048, keys=(16, 128), values=(32, 128), width=4)
     mixer.parameters, mixer.flops, mixer.saved
@@ -20,19 +20,21 @@ _ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer:
-    """The sizes and costs of one kind of mixer, for the planner.
+    """The sizes and costs of one layer's token mixer that is no attention, such as Mamba-2, for the planner.
 
-    kind: as people call it. parameters: all of them; weights: the weights of projections, which multiply every token.
-    tensors: the inputs of the kernel, (name, heads, numbers of each head); the first is as wide as its output.
+    kind: its name, such as "Mamba-2".
+    parameters, weights: how many parameters it has, and how many of them are weights of projections, which multiply
+        every token.
+    tensors: the inputs of the kernel, (name, heads, numbers per head and token); the first is as wide as its output.
     by_heads: whether ranks can exchange heads instead of states.
     state, transition: numbers of a state, and of the transition that multiplies it, of all heads.
-    flops: FLOPs of the kernel for one token, forward; on_ring: further FLOPs where states come from other ranks.
+    flops: FLOPs of the kernel for one token, forward. on_ring: further FLOPs where states come from other ranks.
     conv: channels of the convolution, times the tokens that it looks back at.
 
     Bytes for one token: `saved` is kept from the forward to the backward pass. `of_norm` is kept as well, by the norm
-    and gate of the output, as one kernel or in single operations; `saved_on_ring` where states come from other ranks.
-    `gradients` are the most that exist beside them in the mixer's backward pass, `norm_gradients` the most in the
-    backward pass of its norm in single operations, and `workspace` is the kernel's own.
+    and gate of the output: (if they are one kernel, if they are single operations); `saved_on_ring` where states come
+    from other ranks. `gradients` are the most that exist beside them in the mixer's backward pass, `norm_gradients`
+    the most in the backward pass of its norm in single operations, and `workspace` is the kernel's own.
     """
 
     kind: str
@@ -61,9 +63,10 @@ def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
 def delta_rule(
     *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
 ) -> TokenMixer:
-    """Return the sizes and costs of a gated delta net.
+    """Return the sizes and costs of a gated delta net, as in Qwen3-Next.
 
-    keys, values: (heads, dim). width: the width of its convolution. kind: its name.
+    hidden: the hidden size. keys, values: (heads, dim of a head). width: tokens that its convolution spans.
+    kind: its name in the plan.
     """
     (key_heads, key_dim), (heads, value_dim) = keys, values
     key_size, value_size = key_heads * key_dim, heads * value_dim
@@ -110,8 +113,11 @@ def state_space(
     has_norm: bool = True,
     biases: tuple[bool, bool, bool] = (True, False, False),
 ) -> TokenMixer:
-    """Return a Mamba-2 mixer with states of `size` numbers by channel.
+    """Return the sizes and costs of a Mamba-2 mixer.
 
+    hidden: the hidden size. heads, head_dim: of its input x. groups: of B and C, which heads share.
+    size: numbers of a state per channel. width: tokens that its convolution spans.
+    has_norm: whether its output is normalized.
     biases: whether there are some in the convolution, in the projection to it, and in the one back.
     """
     inner, shared = heads * head_dim, groups * size
@@ -155,7 +161,13 @@ def selective_scan(
     has_norms: bool = False,
     biases: tuple[bool, bool] = (True, False),
 ) -> TokenMixer:
-    """Return a Mamba mixer; `rank` is the rank of its steps dt. biases: in the convolution, and in projections."""
+    """Return the sizes and costs of a Mamba mixer (the first version).
+
+    hidden: the hidden size. inner: channels of the scan. size: numbers of a state per channel.
+    rank: of the projection of its steps dt. width: tokens that its convolution spans.
+    has_norms: whether dt, B and C are normalized, as in Jamba.
+    biases: whether there are some in the convolution, and in projections.
+    """
     of_conv, of_projections = biases
     weights = hidden * 3 * inner + inner * (rank + 2 * size) + rank * inner
     others = inner * (width + of_conv) + inner + inner * (size + 1)  # of the convolution, of steps, A and D
@@ -181,7 +193,7 @@ def selective_scan(
 
 
 def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
-    """Return the sizes and costs of lightning attention, whose kernel runs in PyTorch, in float32."""
+    """Return the sizes and costs of lightning attention, as in MiniMax; its kernel runs in PyTorch, in float32."""
     inner = heads * head_dim
     weights = 5 * hidden * inner  # to q, k, v and the gate, and back
     within_chunks = heads * _CHUNK * FP32
@@ -206,7 +218,7 @@ def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
 
 
 def short_convolution(*, hidden: int, width: int, has_bias: bool) -> TokenMixer:
-    """Return the sizes and costs of a gated short convolution, as LFM2 has it."""
+    """Return the sizes and costs of a gated short convolution, as in LFM2, which spans `width` tokens."""
     weights = 4 * hidden * hidden
     return TokenMixer(
         kind="short convolution",

@@ -1,4 +1,4 @@
-"""What transformers' code decides for all models of one `model_type`, and its defaults for keys that are left out."""
+"""Features that transformers' code gives all models of a `model_type`, and defaults of keys that files leave out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What all models of one `model_type` have in common.
+    """The features that all models of one `model_type` have in common, and the meaning of keys in their config.json.
 
-    defaults: what transformers takes keys for that are left out.
-    features: fields of `ModelFeatures` that do not depend on the config.json.
-    says: which keys say which fields.
+    defaults: values of keys that a config.json may leave out, as transformers has them.
+    features: values of fields of `ModelFeatures` that do not depend on the config.json, by name.
+    says: by key of a config.json, the fields of `ModelFeatures` that take its value.
     windows: whether layers may have a sliding window, which `layer_windows` reads.
-    lists_layers: whether layer_types may say which.
-    experts: whether there are experts in every layer.
-    unused: keys that change nothing in this family, or only sizes.
+    lists_layers: whether the key layer_types may say which layers have one.
+    experts: whether every model of the family has experts.
+    unused: keys that may be there, and say nothing about features: they change nothing, or only sizes.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -167,6 +167,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 def defaults_of(kind: str) -> Mapping[str, Any]:
-    """Return the defaults of keys that a config.json with the `model_type` `kind` may leave out; {} if not known."""
+    """Return the values of keys that a config.json of the `model_type` `kind` may leave out; {} if not known."""
     family = FAMILIES.get(kind)
     return {} if family is None else {**DEFAULTS, **family.defaults}

@@ -5,7 +5,8 @@
 
 A config.json says only part of it: that Qwen2 has biases in its projections, or Gemma norms after its layers, is in
 the code of its `model_type`. So only families in `FAMILIES` are read, and a key that neither says something known nor
-is known to change nothing is an error. What a key says that is left out, transformers decides by family, too.
+is known to change nothing is an error. Values of keys that are left out are transformers' defaults, which differ
+between families, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from burst_plugin.training.model_shape import ModelShape, layer_windows
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched: `kind` as transformers names it, with the parameters of that kind."""
+    """How rotary frequencies are stretched beyond the tokens of pretraining, as `rope_scaling` in a config.json says.
+
+    kind: the `rope_type` of transformers. Other fields are parameters of the kinds "llama3" and "yarn"; of other
+        kinds they are not read.
+    factor, attention_factor, mscale, mscale_all_dim, beta_fast, beta_slow: as in the config.json.
+    original_tokens: original_max_position_embeddings.
+    low_frequency, high_frequency: low_freq_factor and high_freq_factor. rounds: truncate.
+    """
 
     kind: str
     factor: float = 1.0
@@ -39,15 +47,25 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFeatures:
-    """What a decoder computes. Defaults are what Llama 2 does.
+    """The features of a decoder that change what its layers compute. Defaults are Llama 2's.
 
-    windows: for each layer, how many keys a query sees, itself among them; 0: all.
+    rotary_base, local_rotary_base: the bases of rotary embedding; the latter of layers with a window, if it is
+        another.
+    windows: for each layer, how many keys a query sees, itself among them; 0: all. (): all in every layer.
+    qkv_bias, output_bias, mlp_bias, expert_bias: whether there are biases in projections to q, k and v, in
+        attention's output projection, in the MLP, and in the router and all experts.
     qk_norm: "", "heads" (each head by itself) or "projections" (all heads together).
     norms: "before" attention and the MLP, "after" them, or "both".
+    sinks: whether each head has a logit without a value in its softmax.
+    score_scale: the factor on scores, None for 1 / sqrt(head_dim).
+    score_cap, logit_cap: the limits to which tanh caps attention's scores, and logits; None for none.
     clamped_swiglu: the limit of gpt-oss's activation, x * sigmoid(1.702 x) with clamped inputs, 0 for none.
-    expert_bias: the router and all experts have biases.
+    bidirectional: whether tokens attend to later ones. scaled_embedding: whether embeddings are times sqrt(hidden
+        size).
     renormalized: the weights of a token's experts sum to 1.
-    sources: by the name of a field that is not at its default, the key of config.json, and its value, that says so.
+    router_noise: the jitter on the router's inputs. weight_std: the standard deviation of initial weights.
+    towers: whether there are encoders of images or sound beside the language model.
+    sources: by the name of a field that was read, the key and value in config.json that say so, or the model_type.
     """
 
     norm_epsilon: float
@@ -78,7 +96,7 @@ class ModelFeatures:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def unusual(self) -> list[str]:
-        """Return the names of the fields that are not at their defaults; the first two have none."""
+        """Return the names of the fields that are not at Llama 2's values, without norm_epsilon and rotary_base."""
         return [
             entry.name
             for entry in fields(self)
@@ -109,7 +127,7 @@ _WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window"})
 
 
 def model_features(model: ModelShape) -> ModelFeatures:
-    """Return the features of `model`, read from its config.json.
+    """Return the features of `model`, read from its config.json, or from the keys of a built-in model.
 
     Raises ValueError for a family that is not known, and for a key or a value whose effect is not known.
     """

@@ -24,20 +24,20 @@ from burst_plugin.training.tower_families import Media, text_of
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder: layers that attend, or have another mixer, or both, with an MLP or experts; all alike, or of kinds.
+    """The sizes of a decoder, whose layers have attention, another mixer, or both, and an MLP or experts.
 
     ffn: width of the MLP, 0 for none; with experts each one's. matrices: its projections: gate, up and down, or 2.
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
     qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
-    wide_norms: whether weights of norms multiply in float32, of transformers' code.
+    wide_norms: whether transformers' code multiplies by the weights of norms in float32.
     wide_stream: whether hidden states are float32 between layers.
     windowed: how many layers let a token attend to itself and the `window` - 1 tokens before it only; others to all.
     latent: the sizes of multi-head latent attention, where every head has keys of its own; None for other attention.
     mixer: the token mixer beside attention, or in its place, where `attends` is False.
     in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
-    kinds: layers of each kind where they are not alike, in sizes of their own; heads and hidden size are the same.
+    kinds: where layers are not alike, a shape for each kind of them; heads and hidden size are the same. Else ().
     media: the images of each sequence and their tower; None for a language model alone.
     config: the config.json that it was read from, or the keys that one would have beside sizes; see `model_features`.
     """
@@ -77,12 +77,12 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        """Return the number of layers with attention."""
+        """Return the number of layers that have attention."""
         return sum(kind.layers for kind in self.by_kind if kind.attends)
 
     @property
     def mixers(self) -> tuple[tuple[TokenMixer, int], ...]:
-        """Return the token mixers besides attention, each with the number of layers that have it."""
+        """Return (token mixer, number of layers that have it) for all mixers that are no attention."""
         return tuple((kind.mixer, kind.layers) for kind in self.by_kind if kind.mixer is not None)
 
     @property
@@ -92,7 +92,7 @@ class ModelShape:
 
     @property
     def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
-        """Return (window, number of layers) of all layers that attend; window None for all tokens before."""
+        """Return (tokens of the window, number of layers) of all layers that attend; (None, n): n without one."""
         windowed = sum(kind.windowed for kind in self.by_kind if kind.attends)
         kinds = ((None, self.attention_layers - windowed), (self.window, windowed))
         return tuple((window, layers) for window, layers in kinds if layers)
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Return how many weights a layer's projections have: to queries, keys, values and gate, and back."""
+        """Return how many weights one layer's attention has: projections to q, k, v and the gate, and back."""
         if not self.attends:
             return 0
         if self.latent is not None:
@@ -113,14 +113,14 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Return how many weights a layer's MLP has, or all its experts and their router."""
+        """Return how many weights one layer's MLP has, or all its experts, shared ones too, and their router."""
         if not self.experts:
             return self.matrices * self.hidden * self.ffn
         return self.hidden * (self.matrices * (self.experts * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def active_mlp_parameters(self) -> int:
-        """Return how many of `mlp_parameters` are used for one token."""
+        """Return how many weights of one layer's MLP, or of its experts and router, multiply one token."""
         if not self.experts:
             return self.mlp_parameters
         return self.hidden * (self.matrices * (self.active * self.ffn + self.shared_ffn) + self.experts)
@@ -137,12 +137,12 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Return the number of parameters of the embedding, which is also the number of the head's."""
+        """Return the number of parameters of the embedding, which the head has as well."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters, a tower's included; tied parameters count once."""
+        """Return the number of all parameters, a tower's included; a head that is the embedding counts once."""
         tables = 1 if self.tied else 2
         layers = sum(kind.layers * kind.layer_parameters for kind in self.by_kind)
         tower = 0 if self.media is None else self.media.tower.parameters
@@ -155,7 +155,7 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Return the width of the MLP that one token passes: of all its experts together."""
+        """Return the width of the MLP that one token passes: of all experts together that see it."""
         return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
 
 
@@ -198,7 +198,7 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the sizes of a built-in model, or of the model with its config.json, or its folder, at the path `name`.
+    """Return the sizes of the model that `name` names: a built-in one, or the path of a config.json or its folder.
 
     Raises ValueError for a name that is not known, a file that cannot be read, and a model that cannot be planned.
     """
@@ -223,9 +223,9 @@ def model_shape(name: str) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the sizes of the model that the content of a config.json describes. Raise ValueError as `model_shape`.
+    """Return the sizes of the model that `config`, the content of a config.json, describes; `name` is for errors.
 
-    name: what errors call it.
+    Raises ValueError for a model that cannot be planned.
     """
     text = text_of(config)
     known = defaults_of(str(text.get("model_type")))
@@ -438,7 +438,9 @@ _RULES: Mapping[str, tuple[int | None, _Rule]] = MappingProxyType(
 
 
 def layer_windows(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, ...]:
-    """Return for each layer the keys of its window, the token itself included, 0 for none.
+    """Return for each layer how many keys a query sees in its window, its own token included; 0 for no window.
+
+    layers: how many there are. path: the name of the config.json in errors.
 
     Raises ValueError for a window that is no positive number, and if it is not known which layers have one.
     """

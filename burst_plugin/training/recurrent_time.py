@@ -1,4 +1,4 @@
-"""The time of layers with a state: their kernels, and what ranks send, states or heads.
+"""The time of layers that carry a state along the sequence: of kernels, and of sending states or heads.
 
     spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, part by part
 
@@ -49,7 +49,12 @@ def _placed(topology: Topology, ulysses: int) -> _Placed:
 
 
 def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
-    """Return the messages of one pass of a recurrent layer, hop by hop, for a tensor-parallel rank's heads."""
+    """Return the messages of one pass of a recurrent layer: for each hop, bytes by (sender, receiver).
+
+    Ranks are context-parallel; the bytes are one tensor-parallel rank's, of a micro-batch. [] for one
+    context-parallel rank. Hops follow each other: the last tokens before a piece for the convolution, then states or
+    heads.
+    """
     if setting.context == 1:
         return []
     placed = _placed(setting.topology, setting.ulysses)
@@ -93,7 +98,11 @@ def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> lis
 
 
 def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) -> bool:
-    """Return whether `context` ranks can share the heads of every mixer that has any; False if none has."""
+    """Return whether `context` ranks can share the heads of every mixer that allows it (`by_heads`).
+
+    `tensor` tensor-parallel ranks share the heads first. False for one context-parallel rank, and if no mixer allows
+    it.
+    """
     by_heads = [mixer for mixer in mixers if mixer.by_heads]
     heads = [[count // tensor for _, count, _ in mixer.tensors] for mixer in by_heads]
     return bool(by_heads) and context > 1 and all(can_share(context, each) for each in heads)
@@ -115,9 +124,10 @@ def _pass_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster, directi
 
 
 def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of one layer and micro-batch: its kernels in both passes, and what ranks send.
+    """Return the seconds of one layer and micro-batch in both passes: {kernels: s, states or heads sent: s}.
 
-    Layers that are computed again send again, unless what attention returns is kept: then states are, too.
+    The keys are `KERNELS` and `MESSAGES`. Where layers are computed again the forward pass counts twice. States that
+    are sent are kept with outputs of attention (`Setting.keep`), and sent once then.
     """
     again = setting.recompute == "full"
     by_states = setting.context > 1 and not (setting.recurrent == "heads" and mixer.by_heads)
@@ -146,7 +156,7 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
 
 
 def sent_bytes(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[float]:
-    """Return the bytes that each context-parallel rank sends in one pass of a layer."""
+    """Return the bytes that each context-parallel rank sends in one pass of a recurrent layer, by rank."""
     sent = [0.0] * setting.context
     for (src, _), nbytes in chain.from_iterable(hop.items() for hop in hops(mixer, setting, direction)):
         sent[src] += nbytes

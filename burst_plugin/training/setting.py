@@ -1,4 +1,4 @@
-"""One way to train: what a framework's code keeps, how a run is set, and which options of `Strategy` that means."""
+"""A way to train: what a framework's layers keep, how a run is set up, and the options of `Strategy` for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECOMPUTE = ("none", "mlp", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """What the code of a framework's layers keeps and allocates.
+    """The memory that the code of a framework's layers keeps and allocates.
 
     plain_norms: norms are written in single operations, which make float32 copies, and keep them unless they run in
         chunks; else they are one kernel each.
@@ -38,9 +38,10 @@ class Code:
 
     @classmethod
     def of_modules(cls, fused_norms: bool) -> Code:
-        """Return what layers written as PyTorch modules keep. Norms of mixers are single operations in any case.
+        """Return the code of layers that are written as PyTorch modules, as transformers' are.
 
-        fused_norms: whether all other norms are one kernel each.
+        fused_norms: whether norms are one kernel each, as with Liger; norms of mixers are single operations in any
+            case.
         """
         return cls(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True, plain_mixers=True)
 
@@ -53,13 +54,15 @@ class Setting:
     tensor, context, pipeline, data: degrees of parallelism. `inner` context-parallel ranks are in a node.
     zero: the stage of sharding over all ranks of data and context parallelism: 1, the optimizer's states; 3, weights
         and gradients too.
+    recompute: what the backward pass computes again: "none", "mlp" (each layer's MLP) or "full" (whole layers).
     keep: the share of the sequence whose attention is kept while layers are computed again.
     loss_chunk, mlp_chunk: tokens per chunk, 0 for all at once. head_chunks: into how many chunks heads are cut.
     offload: tensors that wait for the backward pass of layers that are computed again wait in host memory.
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
     recurrent: whether layers with a state exchange states, "state", or heads, "heads".
-    latents: in latent attention ranks send keys and values if "expand"; for other values see `latents_sent`.
+    latents: as `Strategy.latents`: with "expand" the ring of latent attention sends keys and values made of latents;
+        for other values see `latents_sent`.
     """
 
     tokens: int
@@ -86,7 +89,7 @@ class Setting:
 
     @property
     def gpus(self) -> int:
-        """Return how many GPUs are in use."""
+        """Return how many GPUs the setting uses: tensor x context x pipeline x data."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
@@ -96,12 +99,12 @@ class Setting:
 
     @property
     def tokens_at_once(self) -> int:
-        """Return the tokens of a micro-batch, on which all ranks of a model work at once."""
+        """Return the tokens of one micro-batch, of all its sequences and before they are cut."""
         return self.micro_batch * self.tokens
 
     @property
     def local_tokens(self) -> int:
-        """Return the tokens of a sequence in one rank's attention; elsewhere tensor-parallel ranks share them."""
+        """Return one rank's tokens of a sequence in attention; elsewhere tensor-parallel ranks share them."""
         return -(-self.tokens // self.context)
 
     @property
@@ -116,21 +119,26 @@ class Setting:
 
     @property
     def copying_norms(self) -> bool:
-        """Return whether norms keep float32 copies for their backward pass; in chunks they keep inputs."""
+        """Return whether norms keep float32 copies for backward: if in single operations, and not in chunks."""
         return self.code.plain_norms and not self.mlp_chunk
 
     @property
     def kept_share(self) -> float:
-        """Return the largest share of its tokens whose attention any rank keeps; see `again_share` for the others."""
+        """Return the share of its tokens whose attention a rank keeps, on the rank that keeps most.
+
+        It is 1 where whole layers are not computed again. Else `keep` is the share of the sequence, at its end, that
+        is kept; ranks may hold unequal shares of it. The work that is left for other tokens is `again_share`.
+        """
         if self.recompute != "full":
             return 1.0
         return max(self._kept_chunks(place) for place in range(self.ring_size)) / 2
 
     def again_share(self, window: int | None = None) -> float:
-        """Return the share of attention that is computed forward again, on the rank that has most of it left.
+        """Return the share of attention's forward work that is computed again, on the rank that has most of it.
 
-        Place r in the ring has chunks r and 2 * ring_size - 1 - r of the 2 * ring_size chunks of a causal sequence.
-        `window` is the most keys that a token attends to, itself included; None for all before it.
+        It is 0 where whole layers are not computed again, or all attention is kept, and 1 where none is. Place r in
+        the ring has chunks r and 2 * ring_size - 1 - r of the 2 * ring_size chunks of a causal sequence. `window` is
+        the most keys that a token attends to, itself included; None for all before it.
         """
         if self.recompute != "full":
             return 0.0
@@ -158,14 +166,15 @@ class Setting:
 def latents_sent(model: ModelShape, setting: Setting) -> LatentSizes | None:
     """Return the sizes of latents that a ring sends in place of keys and values; None if it sends keys and values.
 
-    See `Strategy.latents`.
+    It sends latents in models that have them, on several context-parallel ranks, unless heads are exchanged, in parts
+    or in chunks, or `latents="expand"`: see `Strategy.latents`.
     """
     cut = (setting.ulysses, setting.parts, setting.head_chunks)
     return model.latent if setting.context > 1 and cut == (1, 1, 1) and setting.latents != "expand" else None
 
 
 def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
-    """Return the options of `Strategy` that differ from their defaults, in the order of the page of options."""
+    """Return the options of `Strategy` for a setting, by name, without defaults, in the order of docs/options.md."""
     options: dict[str, object] = {}
     if setting.ulysses > 1:
         options["ulysses_degree"] = setting.ulysses
@@ -189,7 +198,10 @@ def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
 
 
 def layout_in_words(setting: Setting) -> str:
-    """Return text on how the model and the sequence are divided among GPUs."""
+    """Return text on how the model and the sequence are divided among GPUs.
+
+    Such as "TP 1 x CP 16 x PP 1 x DP 1, CP over 2 nodes of 8, of which 4 exchange heads".
+    """
     cut = f"TP {setting.tensor} x CP {setting.context} x PP {setting.pipeline} x DP {setting.data}"
     nodes = setting.context // setting.inner
     if nodes > 1:

@@ -26,9 +26,10 @@ _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two
 
 
 def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of an optimizer step, part by part.
+    """Return the seconds of an optimizer step of `model` in `setting` on `cluster`, by the name of each part.
 
-    A tower of images is at work before and after the language model, and hides nothing.
+    Parts follow each other, so that the step takes their sum. A tower of images is at work before and after the
+    language model, and hides nothing.
     """
     layers = model.layers / setting.pipeline
     linear_s = sum(_linear_layers(kind, setting, cluster) * kind.layers for kind in model.by_kind)
@@ -56,12 +57,15 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
 
 
 def tokens_per_second(setting: Setting, seconds: float) -> float:
-    """Return the tokens per second and GPU if a step takes so many seconds."""
+    """Return the tokens per second that each GPU trains if a step takes `seconds`."""
     return setting.batch * setting.tokens / seconds / setting.gpus
 
 
 def bound_by(seconds: dict[str, float]) -> str:
-    """Return text that names the part of a step with the most time, and its share."""
+    """Return text that names the part of a step that takes most time, and its share: "attention, 61 % of the time".
+
+    `seconds` are the parts of `step_seconds`; parts of one kind, such as attention's passes, are added up.
+    """
     groups = {
         "attention": ("attention",),
         "linear layers": ("linear", "head"),

@@ -1,8 +1,8 @@
 """The memory and time of towers that encode images: on the rank of a ring that encodes most of them.
 
-Every image, or whatever else a tower treats alone, is encoded by one rank; features go to the ranks that hold their
-tokens. Tensors are counted for transformers' towers in 16 bits; tests/planning/test_towers.py holds them to measured
-ones.
+A *unit* is an image, or whatever else a tower encodes by itself, such as a tile. One rank encodes it; its features go
+to the ranks that hold their tokens. Tensors are counted for transformers' towers in 16 bits;
+tests/planning/test_towers.py holds them to measured ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKWARD = 2.5  # times the operations of a forward pass of attention
 
 
 def busiest_units(media: Media, setting: Setting) -> int:
-    """Return the number of units of a micro-batch on the rank that encodes the most."""
+    """Return how many units, images or tiles, of a micro-batch are encoded by the rank that encodes the most."""
     return -(-media.units * setting.micro_batch // setting.context)
 
 
@@ -30,26 +30,29 @@ def imbalance(media: Media, setting: Setting) -> float:
 def sent_rows_bytes(media: Media, setting: Setting) -> float:
     """Return the bytes of features that a rank sends to the holders of their tokens, on average, in one pass.
 
-    Tokens are assumed to be anywhere, so that one row in as many as there are ranks stays where it is.
+    Tokens are assumed to be anywhere: of n ranks, one n-th of the rows stays where it is.
     """
     rows = media.tokens * setting.micro_batch / setting.context
     return BF16 * rows * media.tower.width * (setting.context - 1) / setting.context
 
 
 def pixel_bytes(media: Media, setting: Setting) -> float:
-    """Return the bytes of pixels, in float32, which are whole on every rank."""
+    """Return the bytes of a micro-batch's pixels, in float32; every rank has all of them."""
     return float(FP32 * media.units * media.patches * media.tower.pixels * setting.micro_batch)
 
 
 def saved_by_layer(media: Media, units: int) -> float:
-    """Return the bytes that a layer of the tower keeps for its backward pass, its input included."""
+    """Return the bytes that one layer of the tower keeps of `units` units for its backward pass, input included."""
     tower = media.tower
     rows, wide = tower.kept
     return float(BF16 * units * (media.patches + tower.others) * (rows * tower.hidden + wide * tower.ffn))
 
 
 def kept_by_layers(media: Media, setting: Setting) -> float:
-    """Return the bytes that the tower's layers, and projectors behind single layers, keep for the backward pass."""
+    """Return the bytes that all layers of the tower keep for the backward pass, on the rank that encodes the most.
+
+    Projectors of layers before the last are included. With full recomputation layers keep inputs only; 0 if frozen.
+    """
     if media.frozen:
         return 0.0
     units, tower = busiest_units(media, setting), media.tower
@@ -59,13 +62,16 @@ def kept_by_layers(media: Media, setting: Setting) -> float:
 
 
 def kept_bytes(media: Media, setting: Setting) -> float:
-    """Return the bytes that the tower's layers and projector keep while the language model runs."""
+    """Return the bytes that the tower and its projector keep while the language model runs, on the fullest rank."""
     of_projector = BF16 * busiest_units(media, setting) * media.rows * media.tower.row_kept[0]
     return kept_by_layers(media, setting) + (0.0 if media.frozen else of_projector)
 
 
 def at_work(media: Media, setting: Setting) -> dict[str, float]:
-    """Return the bytes of a tower layer's tensors in its backward pass, beside what layers keep; {} if frozen."""
+    """Return the bytes of tensors in the backward pass of one layer of the tower, by name; {} if it is frozen.
+
+    Tensors that layers keep (`kept_by_layers`) come on top.
+    """
     if media.frozen:
         return {}
     units, tower = busiest_units(media, setting), media.tower
@@ -89,9 +95,9 @@ def flops(media: Media) -> tuple[float, float]:
 
 
 def tower_seconds(media: Media, setting: Setting, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of one micro-batch: of the tower on the busiest rank, and of sending rows.
+    """Return the seconds of one micro-batch's images: {encoding on the busiest rank: s, sending features: s}.
 
-    Frozen towers have no backward pass, and nothing is sent back to them.
+    The keys are `ENCODING` and `SENDING`. Frozen towers have no backward pass, and nothing is sent back to them.
     """
     linear, attention = flops(media)
     again = setting.recompute == "full"

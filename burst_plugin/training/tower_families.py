@@ -21,18 +21,19 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """An encoder of images with its projector to the language model.
+    """The sizes of an encoder of images, with its projector to the language model.
 
-    ffn: width of the MLP, which has so many `matrices`: gate, up and down, or 2.
+    layers, hidden: of the encoder. ffn, matrices: the width of an MLP, and its matrices: gate, up and down, or 2.
     parameters: all of them, the projector's included.
-    patch_weights, row_weights: weights outside layers that each patch meets, and each row of features.
-    pixels: numbers of a patch. merged: patches of a row. width: numbers of a row, the numbers for layers included.
-    others: tokens of an image in the tower that are no patch.
+    patch_weights, row_weights: weights outside layers that multiply each patch, and each row of features.
+    pixels: numbers of a patch. merged: patches that make a row of features.
+    width: numbers of a row; with DeepStack rows for further layers of the language model included.
+    others: tokens of an image in the tower that are no patch, such as a class token.
     tokens: rows of each image or tile, 0 where images have any size.
     frames: frames of a video that are encoded at once, 0 where there is no video.
     windowed: how many layers let a patch attend to the `window` patches around it only, and not to all of the image.
-    kept: tensors of 16 bits that a layer keeps for its backward pass: as wide as the tower, and as its MLP.
-    row_kept: numbers of 16 bits that the projector keeps for a row, and others behind layers before the last.
+    kept: how many tensors of 16 bits a layer keeps for its backward pass: (as wide as the tower, as wide as its MLP).
+    row_kept: numbers of 16 bits kept per row: (by the projector, by projectors of layers before the last).
     """
 
     layers: int
@@ -55,14 +56,15 @@ class Tower:
 
     @property
     def layer_weights(self) -> int:
-        """Return the number of a layer's weights by which each patch is multiplied."""
+        """Return the number of weights that multiply each patch in one layer: of projections and of the MLP."""
         return 4 * self.hidden**2 + self.matrices * self.hidden * self.ffn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """The images of a sequence, all alike: `units` that a tower encodes one by one, each as `rows` of features.
+    """The images of one sequence, all alike: `units` images or tiles that `tower` encodes one by one.
 
+    rows: rows of features that a unit becomes, each in the place of a token.
     frozen: the tower is not trained.
     """
 
@@ -73,12 +75,12 @@ class Media:
 
     @property
     def patches(self) -> int:
-        """Return the number of patches in one unit."""
+        """Return the number of patches in one unit, an image or a tile."""
         return self.rows * self.tower.merged
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens of a sequence are replaced by features."""
+        """Return how many tokens of a sequence stand for rows of features, for all units together."""
         return self.units * self.rows
 
     @property
@@ -391,9 +393,9 @@ TOWERS: Mapping[str, Callable[[Config], Tower]] = MappingProxyType(
 
 
 def tower_of(config: Config, hidden: int) -> Tower:
-    """Return the tower of the model with this config.json, whose language model is `hidden` wide.
+    """Return the encoder of images of the model with this config.json, whose language model is `hidden` wide.
 
-    Raises ValueError for a model without a tower, and for one whose tower is not known.
+    Raises ValueError for a model without one, and for a `model_type` whose encoder is not known.
     """
     kind = str(config.get("model_type"))
     if not isinstance(config.get("vision_config"), Mapping):
@@ -444,7 +446,10 @@ TEXT_DEFAULTS: Mapping[str, Config] = MappingProxyType(
 
 
 def text_of(config: Config) -> Config:
-    """Return the configuration of a model's language model: its `text_config`, or all of the file."""
+    """Return the configuration of a model's language model: its `text_config`, or, without one, all of the file.
+
+    A `text_config` is completed by transformers' defaults, and by the file's `tie_word_embeddings`.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config

@@ -2,7 +2,7 @@
 
 goal = Goal(model=MODELS["llama3_8b"], tokens=2**20, cluster=Cluster(), space=space)
 best_first = plans_that_fit(goal)                # [Candidate(setting, memory, seconds), ...]
-longest(goal)                                    # the most tokens that a setting fits
+longest(goal)                                    # the most tokens of a sequence that fits
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ LEVERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a framework can do: the code of its layers, and which degrees and kinds of sharding it has.
+    """The settings that a framework offers: the code of its layers, and its kinds of parallelism.
 
+    code: what its layers keep. zeros: its stages of sharding, 1 or 3, see `Setting.zero`.
+    tensor, pipeline: whether it has tensor and pipeline parallelism.
+    recompute: the values of `Setting.recompute` that it has.
     divides: whether a sequence has to be a multiple of twice its context-parallel ranks, times tensor-parallel ones.
-    head_chunks: whether a layer's heads come in chunks. media: whether ranks share the tower of images.
+    head_chunks: whether a layer's heads can run in chunks. media: whether ranks share the tower of images.
     """
 
     code: Code
@@ -59,7 +62,10 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The task of a training plan: a model, the tokens of a sequence, a cluster, a framework's space, and a batch."""
+    """The task of a training plan: to train `model` on `cluster` with the settings in `space`.
+
+    tokens: of each sequence. batch: sequences of a step.
+    """
 
     model: ModelShape
     tokens: int
@@ -70,7 +76,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting, the memory that it takes, and the seconds of a step by part."""
+    """A setting, the memory that it takes, and the seconds of a step, by part (`step_seconds`)."""
 
     setting: Setting
     memory: TrainingMemory
@@ -78,14 +84,14 @@ class Candidate:
 
     @classmethod
     def of(cls, goal: Goal, setting: Setting) -> Candidate:
-        """Return the candidate of a setting, with its memory and seconds, whether or not it fits."""
+        """Return the candidate with this setting, whether or not its memory fits."""
         return cls(
             setting, memory(goal.model, setting, goal.cluster), step_seconds(goal.model, setting, goal.cluster)
         )
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of an optimizer step, the sum of its parts."""
         return sum(self.seconds.values())
 
     @property
@@ -95,7 +101,7 @@ class Candidate:
 
 
 def settings(goal: Goal) -> Iterator[Setting]:
-    """Yield every setting that `goal` allows for its model and cluster, whether or not it fits in memory."""
+    """Yield every setting of the goal's space for its model and cluster, whether or not it fits in memory."""
     for setting in _layouts(goal):
         of_heads = ring_shapes(goal.model, setting).ulysses_degrees if goal.model.attends else [1]
         degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
@@ -186,14 +192,15 @@ def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
 
 
 def fits(needed: TrainingMemory, cluster: Cluster) -> bool:
-    """Return whether a GPU and a host of the cluster have the memory that is needed."""
+    """Return whether the GPUs and the hosts of a cluster have the memory that a setting needs."""
     return needed.gpu_bytes <= cluster.gpu_gib * GIB and needed.host_bytes <= cluster.host_gib * GIB
 
 
 def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
-    """Return all settings that fit, the fastest first; of those about as fast, the one with less switched on.
+    """Return all settings that fit in memory, the fastest first, with their memory and seconds; [] if none does.
 
-    `progress` is called with how many settings have been priced and how many there are.
+    Settings within 1 % of the fastest are ordered by how few levers (`LEVERS`), tensor and pipeline parallelism among
+    them, they switch on. `progress` is called with how many settings have been priced and how many there are.
     """
     candidates, all_settings = [], list(settings(goal))
     for done, setting in enumerate(all_settings, start=1):
@@ -218,11 +225,11 @@ def plans_that_fit(goal: Goal, progress: Callable[[int, int], None] | None = Non
 
 
 def nearest(goal: Goal) -> list[TrainingMemory]:
-    """Return the memory of the settings that lack least where none fits, [] if the sequence cannot be cut at all.
+    """Return the memory of the one or two settings that lack least where none fits; [] if there is no setting.
 
     First comes the setting with the smallest hosts among settings that fit into the GPUs, or, where none does, the
-    setting that lacks the smallest share of either. Second, if its GPUs are not beyond all reason, comes the setting
-    with the smallest GPUs among settings that fit into the hosts.
+    setting that lacks the smallest share of either. Second, unless it takes over twice the share of memory that the
+    nearest setting takes, comes the setting with the smallest GPUs among settings that fit into the hosts.
     """
     gpu_bytes, host_bytes = goal.cluster.gpu_gib * GIB, goal.cluster.host_gib * GIB
     on_hosts: TrainingMemory | None = None
@@ -248,7 +255,7 @@ def nearest(goal: Goal) -> list[TrainingMemory]:
 
 
 def some_plan_fits(goal: Goal) -> bool:
-    """Return whether any setting fits."""
+    """Return whether any setting that `goal` allows fits in the memory of its GPUs and hosts."""
     if goal.cluster.process_gib * goal.cluster.gpus_per_node > goal.cluster.host_gib:
         return False  # whatever the setting
     possible = (setting for setting in settings(goal) if not surely_too_large(goal.model, setting, goal.cluster))
@@ -256,9 +263,9 @@ def some_plan_fits(goal: Goal) -> bool:
 
 
 def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
-    """Return the length of the longest sequence that can be trained, a multiple of 65,536 tokens; 0 if none can.
+    """Return the length of the longest sequence that fits with some setting, in steps of 65,536 tokens; 0 if none.
 
-    `trying` is called with every number of tokens that is tried.
+    The goal's own `tokens` do not count. `trying` is called with every number of tokens that is tried.
     """
 
     def fit(steps: int) -> bool:
@@ -279,7 +286,10 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 
 
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
-    """Return, for each lever that a plan uses, a sentence on how the plan would be without it."""
+    """Return, for each lever of `LEVERS` that a plan uses, by name, text on how the plan would be without it.
+
+    Such as "without it a GPU needs 95.3 GiB", or "without it a step takes 1.2 s more".
+    """
     by_lever = {}
     for name, off in LEVERS.items():
         if getattr(chosen.setting, name) == off:
