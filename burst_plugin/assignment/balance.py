@@ -148,7 +148,10 @@ class _ByToken:
         return [[share / batch for share in _shares(self.table, tokens, work)] for work in self._work.values()]
 
     def time(self, tokens: Tokens) -> float:
-        """Return for how long the slowest rank computes and sends, in pairs."""
+        """Return how long the slowest rank computes and sends, in units of the time that one pair takes to compute.
+
+        A pair is a query and a key that attend to each other.
+        """
         return _time(self.table, Attending(tokens, tokens, self.mask), self._work)
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
@@ -179,11 +182,14 @@ class _ByDocument:
         return self._known[tokens]
 
     def shares(self, tokens: Tokens) -> list[list[float]]:
-        """Return the work of every rank, by side."""
+        """Return two lists of how many (query, key) pairs each ring rank has: of its queries, then of its keys."""
         return self._of(tokens).work().tolist()
 
     def time(self, tokens: Tokens) -> float:
-        """Return for how long the slowest rank computes and sends, in pairs."""
+        """Return how long the slowest rank computes and sends, in units of the time that one pair takes to compute.
+
+        A pair is a query and a key that attend to each other.
+        """
         costs, ring = self._of(tokens), self.table.ring_topology
         computes = (costs.work().amax(0) + _VISITED * costs.rows_visited()).max()
         most = max(map(token_count, self.table.runs(tokens)))

@@ -152,7 +152,8 @@ def token_mean_loss(
 def gather_logits(logits: Tensor, shard: SequenceShard, engine: Any = None) -> Tensor:
     """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective.
 
-    `shard` is the entry "burst" of the batch that the logits belong to.
+    shard: the entry "burst" of the batch that the logits belong to.
+    engine: the engine that trains the model; None for the only one.
     """
     return session(engine).gather_logits(logits, shard)
 

@@ -177,7 +177,10 @@ class _EdgeValues(ChunkedLoss):
         return self.loss
 
     def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
-        """Return the values of all edges; collective."""
+        """Return log-probabilities and entropies of all edges, [E, 2], on every rank; collective.
+
+        hidden, head: see `ChunkedLoss.loss_of`. The other arguments are not used: tokens to predict are in the edges.
+        """
         scaled = Head(head.project, chunk=head.chunk, scale=self._scale, parameters=head.listed)
         shard = shard_of_forward()
         assert shard is not None, "this forward was given one"

@@ -84,9 +84,9 @@ class Entries:
         return self.windows.slots
 
     def last_tokens(self, device: torch.device) -> Tensor:
-        """Return, for each of this rank's slots, which of its tokens is the last of the window, int64 [B, n].
+        """Return where the last token of each slot's window is among this rank's tokens, int64 [B, n].
 
-        -1 for slots that a batch row does not use.
+        It is an index into [B, S_local], from 0 in each batch row; -1 for slots that a batch row does not use.
         """
         return self._on(device)[0].last
 
