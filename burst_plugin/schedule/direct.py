@@ -123,7 +123,7 @@ class _Transfers:
         arrives = self._steps.of(counterpart, owner)
         leaves = max([arrives + 1, *(self._steps.of(rank, owner) + 2 for rank in others)])
         before, after = self._steps.around(arrives)
-        back = max(leaves + 1, min(leaves + after, self._steps.count))
+        back = max(leaves + 1, min(leaves + after, self._steps.count + 1))  # after the tail
         self._add(owner, owner, counterpart, rows, (arrives - before, arrives), (leaves, back))
 
     def _add(
