@@ -19,8 +19,17 @@ from benchmarks import RefusedError
 from benchmarks.report import Case, absent, busy, cases, contenders, machine, measured, ranks
 from benchmarks.report.files import RESULTS, ROOT, Result, load
 
-# Okabe and Ito's, which colour-blind readers can tell apart; for contenders in the order of the file.
+# Okabe and Ito's, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#999999", "#F0E442")
+_COLOUR_OF = {
+    "burst": "#0072B2",
+    "PyTorch context_parallel": "#56B4E9",
+    "ring-flash-attn": "#E69F00",
+    "ring-flash-attn zigzag": "#E69F00",
+    "USP": "#009E73",
+    "Ulysses": "#999999",
+}
+"""What a library has in every picture; others get what is left, in the order of the file."""
 _SUMMARY: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
         "cluster-amd-epyc-2-cores.json",
@@ -83,6 +92,7 @@ def draw_summary(results: Mapping[str, Result]) -> Any:
         for place, (ratio, name) in enumerate(bars):
             axis.barh(place, ratio, 0.7, color=COLOURS[0] if name == "burst" else COLOURS[-2])
             axis.text(ratio, place, f" {ratio:.3g}", va="center", fontsize=10)
+        axis.margins(x=0.12)  # for the numbers
         axis.set_yticks(range(len(bars)), ["burst_plugin" if name == "burst" else name for _, name in bars])
         axis.invert_yaxis()
         axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
@@ -96,6 +106,12 @@ def draw_summary(results: Mapping[str, Result]) -> Any:
         fontweight="bold",
     )
     return figure
+
+
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    """Return the colour of every contender."""
+    left = iter([colour for colour in COLOURS if colour not in {_COLOUR_OF.get(name) for name in names}])
+    return {name: _COLOUR_OF.get(name) or next(left) for name in names}
 
 
 def _step(case: Case, contender: str) -> float | None:
@@ -119,13 +135,13 @@ def draw_cluster(result: Result) -> Any:
             axis.set_title(f"{topology} ranks, {rate}", loc="left", fontsize=11)
         axes[row][0].set_ylabel(f"time / {every[0].yardstick()}")
         axes[row][0].set_ylim(bottom=0)  # when all are drawn: after that nothing makes room for a longer bar
-    _finish(figure, result, f"Emulated cluster (nodes × ranks per node), {every[0].cluster}", names)
+    _finish(figure, result, f"Emulated cluster (nodes × ranks per node), {every[0].cluster}: lower is better", names)
     return figure
 
 
 def _bars(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
     """Draw bars of every contender for each case and direction; whiskers from fastest to slowest."""
-    bars = [(case, direction) for case in group for direction in case.directions()]
+    bars, colours = [(case, direction) for case in group for direction in case.directions()], _colours(names)
     width = 0.84 / len(names)
     for place, (case, direction) in enumerate(bars):
         for number, name in enumerate(names):
@@ -133,9 +149,9 @@ def _bars(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
             row, ratio = case.row(name, direction), case.ratio(name, direction)
             if row is None or ratio is None:
                 if case.refusal(name):
-                    axis.text(x, 0.05, "×", color=COLOURS[number], ha="center", va="bottom", fontsize=9)
+                    axis.text(x, 0.05, "×", color=colours[name], ha="center", va="bottom", fontsize=9)
                 continue
-            axis.bar(x, ratio, width * 0.9, color=COLOURS[number])
+            axis.bar(x, ratio, width * 0.9, color=colours[name])
             ends = [row[key] / row["time_s"] * ratio for key in ("time_s_min", "time_s_max")]
             axis.plot([x, x], ends, color="0.25", linewidth=0.8)
             if number == 0:
@@ -162,19 +178,20 @@ def draw_attention(result: Result) -> Any:
         axis.set_title(title, loc="left", fontsize=11)
     for line in axes:
         line[0].set_ylabel("share of the rate of\none rank's kernel")
-    _finish(figure, result, "Attention, forward and backward", [])
+    _finish(figure, result, "Attention, forward and backward: higher is better", [])
     return figure
 
 
 def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
     """Draw a panel, with the last share of every contender in its legend."""
+    colours = _colours(names)
     for number, name in enumerate(names):
         found = [(case.what["seq"], case.row(name)) for case in group]
         points = [(seq, row["kernel_share"]) for seq, row in found if row and row.get("kernel_share") is not None]
         if points:
             lengths, shares = zip(*sorted(points), strict=True)
             style = {"marker": "o", "markersize": 4, "linewidth": 1.6 + (number == 0)}
-            axis.plot(lengths, shares, color=COLOURS[number], label=f"{name}, {shares[-1]:.0%}", **style)
+            axis.plot(lengths, shares, color=colours[name], label=f"{name}, {shares[-1]:.0%}", **style)
     axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
     axis.set_xscale("log", base=2)
     lengths = sorted({case.what["seq"] for case in group})
@@ -198,14 +215,16 @@ def _panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any,
 
 def _finish(figure: Any, result: Result, title: str, names: Sequence[str]) -> None:
     """Write title and legend, and beneath all the machine, the commit, and what is missing or was disturbed."""
-    figure.suptitle(title + "\n" * bool(names), x=0.005, ha="left", fontsize=13, fontweight="bold")
+    size = min(13.0, 1150 / len(title))  # in one line
+    room = "\n" * (1 + (size < 12)) if names else ""  # for the legend
+    figure.suptitle(title + room, x=0.005, ha="left", fontsize=size, fontweight="bold")
     notes = [f"absent: {name} ({reason})" for name, reason in absent(result.rows).items()]
     refusing = dict.fromkeys(row["contender"] for row in result.rows if row.get("refused"))
-    notes += [f"×: refused by {', '.join(refusing)}"] if refusing else []
+    notes += [f"{'×' if names else 'no line'}: refused by {', '.join(refusing)}"] if refusing else []
     notes = [*notes, busy(result), machine(result)]
     figure.supxlabel("\n".join(filter(None, notes)), x=0.005, ha="left", fontsize=8, color="0.35")
     if names:
-        handles = [Patch(color=COLOURS[number], label=name) for number, name in enumerate(names)]
+        handles = [Patch(color=colour, label=name) for name, colour in _colours(names).items()]
         place, size = (-0.003, 1 - 0.22 / figure.get_figheight()), min(10.0, 960 / len("".join(names)))  # in one line
         where = {"loc": "upper left", "bbox_to_anchor": place, "ncols": len(names), "fontsize": size}
         figure.legend(handles=handles, frameon=False, handlelength=1.2, columnspacing=1.6, **where)
