@@ -68,22 +68,24 @@ def direct(
 
 
 def sent_early(schedule: Schedule, lengths: Sequence[int]) -> Schedule:
-    """Return the schedule with operands posted at its first step and partial results awaited at its last, if few.
+    """Return the schedule with what a node's ranks send each other posted at the first step, if that is little.
 
-    Then no rank waits for one that is behind. Memory allows it where no rank sends or receives more rows than the two
-    blocks of `lengths` that a ring of whole blocks has in flight.
+    Little is at most a block, of `lengths`, that any rank sends or receives in all. These operands arrive together, in
+    one batch behind the first visit; the partial results are awaited at the last step. So no rank waits for one that
+    is behind in its visits.
     """
     moved: Counter[tuple[str, int]] = Counter()
     for t in schedule.gather:
         rows = lengths[schedule.owner(t.block)] if t.rows is None else row_count(t.rows)
         moved["out", t.src] += rows
         moved["in", t.dst] += rows
-    if max(moved.values(), default=0) > 2 * max(lengths):
+    early = {t for t in schedule.gather if t.link is Link.INTRA and t.src == schedule.owner(t.block)}
+    if not early or max(moved.values()) > max(lengths):
         return schedule
-    last = max((t.due for t in schedule.reduce), default=0)
+    first, last = min(t.due for t in early), max((t.due for t in schedule.reduce), default=0)
     return replace(
         schedule,
-        gather=tuple(t._replace(issue=0) if t.src == schedule.owner(t.block) else t for t in schedule.gather),
+        gather=tuple(t._replace(issue=0, due=first) if t in early else t for t in schedule.gather),
         reduce=tuple(t._replace(due=last) if t.dst == schedule.owner(t.block) else t for t in schedule.reduce),
     )
 
