@@ -70,9 +70,9 @@ def direct(
 def sent_early(schedule: Schedule, lengths: Sequence[int]) -> Schedule:
     """Return the schedule with what a node's ranks send each other posted at the first step, if that is little.
 
-    Little is at most a block, of `lengths`, that any rank sends or receives in all. These operands arrive together, in
-    one batch behind the first visit; the partial results are awaited at the last step. So no rank waits for one that
-    is behind in its visits.
+    Little is at most a block, of `lengths`, that any rank sends or receives in all. These operands arrive together,
+    in one batch behind the first visit; the partial results are awaited at the last step. So no rank waits for one
+    that is behind in its visits.
     """
     moved: Counter[tuple[str, int]] = Counter()
     for t in schedule.gather:

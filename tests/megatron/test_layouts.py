@@ -144,6 +144,33 @@ def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> Non
         assert losses.isfinite().all()
 
 
+def _not_cut(rank: int, kind: str) -> str:
+    """Return what is said of a batch that was cut in no way, or into consecutive tokens."""
+    model = build(replace(over(TWO_LAYERS, "zigzag", cp=2), microbatch_size=1))
+    rows = torch.arange(32) + (rank * 32 if kind == "consecutive" else 0)
+    if kind == "alike":
+        model(torch.full((1, 32), 7), rows[None], None, labels=rows[None])
+        return ""
+    try:
+        model(rows[None], rows[None], None, labels=rows[None])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["whole", "consecutive", "alike"])
+def test_batches_that_were_not_cut_are_refused(kind: str) -> None:
+    first, second = run_ranks(_not_cut, 2, kind)
+    if kind == "whole":
+        assert "this batch has not been cut for context_parallel_size=2: all ranks have the same 32 tokens" in first
+        assert first == second
+    elif kind == "consecutive":
+        assert "this batch has been cut into consecutive tokens, but layout='zigzag'" in first
+        assert first == second
+    else:
+        assert (first, second) == ("", "")
+
+
 # ------------------------------------------------------------------------------------------------- packed documents
 
 # 13, 2, 24 and 9 tokens; of the last 5 are real.

@@ -23,6 +23,7 @@ from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
+from burst_plugin.megatron.flags.config import asks_for_burst
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions_that_cut
 from burst_plugin.moved_tokens import shifted
@@ -32,6 +33,7 @@ from burst_plugin.strategy import AUTO
 MEGATRONS_OWN = "zigzag"
 # Entries of a batch without one value per token.
 _NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
+_FEWEST = 4  # tokens of a rank: fewer may look like another cut
 _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 
 
@@ -200,16 +202,19 @@ class _LayoutHooks:
     def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `GPTModel._preprocess`, or a hybrid model, and count the call.
 
-        Raises ValueError if the first batch was cut in zigzag elsewhere.
+        Raises ValueError if the first batch was not cut, or in zigzag or contiguously for another layout.
         """
         arguments = bind(original, model, *args, **kwargs).arguments
         held, group = arguments.get("position_ids"), _group(arguments)
         self._registry.identity.model_calls += 1
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
-        if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
+        is_new = not self._has_looked and group is not None and group.size() > 1
+        if is_new and isinstance(held, Tensor) and held.dim() == 2:
             self._has_looked = True
-            if self._are_of_zigzag(held[0], arguments.get("packed_seq_params"), group):
+            if arguments.get("packed_seq_params") is None and asks_for_burst(model.config):
+                _refuse_uncut(arguments.get("input_ids"), held[0].tolist(), self._registry.layout, group)
+            if self._apply_to(group) and self._are_of_zigzag(held[0], arguments.get("packed_seq_params"), group):
                 raise ValueError(
                     f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
                     "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
@@ -321,6 +326,33 @@ def _starts(packed: Any) -> Tensor:
     """Return where packed documents begin, and the last one ends."""
     padded: Tensor | None = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
+
+
+def _refuse_uncut(tokens: Tensor | None, held: list[int], layout: str, group: dist.ProcessGroup) -> None:
+    """Raise ValueError if all ranks have the same tokens, or rank 1 the positions of consecutive ones; collective.
+
+    In zigzag and striped the first token of rank 1 is in the first half of as many consecutive tokens as it holds.
+    Tokens that are all alike tell nothing, and neither do positions from 0 on, of which many models need none.
+    """
+    if layout not in (MEGATRONS_OWN, "striped") or tokens is None or len(held) < _FEWEST:
+        return
+    weights = torch.arange(tokens.numel(), device=tokens.device) % 8191 + 1
+    digest = (tokens.flatten().long() * weights).sum()
+    is_consecutive = group.rank() == 1 and held == [*range(len(held), 2 * len(held))]
+    bounds = torch.stack([digest, -digest, torch.full_like(digest, is_consecutive)])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    most, least, any_consecutive = bounds.tolist()
+    cut = "in forward_step cut it by megatron.core.utils.get_batch_on_this_cp_rank"
+    if any_consecutive:
+        raise ValueError(
+            f"this batch has been cut into consecutive tokens, but layout={layout!r}: {cut}, which follows the "
+            "layout; or use --burst-layout contiguous"
+        )
+    if most == -least and bool((tokens != tokens.flatten()[0]).any()):
+        raise ValueError(
+            f"this batch has not been cut for context_parallel_size={group.size()}: all ranks have the same "
+            f"{len(held)} tokens, which the ring takes for parts of {len(held) * group.size()}; {cut}"
+        )
 
 
 def _cut(x: Tensor, dim: int, tokens: Tokens, group: dist.ProcessGroup) -> Tensor:
