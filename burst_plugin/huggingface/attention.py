@@ -28,6 +28,7 @@ from burst_plugin.huggingface.mask_recipes import (
     shard_of_forward,
 )
 from burst_plugin.huggingface.pool_indexers import PoolChoice
+from burst_plugin.inference.attending import CachedExtras
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
@@ -199,7 +200,8 @@ def _cached(
     q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
     mask = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     scores = Scores(scale=options.get("scaling"), softcap=options.get("softcap"))
-    return cache.attend(type(module).__name__, (q, k, v), mask, scores, _sink(options, q))
+    extras: CachedExtras = {"sink": _sink(options, q), "selection": options.get("indices")}
+    return cache.attend(type(module).__name__, (q, k, v), mask, scores, extras)
 
 
 def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | None:

@@ -21,6 +21,7 @@ from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.cached_media import FEATURES, features_of_rank, marked_turn
 from burst_plugin.huggingface.image_groups import group_rule
+from burst_plugin.huggingface.indexers import indexers
 from burst_plugin.huggingface.mask_recipes import cache_of_forward
 from burst_plugin.huggingface.positions import problem_with_cache
 from burst_plugin.huggingface.recurrent import begin_turn, end_turn, is_recurrent_alone, mixers
@@ -169,6 +170,12 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     return {layer: window - 1 if not kinds or kinds[layer] == _SLIDING else None for layer in layers}
 
 
+def _indexed(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the numbers of the layers with an indexer of tokens, whose keys a cache keeps."""
+    layers: list[Any] = [module.layer_idx for module, _ in indexers(model)]
+    return tuple(sorted(layers))
+
+
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit cached tokens."""
     batch, new = tokens.shape[:2]
@@ -238,10 +245,10 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         tell(cache.cp, error)
         raise
     try:
-        windows, last = _windows(model), given.get("logits_to_keep") == 1
+        layers, last = (_windows(model), _indexed(model)), given.get("logits_to_keep") == 1
         states = states_of(model.config.get_text_config()) if any(mixers(model)) else None
         cache.longest = tokens.longest
-        turn = cache.begin_turn(windows, states, tokens.real, tokens.ids, last)
+        turn = cache.begin_turn(layers, states, tokens.real, tokens.ids, last)
     except ValueError as error:
         if "ids" in str(error):
             raise ValueError(

@@ -2,6 +2,7 @@
 
     layer -> indexer(hidden_states, ..., attention_mask[:, 0])      the `forward` of its class is replaced
                  shard:       queries, keys and weights as the family computes them, then sparse.select_keys
+                 `RingCache`: likewise, and it keeps the keys, `RingCache.select`
                  whole batch: the family's own
           -> attention(..., indices=selected)                       `attention.forward` hands them to the ring
 
@@ -26,15 +27,16 @@ from burst_plugin.huggingface.block_indexers import LAYER_TYPE as BLOCK_LAYER_TY
 from burst_plugin.huggingface.block_indexers import block_indexers, problems_of_block_indexers, use_block_indexers
 from burst_plugin.huggingface.indexer_shards import shard_of_indexer, watch_layer
 from burst_plugin.huggingface.mask_indexers import mask_indexers, problems_of_mask_indexers, use_mask_indexers
-from burst_plugin.huggingface.mask_recipes import NO_CACHE, MaskRecipe, cache_of_forward, shard_of_forward
+from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_of_forward
 from burst_plugin.huggingface.pool_indexers import (
     is_pool_indexer,
     pool_indexers,
     problems_of_pool_indexers,
     use_pool_indexers,
 )
+from burst_plugin.huggingface.ring_cache import RingCache
 from burst_plugin.huggingface.text_only import text_modules
-from burst_plugin.sparse import select_keys
+from burst_plugin.sparse import Indexed, select_keys
 
 LAYER_TYPE = "indexed_attention"
 _MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
@@ -146,16 +148,17 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
 def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of an indexer's `forward`. Return positions of keys, int32 [B, S, top k]."""
     given = by_name(partial(original, module), args, kwargs)
-    recipe, shard = given["attention_mask"], shard_of_indexer(module)
-    if shard is not None and not isinstance(recipe, MaskRecipe):
+    recipe, shard, cache = given["attention_mask"], shard_of_indexer(module), cache_of_forward()
+    if (shard is not None or cache is not None) and not isinstance(recipe, MaskRecipe):
+        shared = "a sharded batch" if cache is None else "a RingCache"
         raise ValueError(
-            f"{type(module).__name__} got a sharded batch and a mask of its own, a {type(recipe).__name__}, with "
+            f"{type(module).__name__} got {shared} and a mask of its own, a {type(recipe).__name__}, with "
             "which it would select among this rank's tokens only; pass on the mask that the model has made"
         )
     if not isinstance(recipe, MaskRecipe):
-        if cache_of_forward() is not None:
-            raise ValueError(NO_CACHE.format(type(module).__name__))
         return original(module, *args, **kwargs)
+    if cache is not None:
+        return _select_cached(module, known, cache, given)
     shard = shard or recipe.shard or shard_of_forward()
     if shard is None:  # torch.compile hands on recipes of whole batches, too
         dense = recipe.tensor(always=True)
@@ -174,15 +177,12 @@ def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[st
         problem = f"{type(module).__name__} got a cache of earlier tokens with a sharded batch: give whole texts"
     if problem:
         raise ValueError(problem)
-    q, k = _queries_and_keys(module, known, given)
-    kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed
-    hidden = given["hidden_states"].to(module.weights_proj.weight.dtype)
-    weights = module.weights_proj(hidden).float() * module.n_heads**-0.5
-    tag = (f"indexer of layer {module.layer_idx}", shard)
+    indexed, tag = _indexed(module, known, given), (f"indexer of layer {module.layer_idx}", shard)
+    assert indexed.weights is not None
     return select_keys(
-        q.to(kind),
-        k.to(kind),
-        weights,
+        indexed.q,
+        indexed.k,
+        indexed.weights,
         module.index_topk,
         shard.cp,
         mask=mask_of_call(module, shard, recipe, {}),
@@ -190,6 +190,25 @@ def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[st
         scale=module.softmax_scale,
         tag=tag,
     )
+
+
+@torch.no_grad()
+def _select_cached(module: Any, known: Indexer, cache: RingCache, given: Mapping[str, Any]) -> Tensor:
+    """Return the keys that new tokens select among all tokens of a cache, which keeps the keys of the new ones."""
+    problem = problem_of_call(module, given["attention_mask"], {})
+    if problem:
+        raise ValueError(problem)
+    indexed, mask = _indexed(module, known, given), given["attention_mask"].mask
+    return cache.select(module.layer_idx, indexed, module.index_topk, mask, module.softmax_scale)
+
+
+def _indexed(module: Any, known: Indexer, given: Mapping[str, Any]) -> Indexed:
+    """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of an indexer."""
+    q, k = _queries_and_keys(module, known, given)
+    kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed
+    hidden = given["hidden_states"].to(module.weights_proj.weight.dtype)
+    weights = module.weights_proj(hidden).float() * module.n_heads**-0.5
+    return Indexed(q.to(kind), k.to(kind), weights)
 
 
 def _queries_and_keys(module: Any, known: Indexer, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 NO_CACHE = (
-    "{} selects among the keys of all tokens, and a RingCache has no keys of indexers; generate with a cache of "
-    "transformers, on one rank"
+    "{} selects blocks or pools of the keys of all tokens, and a RingCache has index keys of single tokens alone; "
+    "generate with a cache of transformers, on one rank"
 )
 
 _CAUSAL = "causal_mask_function"
@@ -186,12 +186,13 @@ class MaskRecipe:
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself.
 
-        The recipe also stands for [:, 0], which indexers ask for, unless the batch is whole: all heads share a mask.
+        The recipe also stands for [:, 0], which indexers ask for, unless this rank has whole rows: all heads share a
+        mask.
         """
         every = (slice(None), slice(0, None))
         if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
             return self
-        may_be_cut = self.shard is not None or not self._batch_is_known
+        may_be_cut = self.shard is not None or not self._batch_is_known or cache_of_forward() is not None
         if may_be_cut and str(index) in _OF_ALL_HEADS:
             return self
         whole = self.tensor(always=True)

@@ -14,11 +14,13 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.image_groups import GroupRule, MarkedTurn
 from burst_plugin.huggingface.recurrent.states import XLSTM, LayerStates
 from burst_plugin.inference import KVCache, Turn
+from burst_plugin.inference.attending import CachedExtras
 from burst_plugin.inference.columns import Columns
 from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import BidirectionalSpans, Mask, PerRow, SlidingWindow
+from burst_plugin.sparse import Indexed, select_cached
 
 OWN_NAME = "cache_params"  # of Mamba's argument in earlier releases, in which `generate` hands on all tokens so far
 CACHES = ("cache", "past_key_values", OWN_NAME)  # the argument, by release
@@ -65,6 +67,7 @@ class RingCache(Cache):
         """Forget all tokens; not collective, but every rank has to call it."""
         self._kv: KVCache | None = None
         self._windows: dict[int, int | None] = {}  # of layers that attend, by their numbers in the model
+        self._indexed: tuple[int, ...] = ()  # the numbers of layers with an indexer, whose keys are cached, too
         self._set_states(None)
         self.shard: SequenceShard | None = None  # of the turn, for layers that carry a state
         # [B, columns] of the ids so far: which are no padding
@@ -147,13 +150,18 @@ class RingCache(Cache):
     # ---------------------------------------------------------------------------------------------- during a forward
 
     def begin_turn(
-        self, windows: Mapping[int, int | None], states: LayerStates | None, new: Tensor, ids: Tensor, last: bool
+        self,
+        layers: tuple[Mapping[int, int | None], Sequence[int]],
+        states: LayerStates | None,
+        new: Tensor,
+        ids: Tensor,
+        last: bool,
     ) -> Turn | Columns:
         """Begin the turn of a forward, and return which of its new tokens this rank computes; collective.
 
         Args:
-            windows: for each layer that attends, by its number in the model, how many tokens before itself a token
-                attends to; None for all.
+            layers: for each layer that attends, by its number in the model, how many tokens before itself a token
+                attends to, None for all; and the numbers of layers with an indexer of tokens.
             states: the states that a model with recurrent layers begins with, used in the first turn; None for other
                 models.
             new: bool [B, n], which of the new tokens are no padding.
@@ -164,8 +172,9 @@ class RingCache(Cache):
             The `Turn`, or for recurrent layers the `Columns` of a turn of more than one token.
         """
         if self._kv is None:
-            self._kv = KVCache(self.cp, len(windows), windows=list(windows.values()) or None, **self._options)
-            self._windows, self._seen = dict(windows), new[:, :0]
+            self._windows, self._indexed, self._seen = dict(layers[0]), tuple(layers[1]), new[:, :0]
+            reaches = [*self._windows.values(), *[None for _ in self._indexed]]
+            self._kv = KVCache(self.cp, len(reaches), windows=reaches or None, **self._options)
             self._set_states(states)
         self._turn = self._kv.begin(new.sum(1).tolist(), ids=ids)
         self._new, self._last, self._layer, self._attended, self._is_whole = new, last, None, 0, False
@@ -220,8 +229,35 @@ class RingCache(Cache):
         self._layer = layer_idx
         return key_states, value_states
 
+    def select(self, layer: int, given: Indexed, top_k: int, mask: Mask, scale: float) -> Tensor:
+        """Store new keys of a layer's indexer, and return the keys that this rank's new tokens select; collective.
+
+        Args:
+            layer: its number in the model.
+            given: what the indexer computes of this rank's new tokens.
+            top_k: how many keys a token selects.
+            mask: the layer's own mask, in positions of a row.
+            scale: the factor on products of queries and keys.
+
+        Returns:
+            Positions in the token's row, int32 [B, n, keys per token], -1 for none.
+
+        Raises:
+            ValueError: the layer had no indexer when the cache began.
+        """
+        if self._kv is None or layer not in self._indexed:
+            raise ValueError(f"layer {layer} has an indexer that the RingCache does not know; begin with a new cache")
+        return select_cached(
+            self._kv, len(self._windows) + self._indexed.index(layer), given, top_k, mask=mask, scale=scale
+        )
+
     def attend(
-        self, name: str, qkv: tuple[Tensor, Tensor, Tensor], mask: Mask, scores: Scores, sink: Tensor | None
+        self,
+        name: str,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: Mask,
+        scores: Scores,
+        extras: CachedExtras,
     ) -> Tensor:
         """Return attention [B, n, heads, D] of this rank's new tokens to all cached and new tokens; collective.
 
@@ -231,7 +267,8 @@ class RingCache(Cache):
                 cached.
             mask: the layer's own mask, in positions of a row.
             scores: scale and softcap of scores.
-            sink: a logit for each head, [heads], that takes part in the softmax without a value; None for none.
+            extras: `sink`, a logit for each head, [heads], that takes part in the softmax without a value, and
+                `selection`, the keys that this rank's new tokens have selected, as `select` returns them.
 
         Raises:
             ValueError: the layer did not call `update`, or its mask reaches further than the window that the cache
@@ -253,7 +290,7 @@ class RingCache(Cache):
             )
         columns = None if self.states is None else self.states.columns
         q, k, v = qkv if columns is None else columns.to_storage(qkv)
-        out = self._kv.attend(list(self._windows).index(layer), q, k, v, mask=mask, scores=scores, sink=sink)
+        out = self._kv.attend(list(self._windows).index(layer), q, k, v, mask=mask, scores=scores, **extras)
         self._attended += 1
         return out if columns is None else columns.from_storage(out)
 
@@ -395,7 +432,7 @@ class RingCache(Cache):
         copy = RingCache(self.cp, **self._options)
         if self._kv is not None:
             copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
-            copy._in_groups = self._in_groups
+            copy._in_groups, copy._indexed = self._in_groups, self._indexed
             copy._set_states(None if self.states is None else self.states.fork())
         return copy
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.decode import OwnAttention
 from burst_plugin.inference.gathering import TreeMerge
-from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.storage import RowStore
-from burst_plugin.inference.turn import RoundRobin, Turn, TurnMask
+from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn_rows import TurnRows
 from burst_plugin.ring.agreement import error_text, prepared_together
 from burst_plugin.ring.attention_pass import dense
 from burst_plugin.ring.choices import features_of, is_deterministic, kernel_for
@@ -29,6 +28,13 @@ from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
+
+
+class CachedExtras(TypedDict, total=False):
+    """The optional tensors of `KVCache.attend`, by name."""
+
+    sink: Tensor | None
+    selection: Tensor | None
 
 
 class Asked(NamedTuple):
@@ -40,7 +46,8 @@ class Asked(NamedTuple):
     v: Tensor
     mask: Mask
     scores: Scores
-    sink: Tensor | None
+    sink: Tensor | None = None
+    selection: Tensor | None = None
 
     def without_gradient(self) -> Asked:
         """Return the arguments unchanged. Raise RuntimeError if autograd would expect a gradient."""
@@ -57,7 +64,7 @@ class Asked(NamedTuple):
         Raises ValueError for tensors that do not fit the turn's tokens or the type, heads and dims in `store`, and
         for masks and scores that a cache does not take.
         """
-        inputs = Inputs(self.q, self.k, self.v, self.sink)
+        inputs = Inputs(self.q, self.k, self.v, self.sink, selection=self.selection)
         check_kinds(inputs, Request(self.mask, self.scores))
         check_tensors(self.q, self.k, self.v)
         check_extras(inputs, 0)
@@ -104,50 +111,19 @@ def check_layer(layer: object, layers: int, attended: frozenset[int]) -> int:
 class LayerCall(NamedTuple):
     """One layer's attention in one turn.
 
-    turn: the turn, with its new tokens and their positions.
-    layer: this rank's keys and values of the layer.
+    rows: the turn, what this rank stores of the layer, and the mask.
     asked: the arguments of `KVCache.attend`.
     """
 
-    turn: Turn
-    layer: LayerCache
+    rows: TurnRows
     asked: Asked
-
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether batch rows have equal lengths and one mask, and share no tokens.
-
-        The ring takes such rows as a batch, others one after another in one sequence.
-        """
-        layer, mask = self.layer, self.asked.mask
-        return self.turn.is_uniform and mask.rows is None and len(set(layer.first_keys)) == 1 and not layer.shared
-
-    def append(self) -> None:
-        """Append the new keys and values that this rank stores to its layer's store."""
-        turn = self.turn
-        own = turn.own if turn.replicated else [slice(count) for count in turn.counts]
-        k, v = ([row[:n][mine] for row, n, mine in zip(x, turn.counts, own, strict=True)] for x in self.asked[2:4])
-        self.layer.store.append(k, v)
-
-    def unpacked(self, out: Tensor) -> Tensor:
-        """Return `out`, as the ring returned it, as [B, size, Hq, Dv], rows padded with zeros.
-
-        The ring returns that shape if the call `is_uniform`, otherwise rows one after another, [1, sum of counts, Hq,
-        Dv].
-        """
-        if self.is_uniform:
-            return out
-        counts = self.turn.counts
-        found = out.new_zeros(len(counts), self.turn.size, *out.shape[2:])
-        for row, stop, count in zip(found, accumulate(counts), counts, strict=True):
-            row[:count] = out[0, stop - count : stop]
-        return found
 
     def without_padding(self, out: Tensor) -> Tensor:
         """Return `out` [B, size, Hq, Dv] with padding set to zeros."""
-        if len(set(self.turn.counts)) == 1:
+        turn = self.rows.turn
+        if len(set(turn.counts)) == 1:
             return out
-        return out.where(self.turn.valid.to(out.device)[:, :, None, None], 0)
+        return out.where(turn.valid.to(out.device)[:, :, None, None], 0)
 
 
 def pass_q_share(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> float:
@@ -188,7 +164,7 @@ def attend_on_ring(
     inputs, request = ring_call(call, forward)
     before = _traffic(cp)
     out = ring_attention(inputs, request, cp, tag).out
-    return call.unpacked(out), _traffic(cp) - before
+    return call.rows.by_row(out), _traffic(cp) - before
 
 
 def attend_in_tree(
@@ -217,9 +193,9 @@ def attend_in_tree(
         return cp.agreement.before_forward(signature, problem, cp.agreement.name_of_next_call(tag))
 
     (call, own), which = prepared_together(prepared, agree)
-    q, sink = call.asked.q, call.asked.sink
+    q, sink, layer = call.asked.q, call.asked.sink, call.rows.layer
     out, lse = merge.run(
-        lambda: own.of(q, call.layer.store, call.layer.shared_store), which, {"device": q.device, **own.signature}
+        lambda: own.of(q, layer.store, layer.shared_store), which, {"device": q.device, **own.signature}
     )
     if sink is not None:
         out, _ = add_sink(out, lse, sink)
@@ -233,23 +209,12 @@ def _traffic(cp: ContextParallel) -> Counter[str]:
 def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
     """Return the ring's inputs and request for a layer's call: new tokens attend to all keys of their rows.
 
-    If the call `is_uniform`, its rows are the batch; otherwise they lie one after another in one sequence, so that
-    nothing is padded. `forward` is the moving side, "q", "kv" or "auto".
+    `forward` is the moving side, "q", "kv" or "auto".
     """
-    turn, layer, asked = call
-    bounds = layer.first_keys, turn.starts, turn.stops
-    if call.is_uniform:
-        first_keys, starts, stops = (each[:1] for each in bounds)
-        q, (k, v) = asked.q, layer.store.batch()
-    else:
-        first_keys, starts, stops = bounds
-        q, (k, v) = _packed(asked.q, turn.counts), layer.store.packed()
-    mask = TurnMask(asked.mask, first_keys, starts, stops, layer.shared)
-    if layer.shared_store is not None:
-        k, v = (torch.cat(both, 1) for both in zip(layer.shared_store.row(0), (k, v), strict=True))
-        first_keys, stops = (0, *first_keys), (layer.shared, *stops)
-    tokens = RoundRobin.of(starts, turn.stops[: len(starts)]), RoundRobin.of(first_keys, stops)
-    return Inputs(q, k, v, asked.sink), Request(mask, asked.scores, tokens, forward=forward)
+    rows, asked = call
+    selection = None if asked.selection is None else rows.selection_of_sequence(asked.selection)
+    inputs = Inputs(rows.of_new(asked.q), *rows.stored(), asked.sink, selection=selection)
+    return inputs, Request(rows.turn_mask, asked.scores, rows.tokens, forward=forward)
 
 
 def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
@@ -257,18 +222,13 @@ def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
 
     Raises ValueError if no kernel can compute it, or the mask hides tokens that rows share.
     """
-    (turn, layer, asked), deterministic = call, is_deterministic(strategy)
+    ((turn, layer, mask), asked), deterministic = call, is_deterministic(strategy)
     (batch, q_len, q_heads, qk_dim), (kv_heads, v_dim) = asked.q.shape, asked.v.shape[2:]
     shapes = Shapes(batch, q_len, max(layer.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)
-    features = features_of(shapes, asked.scores, deterministic, Extras())
+    features = features_of(shapes, asked.scores, deterministic, Extras(selection=asked.selection is not None))
     kernel = kernel_for(strategy, asked.q.device, shapes, features, new_tiles=True)
-    how = (asked.mask, asked.scores, kernel, deterministic)
-    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared)
+    how = (mask, asked.scores, kernel, deterministic)
+    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared, asked.selection)
     if layer.shared:
         own.check_shared()
     return own
-
-
-def _packed(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return rows [B, n, ...] one after another without padding, [1, sum of counts, ...]."""
-    return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)]).unsqueeze(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,18 @@ from torch import Tensor
 from burst_plugin.checks import check_one_of, shown, whole_number, whole_numbers
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
-from burst_plugin.inference.attending import Asked, LayerCall, attend_in_tree, attend_on_ring, check_layer
+from burst_plugin.inference.attending import (
+    Asked,
+    CachedExtras,
+    LayerCall,
+    attend_in_tree,
+    attend_on_ring,
+    check_layer,
+)
 from burst_plugin.inference.gathering import TreeMerge, gathered
 from burst_plugin.inference.layer import LayerCache, checked_windows
 from burst_plugin.inference.turn import Turn, are_few
+from burst_plugin.inference.turn_rows import TurnRows
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.scores import Scores
@@ -24,6 +32,10 @@ from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO
 from burst_plugin.types import SIDES
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since 3.11
+
+_NO_TURN = "no turn has begun: call KVCache.begin with the numbers of new tokens first"
 _LENGTHS = "give the number of new tokens of each batch row"
 
 
@@ -76,7 +88,7 @@ class KVCache:
     ) -> None:
         if not isinstance(cp, ContextParallel):
             raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one with ContextParallel(group)")
-        self._cp, self._ranks = cp, cp.ranks
+        self.cp, self._ranks = cp, cp.ranks
         count = whole_number("KVCache(layers={})", layers, "use the number of layers")
         self._windows = checked_windows(windows, count)
         self._rewind = whole_number("KVCache(rewind={})", rewind, "use a number of tokens")
@@ -159,7 +171,7 @@ class KVCache:
             all_compute = are_few(max(new), self._ranks) if replicated is None else bool(replicated)
             starts = self._lengths or (0,) * len(new)
             stops = tuple(start + n for start, n in zip(starts, new, strict=True))
-            return Turn(self._turns, starts, stops, self._cp.rank, self._ranks, all_compute or self._ranks == 1)
+            return Turn(self._turns, starts, stops, self.cp.rank, self._ranks, all_compute or self._ranks == 1)
 
         def agree(turn: Turn | None, problem: str) -> None:
             compared: dict[str, object] = {}
@@ -172,11 +184,11 @@ class KVCache:
                     "truncated and forked": f"{self._history:x}",
                     **({} if ids is None else {"ids": TensorValues(ids.flatten())}),
                 }
-            self._cp.agree(compared, problem, of=f"turn {self._turns} of a cache")
+            self.cp.agree(compared, problem, of=f"turn {self._turns} of a cache")
 
         turn, _ = prepared_together(prepared, agree)
         if not self._lengths:
-            place, rows = (self._cp.rank, self._ranks), len(turn.starts)
+            place, rows = (self.cp.rank, self._ranks), len(turn.starts)
             options = (self._rewind, self._reserve, self._offload)
             self._layers = [LayerCache.empty(place, rows, left, *options) for left in self._windows]
         self._turn, self._lengths, self._attended = turn, turn.stops, frozenset()
@@ -193,7 +205,7 @@ class KVCache:
         *,
         mask: Mask = Causal(),
         scores: Scores = Scores(),
-        sink: Tensor | None = None,
+        **extras: Unpack[CachedExtras],
     ) -> Tensor:
         """Append this rank's new tokens to a layer, and attend to all that is cached and new; collective.
 
@@ -206,7 +218,10 @@ class KVCache:
             mask: a mask in positions of a whole sequence, or `PerRow` with one for each row. The layer's window
                 restricts it further.
             scores: scale and softcap.
-            sink: [Hq], a logit per head that takes part in every softmax and has no value; see `burst_attention`.
+            extras: `sink` [Hq], a logit per head that takes part in every softmax and has no value, see
+                `burst_attention`; `selection`, int32 or int64 [B, n, keys per query], the keys that each query
+                attends to, positions in its row, -1 for none, as `sparse.select_cached` returns them, not in layers
+                with a window.
 
         Returns:
             out [B, n, Hq, Dv] in the type of q; 0 for padding.
@@ -216,16 +231,16 @@ class KVCache:
                 `Strategy.check`). The layer is then as it was before.
             RuntimeError: gradients would be lost; RingError: a rank was lost.
         """
-        appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink).without_gradient())
+        appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, **extras).without_gradient())
         tag = f"turn {self._turns - 1}", f"layer {layer}"
         before, attended = [each.store.state for each in self._layers], self._attended
         try:
             with torch.no_grad():
                 if self._turn is not None and not self._turn.replicated:
-                    out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
+                    out, sent = attend_on_ring(self.cp, appended, tag, self._forward)
                     self._ring_bytes += sent
                 else:
-                    out = attend_in_tree(self._cp, appended, tag, self._merge)
+                    out = attend_in_tree(self.cp, appended, tag, self._merge)
         except BaseException:
             for each, state in zip(self._layers, before, strict=True):
                 each.store.undo(state)
@@ -235,6 +250,40 @@ class KVCache:
         self._layers[layer].trim(mask, self._turn)
         self._layers[layer].release()
         return out
+
+    @between_graphs
+    def hold(self, layer: int, values: Tensor, *, mask: Mask = Causal()) -> TurnRows:
+        """Append values of this rank's new tokens to a layer that does not attend; not collective.
+
+        The values go along with the tokens' keys and values: they are cut off and forked, and wait in host memory.
+        Keys of an indexer are such values, see `sparse.select_cached`.
+
+        Args:
+            layer: the layer's number; it has no window, and each layer holds or attends once per turn.
+            values: [B, n, D], floating point, n = `Turn.size`.
+            mask: which values of its row a new token may use, in positions of a whole row.
+
+        Returns:
+            The rows of the layer, whose `stored` are this rank's values so far, [B or 1, tokens, 1, D], and nothing.
+
+        Raises:
+            ValueError: for values that do not fit, or no turn has begun. The layer is then as it was before.
+        """
+        if self._turn is None:
+            raise ValueError(_NO_TURN)
+        number = check_layer(layer, len(self._layers), self._attended)
+        kept, size = self._layers[number], (len(self._turn.starts), self._turn.size)
+        kept.check_selects(number)
+        if not isinstance(values, Tensor) or values.dim() != 3 or values.shape[:2] != size:
+            expected = f"[{size[0]}, {size[1]}, D]"
+            raise ValueError(f"layer {number} got {shown(values)}, but holds values {expected} of a turn's tokens")
+        k = values.unsqueeze(2)
+        v = k[..., :0]
+        kept.store.check_like(k, v)
+        rows = TurnRows(self._turn, kept, mask)
+        rows.append(k, v)
+        self._attended |= {number}
+        return rows
 
     @between_graphs
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -279,7 +328,7 @@ class KVCache:
             raise ValueError(f"fork(rows={shown(rows)}) is not valid; rows are numbered from 0 to {count - 1}")
         new = KVCache.__new__(KVCache)
         vars(new).update(vars(self))
-        new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
+        new._merge, new._ring_bytes, new._turn = TreeMerge(self.cp), Counter(), None
         new._lengths = tuple(self._lengths[row] for row in chosen)
         if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
             raise ValueError(
@@ -307,7 +356,7 @@ class KVCache:
         Raises:
             ValueError: on every rank, if any rank has another shape than expected, or no turn has begun.
         """
-        return gathered(self._cp, self._turn, x, last)
+        return gathered(self.cp, self._turn, x, last)
 
     @between_graphs
     def finish(self) -> None:
@@ -319,7 +368,7 @@ class KVCache:
         """
 
         def agree(_: object, problem: str) -> None:
-            self._cp.agree({"tokens": self._lengths}, problem, of="the end of the turns of a cache")
+            self.cp.agree({"tokens": self._lengths}, problem, of="the end of the turns of a cache")
 
         prepared_together(self._check_complete, agree)
 
@@ -328,16 +377,18 @@ class KVCache:
     def _appended(self, asked: Asked) -> LayerCall:
         """Return the call with its new tokens appended to the layer. Raise ValueError for what does not fit."""
         if self._turn is None:
-            raise ValueError("no turn has begun: call KVCache.begin with the numbers of new tokens first")
+            raise ValueError(_NO_TURN)
         number = check_layer(asked.layer, len(self._layers), self._attended)
         layer = self._layers[number]
         checked = asked.checked(self._turn, layer.store)
-        call = LayerCall(self._turn, layer, checked._replace(mask=layer.masked(checked.mask)))
-        layer.check_reach(number, call.asked.mask, self._turn)
-        call.append()
+        if checked.selection is not None:
+            layer.check_selects(number)
+        rows = TurnRows(self._turn, layer, layer.masked(checked.mask))
+        layer.check_reach(number, rows.mask, self._turn)
+        rows.append(checked.k, checked.v)
         self._attended |= {number}
         self._layers[(number + 1) % len(self._layers)].fetch()
-        return call
+        return LayerCall(rows, checked)
 
     def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of new tokens. Raise ValueError for invalid ones, or in the middle of a turn."""

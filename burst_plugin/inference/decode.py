@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_plugin.compute.accumulators import BlockAccumulators
 from burst_plugin.compute.online_softmax import merge_
-from burst_plugin.compute.passes import NO_POSITIONS, ForwardPart, OfQueries
+from burst_plugin.compute.passes import NO_POSITIONS, ForwardPart, OfQueries, VisitPositions
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.inference.storage import RowStore
@@ -38,6 +38,7 @@ class OwnAttention(NamedTuple):
     deterministic: whether two runs have to give the same bits.
     first_keys: by row, the position of the first key that any rank still holds.
     shared: the number of tokens before `first_keys` that all rows share.
+    selection: the keys that each query has selected, positions in its row, [B, T, n]; None for all keys.
     """
 
     turn: Turn
@@ -48,6 +49,7 @@ class OwnAttention(NamedTuple):
     deterministic: bool
     first_keys: tuple[int, ...]
     shared: int = 0
+    selection: Tensor | None = None
 
     @property
     def signature(self) -> Mapping[str, object]:
@@ -59,6 +61,7 @@ class OwnAttention(NamedTuple):
             "mask": self.mask,
             "scores": self.scores,
             "shared tokens": self.shared,
+            "selected keys": None if self.selection is None else self.selection.shape[2],
         }
 
     def check_shared(self) -> None:
@@ -109,23 +112,41 @@ class OwnAttention(NamedTuple):
     def _of_rows(self, q: Tensor, kv: tuple[Tensor, Tensor], row: int) -> Partial:
         """Return attention of rows that are as long as `row`, and have its mask."""
         order, tiles = self._tiles(row, len(q))
-        out, lse = self._computed(q if order is None else q[:, order], kv, tiles)
+        selected = None if self.selection is None else self.selection[row : row + len(q), : q.shape[1]]
+        if order is not None:
+            q, selected = q[:, order], None if selected is None else selected[:, order]
+        first = held_run(self.turn.rank, self.turn.ranks, self.first_keys[row], self.turn.stops[row]).start
+        out, lse = self._computed(q, kv, tiles, selected, first)
         if order is not None:
             back = torch.tensor(order, device=q.device).argsort()
             out, lse = out[:, back], lse[:, :, back]
         return Partial(out, lse)
 
-    def _computed(self, q: Tensor, kv: tuple[Tensor, Tensor], tiles: Sequence[Tile] | None) -> Partial:
-        """Return the attention of tiles, or of all queries to all keys."""
+    def _computed(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        tiles: Sequence[Tile] | None,
+        selected: Tensor | None = None,
+        first: int = 0,
+    ) -> Partial:
+        """Return the attention of tiles, or of all queries to all keys; to `selected` keys alone if it is not None.
+
+        first: the position in its row of this rank's first key.
+        """
         if tiles is None:
             tiles = [Tile(0, q.shape[1], 0, kv[0].shape[1])]
         specs = self.shapes._replace(batch=len(q), q_len=q.shape[1]).side("forward", "q")[1]
-        how = How(FULL, self.scores, deterministic=self.deterministic)
-        part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), OfQueries(), (q,), kv)
+        how, rows, positions = How(FULL, self.scores, deterministic=self.deterministic), OfQueries(), NO_POSITIONS
+        if selected is not None:
+            queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, kv[0]))
+            keys = keys * self.turn.ranks + first  # in the row; where queries are does not matter
+            rows, positions = OfQueries.of(None, selected), VisitPositions(queries, keys, keys)
+        part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), rows, (q,), kv)
         own = BlockAccumulators(specs, q.device, [part], "q")
         for tile in tiles:
             own.parts[0].make_room()
-            contribution, _ = part.compute((q,), kv, tile, NO_POSITIONS)
+            contribution, _ = part.compute((q,), kv, tile, positions)
             own.parts[0].add(tile, "q", contribution)
         return Partial(*own.finished(False))
 
@@ -134,7 +155,7 @@ class OwnAttention(NamedTuple):
 
         Tiles are of runs of one stride: so of more queries than ranks every n-th make a run, n being their number.
         """
-        key = ("tiles", self.mask, row, batch, self.first_keys[row], self.kernel.features)
+        key = ("tiles", self.mask, row, batch, self.first_keys[row], self.kernel.features, self.selection is None)
         if key not in self.turn.known:
             self.turn.known[key] = self._new_tiles(row, batch)
         return self.turn.known[key]  # type: ignore[return-value]
@@ -150,5 +171,6 @@ class OwnAttention(NamedTuple):
             return order, ()
         runs = [Run(start + each.start, len(each), ranks) for each in queries]
         tiles = tiles_of(Regions(regions), runs, [keys])
-        kernel_tiles = KernelTiles(self.kernel.features, self.shapes._replace(batch=batch), False, False)
+        uses_positions = self.selection is not None
+        kernel_tiles = KernelTiles(self.kernel.features, self.shapes._replace(batch=batch), uses_positions, False)
         return order, kernel_tiles.of(tiles)

@@ -105,6 +105,18 @@ class LayerCache:
                     "the cache with a larger rewind="
                 )
 
+    def check_selects(self, layer: int) -> None:
+        """Raise ValueError for a layer whose tokens cannot select among all keys of their rows, one number each.
+
+        `layer` is the layer's number, for the error.
+        """
+        if self.left is not None or self.shared:
+            kind = "rows that share tokens" if self.shared else f"a window of {self.left}"
+            raise ValueError(
+                f"layer {layer} has {kind}, in which keys cannot be selected; fork without shared=True, and make the "
+                "cache with windows=None for this layer"
+            )
+
     def trim(self, mask: Mask, turn: Turn) -> None:
         """Drop the keys and values that no token after this turn can attend to, as the window tells.
 

@@ -121,7 +121,7 @@ class RowStore:
         if len(set(self._capacities)) > 1:
             k, v = self.packed()
             return k.view(rows, length, *k.shape[2:]), v.view(rows, length, *v.shape[2:])
-        k, v = (x.view(rows, -1, *x.shape[1:])[:, :length] for x in self._readable())
+        k, v = (x.view(rows, self._capacities[0], *x.shape[1:])[:, :length] for x in self._readable())
         return k, v
 
     def packed(self) -> tuple[Tensor, Tensor]:

@@ -162,6 +162,33 @@ class RoundRobin(Tokens):
         return cls(bounds[-1], tuple(bounds), starts=starts)
 
 
+@dataclass(frozen=True, repr=False)
+class Everywhere(Tokens):
+    """Several sequences one after another, bounded by `cu_seqlens`, that every rank has all tokens of.
+
+    Its runs have the stride of `RoundRobin` sequences, so that both make tiles.
+    """
+
+    @property
+    def own_layout(self) -> Layout:
+        """Return the layout by which every rank has all tokens, every n-th one after another, n being the ranks."""
+        return EVERYWHERE
+
+
+class _EverywhereLayout(Layout):
+    def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
+        """Return the runs of any rank, up to `ranks` of them for each sequence."""
+        assert tokens.cu_seqlens is not None
+        return tuple(
+            Run(first, len(range(first, end, ranks)), ranks)
+            for bound, end in pairwise(tokens.cu_seqlens)
+            for first in range(bound, min(bound + ranks, end))
+        )
+
+
+EVERYWHERE = _EverywhereLayout("everywhere", lambda rank, ranks, length: (Run(0, length, 1),))
+
+
 class _RoundRobinLayout(Layout):
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
         """Return the runs of `rank`, one for each sequence that it holds tokens of."""

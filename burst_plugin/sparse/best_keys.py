@@ -7,6 +7,7 @@ ranks; `torch.topk` alone takes any of equal scores.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ class BestKeys(ABC):
     @abstractmethod
     def positions(self) -> Tensor:
         """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> tuple[Tensor, ...]:
+        """Return the tensors [rows, count] in which the best keys are kept, for `merge` on other ranks."""
+
+    @abstractmethod
+    def merge(self, *kept: Sequence[Tensor]) -> None:
+        """Keep the best keys of all ranks in place of the keys that are kept here.
+
+        kept: for each tensor of `kept` the tensors of all ranks, none of which has a key of another one.
+        """
 
 
 def best_keys(rows: int, count: int, dtype: torch.dtype, device: torch.device, repeats: bool = False) -> BestKeys:
@@ -65,6 +78,15 @@ class BestOfFloat32(BestKeys):
         if self._repeats:
             both = self._without_repeats(both)
         best.copy_(both.topk(best.shape[1], sorted=False).values)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """Return the tensor [rows, count] in which the best keys are kept, int64."""
+        return (self._best,)
+
+    def merge(self, *kept: Sequence[Tensor]) -> None:
+        """Keep the best keys of all ranks; see `BestKeys.merge`."""
+        self._best = torch.cat([*kept[0]], 1).topk(self._best.shape[1], sorted=False).values
 
     @staticmethod
     def _without_repeats(both: Tensor) -> Tensor:
@@ -108,6 +130,17 @@ class BestOfFloat64(BestKeys):
             scores, positions = in_order(scores, positions)
         count = self._scores.shape[1]
         self._scores[rows], self._positions[rows] = scores[:, :count], positions[:, :count]
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """Return the scores and positions [rows, count] of the best keys, float64 and int64."""
+        return self._scores, self._positions
+
+    def merge(self, *kept: Sequence[Tensor]) -> None:
+        """Keep the best keys of all ranks; see `BestKeys.merge`."""
+        count = self._scores.shape[1]
+        scores, positions = in_order(*(torch.cat([*each], 1) for each in kept))
+        self._scores, self._positions = scores[:, :count], positions[:, :count]
 
     def positions(self) -> Tensor:
         """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""

@@ -180,9 +180,11 @@ class KeyBlock(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Blocks:
+class KeyShards:
     """The keys that ranks hold, and what the mask leaves of them.
 
+    shards: by rank the keys that it holds.
+    pairs: the tiles of queries of one rank and keys of another.
     required: by rank and owner the rows that are needed, see `Pairs.required`; None where blocks go to all.
     known: what has been worked out of them, which calls share, so that none waits for a device to know it again.
     """
@@ -208,7 +210,7 @@ class _Blocks:
         key = (_Work, rank, owner, size, device)
         if key not in self.known:
             runs = self.runs(rank, owner)
-            tiles = self.pairs.tiles(self.shards[rank], runs)
+            tiles = self.pairs.tiles(self.pairs.runs["q"][rank], runs)
             self.known[key] = _Work(by_chunk(tiles, size), positions(runs, device))
         work: _Work = self.known[key]
         return work
@@ -225,7 +227,7 @@ class SelectionCall:
     given, asked: the indexer's tensors, and the options as the caller gave them.
     """
 
-    blocks: _Blocks
+    blocks: KeyShards
     tokens: Tokens
     mask: Mask
     count: int
@@ -252,29 +254,15 @@ class SelectionCall:
 
 def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: SelectionOptions) -> SelectionCall:
     """Return the call that is asked for. Raise ValueError for what does not fit."""
-    given.check()
-    states, (top_k, mask, tokens, scale) = passes.states, asked[1:5]
-    check_mask(mask)
-    assert isinstance(mask, Mask), "it is checked"
+    count, mask, factor = checked_options(given, asked)
+    states, tokens = passes.states, asked.tokens
     for state in states:
         state.check_usable(given.q.device)
-    count = whole_number("top_k={}", top_k, f"give how many {asked.kind.units} each query selects, 1 or more", 1)
-    expected = "give the factor on products, above 0, or None"
-    factor = given.q.shape[3] ** -0.5 if scale is None else number("scale={}", scale, expected)
-    if factor <= 0:
-        raise ValueError(f"scale={shown(scale)} is not valid; {expected}")
-    if mask.head_groups is not None:
-        raise ValueError(
-            "all heads share a selection, but the mask differs between groups of heads; select for each group by "
-            "itself"
-        )
-    batch, ranks = given.q.shape[0], states[0].topology.ranks
-    if mask.rows not in (None, batch):
-        raise ValueError(f"the mask has {mask.rows} batch rows, but index_q has {batch}; give a mask for each row")
+    ranks = states[0].topology.ranks
     held = given.q.shape[1]
     of_ranks = ranks if len(states) < ranks else 1
     sequence = Tokens(max(1, held * of_ranks)) if tokens is None else as_tokens(tokens)  # type: ignore[arg-type]
-    blocks = known_blocks(plans, states[0], sequence, mask)
+    blocks = key_shards(plans, states[0], (sequence, sequence), mask)
     expected_rows = sum(token_count(blocks.shards[state.rank]) for state in states)
     if held != expected_rows:
         raise ValueError(
@@ -285,19 +273,45 @@ def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: Sele
     return SelectionCall(blocks, sequence, mask, min(count, -(-sequence.length // asked.block)), factor, given, asked)
 
 
-def known_blocks(plans: dict[Any, Any], state: RankState, tokens: Tokens, mask: Mask) -> _Blocks:
+def checked_options(given: Indexed, asked: SelectionOptions) -> tuple[int, Mask, float]:
+    """Return how many each query selects, the mask, and the factor on products. Raise ValueError for unfit ones."""
+    given.check()
+    top_k, mask, _, scale = asked[1:5]
+    check_mask(mask)
+    assert isinstance(mask, Mask), "it is checked"
+    count = whole_number("top_k={}", top_k, f"give how many {asked.kind.units} each query selects, 1 or more", 1)
+    expected = "give the factor on products, above 0, or None"
+    factor = given.q.shape[3] ** -0.5 if scale is None else number("scale={}", scale, expected)
+    if factor <= 0:
+        raise ValueError(f"scale={shown(scale)} is not valid; {expected}")
+    if mask.head_groups is not None:
+        raise ValueError(
+            "all heads share a selection, but the mask differs between groups of heads; select for each group by "
+            "itself"
+        )
+    batch = given.q.shape[0]
+    if mask.rows not in (None, batch):
+        raise ValueError(f"the mask has {mask.rows} batch rows, but index_q has {batch}; give a mask for each row")
+    return count, mask, factor
+
+
+def key_shards(
+    plans: dict[Any, Any], state: RankState, tokens: tuple[Tokens, Tokens], mask: Mask, alone: bool = False
+) -> KeyShards:
     """Return which keys of a sequence each rank holds, and which of them each needs under `mask`.
 
     It is worked out once for all layers, and kept in `plans`, a dict of the ring.
+
+    tokens: of (queries, keys). alone: whether each rank scores the keys that it holds alone.
     """
-    known: dict[Any, _Blocks] = plans.setdefault(_Blocks, {})
+    known: dict[Any, KeyShards] = plans.setdefault(KeyShards, {})
     if (tokens, mask) not in known:
         if len(known) >= _KNOWN:
             known.clear()
-        shards = state.route_table.shards(tokens)
-        pairs = Pairs(Attending(tokens, tokens, mask), {"q": shards, "kv": shards})
-        required = pairs.required("kv") if len(shards) > 1 else None
-        known[tokens, mask] = _Blocks(shards, pairs, required)
+        queries, keys = map(state.route_table.shards, tokens)
+        pairs = Pairs(Attending(*tokens, mask), {"q": queries, "kv": keys})
+        required = pairs.required("kv") if len(keys) > 1 and not alone else None
+        known[tokens, mask] = KeyShards(keys, pairs, required)
     return known[tokens, mask]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,13 @@ class _Changed(best_keys.BestKeys):
 
     def positions(self) -> Tensor:
         return self.best.positions()
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.best.kept
+
+    def merge(self, *kept: Sequence[Tensor]) -> None:
+        self.best.merge(*kept)
 
 
 class _FirstPart(_Changed):
@@ -186,7 +194,7 @@ def test_nothing_is_as_large_as_queries_by_keys() -> None:
     asked = selection.SelectionOptions(blocks.BlockSelection, count, Causal(), Tokens(length), 1.0, 128, 1)
 
     given = selection.Indexed(torch.zeros(1, rows, heads, 32), torch.zeros(1, rows, 32))
-    held = selection.known_blocks({}, state, Tokens(length), Causal())
+    held = selection.key_shards({}, state, (Tokens(length), Tokens(length)), Causal())
     call = selection.SelectionCall(held, Tokens(length), Causal(), count, 1.0, given, asked)
     with mock.patch.dict(index_scores._SHAPES, {"cpu": index_scores._USUAL_SHAPE}):
         part = blocks.BlockSelection(state, call, given)

@@ -200,7 +200,7 @@ def test_nothing_is_as_large_as_queries_by_keys() -> None:
         LiveBytes() as live,
     ):
         given = room.Indexed(torch.randn(1, rows, heads, 32), torch.randn(1, rows, 32), torch.randn(1, rows, heads))
-        blocks = room.known_blocks({}, state, Tokens(length), Causal())
+        blocks = room.key_shards({}, state, (Tokens(length), Tokens(length)), Causal())
         asked = room.SelectionOptions(room.RankSelection, count, Causal(), Tokens(length))
         call = room.SelectionCall(blocks, Tokens(length), Causal(), count, 1.0, given, asked)
         part = room.RankSelection(state, call, given)

@@ -16,6 +16,7 @@ from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.attending import Asked, LayerCall, own_attention, ring_call
 from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.tree import merge_in_tree
+from burst_plugin.inference.turn_rows import TurnRows
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.scores import Scores
@@ -123,12 +124,11 @@ class RanksInOne:
             starts, stops = stops, tuple(at + n for at, n in zip(stops, lengths, strict=True))
             all_compute = max(lengths) <= 2 * len(states) if replicated is None else replicated
             turns = [Turn(0, starts, stops, rank, len(states), all_compute) for rank in range(len(states))]
-            calls = [
-                LayerCall(turn, layer, conversation.asked(turn).checked(turn, layer.store))
-                for turn, layer in zip(turns, layers, strict=True)
-            ]
-            for call in calls:
-                call.append()
+            calls = []
+            for turn, layer in zip(turns, layers, strict=True):
+                asked = conversation.asked(turn).checked(turn, layer.store)
+                calls.append(LayerCall(TurnRows(turn, layer, layer.masked(asked.mask)), asked))
+                calls[-1].rows.append(asked.k, asked.v)
             found = self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
             error = max(error, found)
             for layer in layers:
@@ -142,7 +142,7 @@ class RanksInOne:
                 self.transports[rank],
                 self.ring.rank_states[0].topology,
                 rank,
-                own_attention(call, Strategy()).of(call.asked.q, call.layer.store, call.layer.shared_store),
+                own_attention(call, Strategy()).of(call.asked.q, *call.rows.layer.stores),
             )
             for rank, call in enumerate(calls)
         ]
@@ -150,7 +150,7 @@ class RanksInOne:
         for each in merged:
             assert torch.equal(each.out, merged[0].out)
             assert torch.equal(each.lse, merged[0].lse)
-        turn = calls[0].turn
+        turn = calls[0].rows.turn
         return conversation.error(calls[0].without_padding(merged[0].out), turn.starts, turn.lengths)
 
     def _on_ring(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
@@ -165,9 +165,9 @@ class RanksInOne:
         self.last_turn_bytes = self._sent() - before
         error = 0.0
         for call, out in zip(calls, outs, strict=True):
-            turn = call.turn
+            turn = call.rows.turn
             truth = turn.take(conversation.of_turn(conversation.truth, turn.starts, turn.lengths))
-            wrong = (call.unpacked(out).double() - truth)[turn.valid]
+            wrong = (call.rows.by_row(out).double() - truth)[turn.valid]
             error = max(error, float(wrong.abs().max()) if len(wrong) else 0.0)
         return error
 

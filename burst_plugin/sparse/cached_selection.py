@@ -1,0 +1,128 @@
+"""Keys selected by score among all cached and new tokens, at inference.
+
+    selected = sparse.select_cached(cache, layer, sparse.Indexed(index_q, index_k, weights), 2048)
+    out = cache.attend(other_layer, q, k, v, selection=selected)
+
+Keys of the indexer are values of a layer of the cache, each on the rank of its token. In turns of many tokens they go
+around the ring. In turns of few tokens, which every rank has, they stay: each rank scores its own, and ranks exchange
+the best of them, some bytes for each key that a query selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import shown
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.inference import KVCache
+from burst_plugin.inference.gathering import of_ranks
+from burst_plugin.inference.turn_rows import TurnRows
+from burst_plugin.recurrent.passes import OfOneRank
+from burst_plugin.ring.graph_breaks import between_graphs
+from burst_plugin.sequence.layout import positions
+from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sparse.selection import (
+    Indexed,
+    RankSelection,
+    SelectionCall,
+    SelectionOptions,
+    checked_options,
+    key_shards,
+)
+
+
+class _CachedCall(NamedTuple):
+    """A call that selects among cached keys: the layer's rows, which have its new keys, and the selection."""
+
+    rows: TurnRows
+    selection: SelectionCall
+
+    def signature(self) -> Mapping[str, object]:
+        """Return the values by name that ranks compare before this call, since they must be equal on every rank."""
+        return self.selection.signature()
+
+
+@between_graphs
+def select_cached(
+    cache: KVCache,
+    layer: int,
+    given: Indexed,
+    top_k: int,
+    *,
+    mask: Mask = Causal(),
+    scale: float | None = None,
+) -> Tensor:
+    """Store new keys of an indexer, and return the keys of highest score for each new token; collective.
+
+    Scores and their order are those of `select_keys`. Call it once per turn, under `torch.no_grad()`.
+
+    Args:
+        cache: a cache with a layer for each indexer, beside the layers that attend.
+        layer: the number of the indexer's layer in the cache.
+        given: what the indexer computes of this rank's new tokens: queries [B, n, H, D], keys [B, n, D] and weights
+            [B, n, H], n = `Turn.size`.
+        top_k: how many keys a query selects, 1 or more.
+        mask: which keys of its row a query may select, in positions of a whole row.
+        scale: the factor on products, above 0; `D ** -0.5` if None.
+
+    Returns:
+        Positions in the query's row, int32 [B, n, min(top_k, tokens)], -1 for no key, for `KVCache.attend`. Padding
+        has any values.
+
+    Raises:
+        ValueError: on every rank, before data moves, for what does not fit, here or between ranks;
+            `KVCache.truncate` then ends the turn.
+    """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"cache={shown(cache)} is not valid; give a KVCache")
+    passes = OfOneRank(cache.cp)
+    asked = SelectionOptions(RankSelection, top_k, mask, None, scale)
+
+    def prepare() -> _CachedCall:
+        return _prepared(cache, layer, given, asked)
+
+    with torch.no_grad():
+        (rows, selection), call = passes.agree(prepare, _CachedCall.signature, ("index", f"layer {layer}"))
+        found = _of_all(cache, rows, selection) if rows.turn.replicated else _around(passes, rows, selection, call)
+        rows.layer.release()
+        result: Tensor = rows.selection_of_rows(found)
+        return result
+
+
+def _prepared(cache: KVCache, layer: int, given: Indexed, asked: SelectionOptions) -> _CachedCall:
+    """Return the call, with its new keys in the cache. Raise ValueError for what does not fit."""
+    state = cache.cp.rank_state
+    count, mask, factor = checked_options(given, asked)
+    state.check_usable(given.q.device)
+    rows = cache.hold(layer, given.k, mask=mask)
+    shards = key_shards(cache.cp.plans, state, rows.tokens, rows.turn_mask, rows.turn.replicated)
+    most = min(count, max(rows.turn.stops))
+    return _CachedCall(rows, SelectionCall(shards, rows.tokens[1], mask, most, factor, given, asked))
+
+
+def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
+    """Return what this rank's queries select among the keys of all ranks, which come to it; collective."""
+    given = selection.given
+    assert given.weights is not None, "they are checked"
+    mine = Indexed(rows.of_new(given.q), rows.stored()[0].squeeze(2), rows.of_new(given.weights))
+    program = RankSelection(passes.states[0], selection, mine).program(call)
+    found: Tensor = passes.run("forward", call, [program], given.q.device)[0]
+    return found
+
+
+def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall) -> Tensor:
+    """Return what queries that every rank has select: each rank the best of its keys, then of these; collective."""
+    given, cp = selection.given, cache.cp
+    assert given.weights is not None, "they are checked"
+    order = positions(selection.blocks.pairs.runs["q"][cp.rank], given.q.device)
+    q, weights = (rows.of_new(x)[:, order] for x in (given.q, given.weights))
+    own = RankSelection(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
+    best = own.places()
+    own.score(cp.rank, own.taken(cp.rank), best)
+    if cp.ranks > 1:
+        best.merge(*(of_ranks(cp, x) for x in best.kept))
+    return best.positions().view(*own.queries, own.count)[:, order.argsort()]
