@@ -20,7 +20,6 @@ from burst_plugin.huggingface.latents import attend_to_latents, held_latents, up
 from burst_plugin.huggingface.llama4 import chunk_mask, with_temperature
 from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
 from burst_plugin.huggingface.mask_recipes import (
-    NO_CACHE,
     MaskRecipe,
     cache_of_forward,
     mask_recipe,
@@ -193,14 +192,15 @@ def _cached(
     assert cache is not None
     options = {name: value for name, value in options.items() if value is not cache}
     problem = problem_of_call(module, recipe, options)
-    if isinstance(options.get("block_indices"), BlockChoice):
-        problem = NO_CACHE.format(type(module).__name__)
     if problem:
         raise ValueError(problem)
     q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
     mask = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     scores = Scores(scale=options.get("scaling"), softcap=options.get("softcap"))
-    extras: CachedExtras = {"sink": _sink(options, q), "selection": options.get("indices")}
+    choice, selection = options.get("block_indices"), options.get("indices")
+    if isinstance(choice, BlockChoice):
+        selection = choice.in_cache(cache, mask)
+    extras: CachedExtras = {"sink": _sink(options, q), "selection": selection}
     return cache.attend(type(module).__name__, (q, k, v), mask, scores, extras)
 
 

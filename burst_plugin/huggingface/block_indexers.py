@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION
+from burst_plugin.huggingface.ring_cache import RingCache
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.sparse import keys_of_blocks, select_blocks
+from burst_plugin.sparse import Indexed, keys_of_blocks, select_blocks, select_cached_blocks
 
 LAYER_TYPE = "minimax_m3_sparse"
 KINDS = ("MiniMaxM3VLIndexer",)
@@ -69,6 +70,21 @@ class BlockChoice:
             tag=(f"indexer of layer {module.layer_idx}", shard),
         )
         return keys_of_blocks(self.starts, module.block_size, shard.tokens.length)
+
+    @torch.no_grad()
+    def in_cache(self, cache: RingCache, mask: Mask) -> Tensor:
+        """Return the keys that new tokens select, positions in rows, int32 [B, groups, n, keys]; collective.
+
+        cache: which keeps the keys of the indexer. mask: the layer's own mask, in positions of a row.
+        """
+        module, (q, k) = self._module, self._queries_and_keys()
+        kind = torch.promote_types(q.dtype, k.dtype)
+        size, terms = module.block_size, {"forced": module.local_blocks, "mask": mask}
+        choose = partial(
+            select_cached_blocks, given=Indexed(q.to(kind), k.to(kind)), block=size, top_k=module.topk_blocks, **terms
+        )
+        self.starts = cache.select(module.layer_idx, choose)
+        return keys_of_blocks(self.starts, size, max(cache.lengths))
 
     @torch.no_grad()
     def on_whole_batch(self, queries: int, keys: int) -> Tensor:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import MEDIA, SHARD_KEY
 from burst_plugin.checks import shown
 from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.block_indexers import block_indexers
 from burst_plugin.huggingface.cached_media import FEATURES, features_of_rank, marked_turn
 from burst_plugin.huggingface.image_groups import group_rule
 from burst_plugin.huggingface.indexers import indexers
@@ -171,9 +172,9 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 
 def _indexed(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the numbers of the layers with an indexer of tokens, whose keys a cache keeps."""
-    layers: list[Any] = [module.layer_idx for module, _ in indexers(model)]
-    return tuple(sorted(layers))
+    """Return the numbers of the layers with an indexer of tokens or blocks, whose keys a cache keeps."""
+    found: list[Any] = [*(module for module, _ in indexers(model)), *block_indexers(model)]
+    return tuple(sorted(module.layer_idx for module in found))
 
 
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from burst_plugin.huggingface.pool_indexers import (
 )
 from burst_plugin.huggingface.ring_cache import RingCache
 from burst_plugin.huggingface.text_only import text_modules
-from burst_plugin.sparse import Indexed, select_keys
+from burst_plugin.sparse import Indexed, select_cached, select_keys
 
 LAYER_TYPE = "indexed_attention"
 _MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
@@ -198,8 +198,9 @@ def _select_cached(module: Any, known: Indexer, cache: RingCache, given: Mapping
     problem = problem_of_call(module, given["attention_mask"], {})
     if problem:
         raise ValueError(problem)
-    indexed, mask = _indexed(module, known, given), given["attention_mask"].mask
-    return cache.select(module.layer_idx, indexed, module.index_topk, mask, module.softmax_scale)
+    terms: dict[str, Any] = {"mask": given["attention_mask"].mask, "scale": module.softmax_scale}
+    choose = partial(select_cached, given=_indexed(module, known, given), top_k=module.index_topk, **terms)
+    return cache.select(module.layer_idx, choose)
 
 
 def _indexed(module: Any, known: Indexer, given: Mapping[str, Any]) -> Indexed:

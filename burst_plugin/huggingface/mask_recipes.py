@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 NO_CACHE = (
-    "{} selects blocks or pools of the keys of all tokens, and a RingCache has index keys of single tokens alone; "
+    "{} selects pools of the keys of all tokens, and a RingCache has index keys of single tokens alone; "
     "generate with a cache of transformers, on one rank"
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import BidirectionalSpans, Mask, PerRow, SlidingWindow
-from burst_plugin.sparse import Indexed, select_cached
 
 OWN_NAME = "cache_params"  # of Mamba's argument in earlier releases, in which `generate` hands on all tokens so far
 CACHES = ("cache", "past_key_values", OWN_NAME)  # the argument, by release
@@ -229,27 +228,17 @@ class RingCache(Cache):
         self._layer = layer_idx
         return key_states, value_states
 
-    def select(self, layer: int, given: Indexed, top_k: int, mask: Mask, scale: float) -> Tensor:
-        """Store new keys of a layer's indexer, and return the keys that this rank's new tokens select; collective.
+    def select(self, layer: int, choose: Callable[[KVCache, int], Tensor]) -> Tensor:
+        """Store new keys of a layer's indexer, and return what this rank's new tokens select; collective.
 
-        Args:
-            layer: its number in the model.
-            given: what the indexer computes of this rank's new tokens.
-            top_k: how many keys a token selects.
-            mask: the layer's own mask, in positions of a row.
-            scale: the factor on products of queries and keys.
+        layer: its number in the model. choose: called with the cache of the ring and the indexer's layer in it, such
+            as a part of `sparse.select_cached`.
 
-        Returns:
-            Positions in the token's row, int32 [B, n, keys per token], -1 for none.
-
-        Raises:
-            ValueError: the layer had no indexer when the cache began.
+        Raises ValueError if the layer had no indexer when the cache began.
         """
         if self._kv is None or layer not in self._indexed:
             raise ValueError(f"layer {layer} has an indexer that the RingCache does not know; begin with a new cache")
-        return select_cached(
-            self._kv, len(self._windows) + self._indexed.index(layer), given, top_k, mask=mask, scale=scale
-        )
+        return choose(self._kv, len(self._windows) + self._indexed.index(layer))
 
     def attend(
         self,

@@ -13,6 +13,7 @@ from burst_plugin.attention import ring_attention
 from burst_plugin.checks import as_whole, shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.online_softmax import add_sink
+from burst_plugin.compute.passes import OfQueries
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.decode import OwnAttention
@@ -227,8 +228,8 @@ def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
     shapes = Shapes(batch, q_len, max(layer.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)
     features = features_of(shapes, asked.scores, deterministic, Extras(selection=asked.selection is not None))
     kernel = kernel_for(strategy, asked.q.device, shapes, features, new_tiles=True)
-    how = (mask, asked.scores, kernel, deterministic)
-    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared, asked.selection)
+    how, selection = (mask, asked.scores, kernel, deterministic), OfQueries.of(None, asked.selection).selection
+    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared, selection)
     if layer.shared:
         own.check_shared()
     return own

@@ -219,7 +219,8 @@ class KVCache:
                 restricts it further.
             scores: scale and softcap.
             extras: `sink` [Hq], a logit per head that takes part in every softmax and has no value, see
-                `burst_attention`; `selection`, int32 or int64 [B, n, keys per query], the keys that each query
+                `burst_attention`; `selection`, int32 or int64 [B, n, keys per query] or
+                [B, G, n, keys per query] for G groups of heads, the keys that each query
                 attends to, positions in its row, -1 for none, as `sparse.select_cached` returns them, not in layers
                 with a window.
 

@@ -38,7 +38,8 @@ class OwnAttention(NamedTuple):
     deterministic: whether two runs have to give the same bits.
     first_keys: by row, the position of the first key that any rank still holds.
     shared: the number of tokens before `first_keys` that all rows share.
-    selection: the keys that each query has selected, positions in its row, [B, T, n]; None for all keys.
+    selection: the keys that each query has selected, positions in its row, [B, G, T, n] for G groups of heads; None
+        for all keys.
     """
 
     turn: Turn
@@ -61,7 +62,7 @@ class OwnAttention(NamedTuple):
             "mask": self.mask,
             "scores": self.scores,
             "shared tokens": self.shared,
-            "selected keys": None if self.selection is None else self.selection.shape[2],
+            "selected keys": None if self.selection is None else list(self.selection.shape[1:]),
         }
 
     def check_shared(self) -> None:
@@ -112,9 +113,9 @@ class OwnAttention(NamedTuple):
     def _of_rows(self, q: Tensor, kv: tuple[Tensor, Tensor], row: int) -> Partial:
         """Return attention of rows that are as long as `row`, and have its mask."""
         order, tiles = self._tiles(row, len(q))
-        selected = None if self.selection is None else self.selection[row : row + len(q), : q.shape[1]]
+        selected = None if self.selection is None else self.selection[row : row + len(q), :, : q.shape[1]]
         if order is not None:
-            q, selected = q[:, order], None if selected is None else selected[:, order]
+            q, selected = q[:, order], None if selected is None else selected[:, :, order]
         first = held_run(self.turn.rank, self.turn.ranks, self.first_keys[row], self.turn.stops[row]).start
         out, lse = self._computed(q, kv, tiles, selected, first)
         if order is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.turn import Everywhere, RoundRobin, Turn, TurnMask
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.masks import Documents, Mask
 
 
 class TurnRows(NamedTuple):
@@ -90,18 +90,38 @@ class TurnRows(NamedTuple):
         return rows
 
     def selection_of_rows(self, selected: Tensor) -> Tensor:
-        """Return keys selected in the ring's sequence as positions in their rows, [B, size, n]."""
+        """Return keys selected in the ring's sequence as positions in their rows, [B, size, ..., n]."""
         if not self.is_uniform:
             selected = self._shifted(selected, -1)
         return self.by_row(selected)
 
     def selection_of_sequence(self, selected: Tensor) -> Tensor:
-        """Return keys that are selected in their rows, [B, size, n], as positions in the ring's sequence."""
-        return selected if self.is_uniform else self._shifted(self.of_new(selected), 1)
+        """Return keys that are selected in their rows, as positions in the ring's sequence.
+
+        selected: [B, size, n], or [B, G, size, n] for groups of heads.
+        """
+        if self.is_uniform:
+            return selected
+        if selected.dim() == 3:
+            return self._shifted(self.of_new(selected), 1)
+        return self._shifted(self.of_new(selected.transpose(1, 2)), 1).transpose(1, 2)
+
+    @property
+    def ahead(self) -> Tensor:
+        """Return by query of the ring's sequence how far behind it the query's own key is there, int64 on the CPU."""
+        _, starts, stops = self.bounds
+        counts = torch.tensor([stop - start for start, stop in zip(starts, stops, strict=True)], device="cpu")
+        return torch.tensor(starts, device="cpu").cumsum(0).repeat_interleave(counts)
+
+    @property
+    def documents(self) -> Mask:
+        """Return the mask that keeps the rows of the ring's sequence of keys apart."""
+        return Documents((0, *accumulate(self.bounds[2])))
 
     def _shifted(self, selected: Tensor, sign: int) -> Tensor:
         """Return positions moved by the lengths of the rows before theirs; -1 remains."""
         before: Sequence[int] = [0, *accumulate(self.turn.stops)][:-1]
         counts = torch.tensor(self.turn.counts, device=selected.device)
         shift = torch.tensor(before, dtype=selected.dtype, device=selected.device).repeat_interleave(counts)
-        return torch.where(selected < 0, selected, selected + sign * shift[:, None])
+        shift = shift.view(-1, *[1] * (selected.dim() - 2))
+        return torch.where(selected < 0, selected, selected + sign * shift)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from burst_plugin.sparse.blocks import keys_of_blocks as keys_of_blocks
 from burst_plugin.sparse.blocks import select_blocks as select_blocks
 from burst_plugin.sparse.cached_selection import select_cached as select_cached
+from burst_plugin.sparse.cached_selection import select_cached_blocks as select_cached_blocks
 from burst_plugin.sparse.compressed import Entries as Entries
 from burst_plugin.sparse.index_loss import Teacher as Teacher
 from burst_plugin.sparse.index_loss import indexer_loss as indexer_loss

@@ -41,7 +41,7 @@ class BestKeys(ABC):
     def merge(self, *kept: Sequence[Tensor]) -> None:
         """Keep the best keys of all ranks in place of the keys that are kept here.
 
-        kept: for each tensor of `kept` the tensors of all ranks, none of which has a key of another one.
+        kept: for each tensor of `kept` the tensors of all ranks, which share keys only where `repeats` allows it.
         """
 
 
@@ -73,6 +73,10 @@ class BestOfFloat32(BestKeys):
         found = ordered.mul_(2**32).add_(_LAST - positions)
         if allowed is not None:
             found.masked_fill_(~allowed, _NO_KEY)
+        self._add(rows, found)
+
+    def _add(self, rows: slice, found: Tensor) -> None:
+        """Offer keys [rows, keys] to some queries, in the form in which they are kept."""
         best = self._best[rows]
         both = torch.cat([best, found], 1)
         if self._repeats:
@@ -86,7 +90,9 @@ class BestOfFloat32(BestKeys):
 
     def merge(self, *kept: Sequence[Tensor]) -> None:
         """Keep the best keys of all ranks; see `BestKeys.merge`."""
-        self._best = torch.cat([*kept[0]], 1).topk(self._best.shape[1], sorted=False).values
+        self._best = torch.full_like(self._best, _NO_KEY)
+        for best in kept[0]:
+            self._add(slice(None), best)
 
     @staticmethod
     def _without_repeats(both: Tensor) -> Tensor:
@@ -120,6 +126,10 @@ class BestOfFloat64(BestKeys):
         positions = positions.expand_as(scores)
         if allowed is not None:
             scores, positions = scores.masked_fill(~allowed, -torch.inf), positions.masked_fill(~allowed, _LAST)
+        self._add(rows, scores, positions)
+
+    def _add(self, rows: slice, scores: Tensor, positions: Tensor) -> None:
+        """Offer keys to some queries: scores and positions [rows, keys]."""
         both = torch.cat([self._scores[rows], scores], 1), torch.cat([self._positions[rows], positions], 1)
         scores, positions = in_order(*both)
         if self._repeats:
@@ -138,9 +148,10 @@ class BestOfFloat64(BestKeys):
 
     def merge(self, *kept: Sequence[Tensor]) -> None:
         """Keep the best keys of all ranks; see `BestKeys.merge`."""
-        count = self._scores.shape[1]
-        scores, positions = in_order(*(torch.cat([*each], 1) for each in kept))
-        self._scores, self._positions = scores[:, :count], positions[:, :count]
+        self._scores = torch.full_like(self._scores, -torch.inf)
+        self._positions = torch.full_like(self._positions, _LAST)
+        for scores, positions in zip(*kept, strict=True):
+            self._add(slice(None), scores, positions)
 
     def positions(self) -> Tensor:
         """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""

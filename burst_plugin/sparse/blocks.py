@@ -174,7 +174,7 @@ class BlockSelection(RankSelection):
         self._size, self._forced = asked.block, asked.forced
         self._masks = [selection.mask.of_row(row) for row in range(selection.mask.rows or 1)]
         self._starts = [BlockStarts(mask, self._size, device) for mask in self._masks]
-        self._places = positions(selection.blocks.pairs.runs["q"][state.rank], device)
+        self._places = selection.places(state.rank, device)
 
     @property
     def queries(self) -> torch.Size:

@@ -25,6 +25,7 @@ from burst_plugin.recurrent.passes import OfOneRank
 from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.sequence.layout import positions
 from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sparse.blocks import BlockSelection
 from burst_plugin.sparse.selection import (
     Indexed,
     RankSelection,
@@ -43,7 +44,7 @@ class _CachedCall(NamedTuple):
 
     def signature(self) -> Mapping[str, object]:
         """Return the values by name that ranks compare before this call, since they must be equal on every rank."""
-        return self.selection.signature()
+        return {**self.selection.signature(), "mask": self.rows.mask}
 
 
 @between_graphs
@@ -77,10 +78,45 @@ def select_cached(
         ValueError: on every rank, before data moves, for what does not fit, here or between ranks;
             `KVCache.truncate` then ends the turn.
     """
+    return _selected(cache, layer, given, SelectionOptions(RankSelection, top_k, mask, None, scale))
+
+
+@between_graphs
+def select_cached_blocks(
+    cache: KVCache,
+    layer: int,
+    given: Indexed,
+    block: int,
+    top_k: int,
+    *,
+    forced: int = 1,
+    mask: Mask = Causal(),
+) -> Tensor:
+    """Store new keys of an indexer, and return the blocks of highest score for each head and new token; collective.
+
+    Blocks and their order are as in `select_blocks`; they are counted from the first token of a row.
+
+    Args:
+        cache, layer, mask: as for `select_cached`.
+        given: queries [B, n, H, D] and keys [B, n, D] of this rank's new tokens; no weights.
+        block, top_k, forced: the size of blocks, how many a query selects, and how many before it in any case.
+
+    Returns:
+        Positions in the query's row at which blocks start, int32 [B, H, n, blocks], -1 for none. Padding has any
+        values.
+
+    Raises:
+        ValueError: as `select_cached`.
+    """
+    found = _selected(cache, layer, given, SelectionOptions(BlockSelection, top_k, mask, None, 1.0, block, forced))
+    return found.transpose(1, 2)
+
+
+def _selected(cache: KVCache, layer: int, given: Indexed, asked: SelectionOptions) -> Tensor:
+    """Return what new tokens select, in positions of their rows, [B, n, ..., count]; collective."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache={shown(cache)} is not valid; give a KVCache")
     passes = OfOneRank(cache.cp)
-    asked = SelectionOptions(RankSelection, top_k, mask, None, scale)
 
     def prepare() -> _CachedCall:
         return _prepared(cache, layer, given, asked)
@@ -98,18 +134,20 @@ def _prepared(cache: KVCache, layer: int, given: Indexed, asked: SelectionOption
     state = cache.cp.rank_state
     count, mask, factor = checked_options(given, asked)
     state.check_usable(given.q.device)
+    asked.kind.check(asked, mask)
     rows = cache.hold(layer, given.k, mask=mask)
     shards = key_shards(cache.cp.plans, state, rows.tokens, rows.turn_mask, rows.turn.replicated)
-    most = min(count, max(rows.turn.stops))
-    return _CachedCall(rows, SelectionCall(shards, rows.tokens[1], mask, most, factor, given, asked))
+    most = min(count, -(-max(rows.turn.stops) // asked.block))
+    selection = SelectionCall(shards, rows.tokens[1], rows.documents, most, factor, given, asked, rows.ahead)
+    return _CachedCall(rows, selection)
 
 
 def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
     """Return what this rank's queries select among the keys of all ranks, which come to it; collective."""
     given = selection.given
-    assert given.weights is not None, "they are checked"
-    mine = Indexed(rows.of_new(given.q), rows.stored()[0].squeeze(2), rows.of_new(given.weights))
-    program = RankSelection(passes.states[0], selection, mine).program(call)
+    weights = None if given.weights is None else rows.of_new(given.weights)
+    mine = Indexed(rows.of_new(given.q), rows.stored()[0].squeeze(2), weights)
+    program = selection.asked.kind(passes.states[0], selection, mine).program(call)
     found: Tensor = passes.run("forward", call, [program], given.q.device)[0]
     return found
 
@@ -117,10 +155,10 @@ def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: C
 def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall) -> Tensor:
     """Return what queries that every rank has select: each rank the best of its keys, then of these; collective."""
     given, cp = selection.given, cache.cp
-    assert given.weights is not None, "they are checked"
     order = positions(selection.blocks.pairs.runs["q"][cp.rank], given.q.device)
-    q, weights = (rows.of_new(x)[:, order] for x in (given.q, given.weights))
-    own = RankSelection(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
+    q, weights = (None if x is None else rows.of_new(x)[:, order] for x in (given.q, given.weights))
+    assert q is not None
+    own = selection.asked.kind(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
     best = own.places()
     own.score(cp.rank, own.taken(cp.rank), best)
     if cp.ranks > 1:

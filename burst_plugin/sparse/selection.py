@@ -225,6 +225,7 @@ class SelectionCall:
     count: how many keys, blocks or pools each query selects, at most as many as there are.
     scale: the factor on products.
     given, asked: the indexer's tensors, and the options as the caller gave them.
+    ahead: by query of the sequence how far its position is from that of its key, int64; None for none.
     """
 
     blocks: KeyShards
@@ -234,6 +235,12 @@ class SelectionCall:
     scale: float
     given: Indexed
     asked: SelectionOptions
+    ahead: Tensor | None = None
+
+    def places(self, rank: int, device: torch.device) -> Tensor:
+        """Return the positions of a rank's queries among the keys of the whole sequence, int64 [S_local]."""
+        found = positions(self.blocks.pairs.runs["q"][rank], device)
+        return found if self.ahead is None else found + self.ahead.to(device)[found]
 
     def signature(self) -> Mapping[str, object]:
         """Return the arguments and options that have to be equal on all ranks, by name."""

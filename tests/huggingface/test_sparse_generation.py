@@ -25,9 +25,11 @@ from tests.support.sparse_families import build, sparse_families
 pytestmark = pytest.mark.huggingface
 
 OF_KEYS = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4")
-FAMILIES = {name: config for name, config in sparse_families().items() if name in OF_KEYS}
-# One of each kind: an indexer in each layer, a selection that layers share, and layers with a window beside.
-KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text")
+# transformers counts blocks of keys from a row's first slot, padding or not: these rows have none.
+OF_BLOCKS = ("minimax_m3_vl_text", "minimax_m3_vl")
+FAMILIES = {name: config for name, config in sparse_families().items() if name in OF_KEYS + OF_BLOCKS}
+# One of each kind: an indexer in each layer, a selection that layers share, layers with a window beside, and blocks.
+KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "minimax_m3_vl_text")
 OTHERS = tuple(name for name in FAMILIES if name not in KINDS)
 NAME = name_of_cache()
 PROMPT = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(3))
@@ -49,13 +51,17 @@ def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     return found
 
 
-def _told(model: Any, cp: ContextParallel | None) -> dict[str, Tensor]:
-    """What a model says in turns of many tokens and few, by name, tokens and logits."""
+def _told(name: str, cp: ContextParallel | None) -> dict[str, Tensor]:
+    """What a family's model says in turns of many tokens and few, by name, tokens and logits."""
+    model = build(FAMILIES[name]).eval()
+    if cp is not None:
+        prepare(model)
+    padding = torch.ones_like(PADDING) if name in OF_BLOCKS else PADDING
 
     def new_cache() -> Any:
         return DynamicCache(config=model.config) if cp is None else RingCache(cp)
 
-    cache, mask, found = new_cache(), PADDING, {}
+    cache, mask, found = new_cache(), padding, {}
     found["prompt"] = _logits(model, PROMPT, mask, cache)[mask.bool()]
     for more in (1, 13, 3):  # tokens before which the cache has others
         ids = PROMPT[:, :more]
@@ -65,20 +71,20 @@ def _told(model: Any, cp: ContextParallel | None) -> dict[str, Tensor]:
     mask = pad(mask.flip(0), (0, 2), value=1)
     found["reordered"] = _logits(model, PROMPT[:, 7:9], mask, cache)
     cache = new_cache()
-    first = _generated(model, PROMPT * PADDING, PADDING, cache)
+    first = _generated(model, PROMPT * padding, padding, cache)
     ids = torch.cat([first.sequences, PROMPT[:, :12]], 1)
-    mask = pad(PADDING, (0, 17), value=1)
+    mask = pad(padding, (0, 17), value=1)
     second = _generated(model, ids, mask, cache)
     beams = _generated(model, PROMPT, torch.ones_like(PROMPT), new_cache(), num_beams=3, num_return_sequences=2)
     drafted = _generated(model, PROMPT[1:], PADDING[1:], new_cache(), prompt_lookup_num_tokens=3)
-    for name, told in {"first": first, "second": second, "beams": beams, "drafted": drafted}.items():
-        found |= {name: told.sequences, f"logits of {name}": torch.stack(told.logits)}
+    for what, told in {"first": first, "second": second, "beams": beams, "drafted": drafted}.items():
+        found |= {what: told.sequences, f"logits of {what}": torch.stack(told.logits)}
     return found
 
 
 def _on_ring(rank: int, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     cp = ContextParallel(dist.group.WORLD)
-    found = {name: _told(prepare(build(FAMILIES[name])).eval(), cp) for name in names}
+    found = {name: _told(name, cp) for name in names}
     cp.close()
     return found
 
@@ -96,7 +102,7 @@ def _on_ring(rank: int, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
 def test_tokens_and_logits_equal_those_of_one_rank(ranks: int, names: Sequence[str]) -> None:
     by_rank = run_ranks(_on_ring, ranks, names, timeout_s=240.0)
     for name in names:
-        for what, expected in _told(build(FAMILIES[name]).eval(), None).items():
+        for what, expected in _told(name, None).items():
             text = f"{name}, {what}"
             for found in by_rank:
                 torch.testing.assert_close(found[name][what], expected, rtol=1e-5, atol=1e-5, msg=text)

@@ -1,6 +1,9 @@
-"""`select_cached` on a ring against the definition: rows that grow, are cut off and forked, scores with many ties."""
+"""Cached selections on a ring against their definition: rows grow, are cut off and forked, and many scores tie."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from burst_plugin import ContextParallel
 from burst_plugin.inference import KVCache
-from burst_plugin.sparse import Indexed, select_cached
+from burst_plugin.sparse import Indexed, keys_of_blocks, select_cached, select_cached_blocks
 from tests.support.ranks import run_ranks
 
-COUNT = 5
-ATTENDS, SELECTS = 0, 1  # layers of the cache
+COUNT, BLOCK, BLOCKS = 5, 3, 2
+LAYERS = 4  # keys and values; keys of an indexer; both for blocks
 CUT, FORKED = 3, [1, 0, 1]
 # New tokens of each row: many, few, one; unlike rows, some without any.
 TURNS = ((11, 11), (1, 1), (14, 3), (2, 0), (1, 1), (3, 3, 20), (1, 1, 1))
@@ -31,6 +34,36 @@ def _new(count: int, dtype: torch.dtype, generator: torch.Generator) -> Row:
     return floats + whole
 
 
+def _listed(best: Sequence[int], count: int) -> list[int]:
+    return [*best, *[-1] * (count - len(best))]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one query [heads, dim] to keys and values [keys, heads, dim]."""
+    p = (torch.einsum("hd,khd->hk", q, k) * q.shape[1] ** -0.5).softmax(1)
+    return torch.einsum("hk,khd->hd", p, v)
+
+
+def _truth_of_blocks(row: Row) -> tuple[Tensor, Tensor]:
+    """Return the starts of the blocks that each token selects [S, 2 * BLOCKS], and its attention [S, heads, dim]."""
+    q, k, v, index_q, index_k, _ = (x.double() for x in row)
+    scores = torch.einsum("thd,sd->ths", index_q[:, :2], index_k).tolist()
+    selected, out = [], []
+    for query, by_head in enumerate(scores):
+        starts, outs = [], []
+        for head, of_keys in enumerate(by_head):
+            keys_of = {at: range(at, min(at + BLOCK, query + 1)) for at in range(0, query + 1, BLOCK)}
+            best_of = {at: max(of_keys[key] for key in keys) for at, keys in keys_of.items()}
+            best_of[query - query % BLOCK] = math.inf
+            best = sorted(best_of, key=lambda at, best_of=best_of: (-best_of[at], at))[:BLOCKS]
+            starts += _listed(best, BLOCKS)
+            keys = [key for at in best for key in keys_of[at]]
+            outs.append(_attention(q[query, 2 * head :][:2], *(x[keys, head : head + 1] for x in (k, v))))
+        selected.append(torch.tensor(starts))
+        out.append(torch.cat(outs))
+    return torch.stack(selected), torch.stack(out)
+
+
 def _truth(row: Row) -> tuple[Tensor, Tensor]:
     """Return what each token of a row selects [S, COUNT], and its attention [S, heads, dim]."""
     q, k, v, index_q, index_k, weights = (x.double() for x in row)
@@ -38,16 +71,14 @@ def _truth(row: Row) -> tuple[Tensor, Tensor]:
     selected, out = [], []
     for query, of_keys in enumerate(scores.tolist()):
         best = sorted(range(query + 1), key=lambda key: (-of_keys[key], key))[:COUNT]
-        selected.append(torch.tensor(best + [-1] * (COUNT - len(best))))
-        keys, values = (x[best].repeat_interleave(2, 1) for x in (k, v))
-        p = (torch.einsum("hd,khd->hk", q[query], keys) * q.shape[2] ** -0.5).softmax(1)
-        out.append(torch.einsum("hk,khd->hd", p, values))
+        selected.append(torch.tensor(_listed(best, COUNT)))
+        out.append(_attention(q[query], *(x[best].repeat_interleave(2, 1) for x in (k, v))))
     return torch.stack(selected), torch.stack(out)
 
 
 def _talk(cp: ContextParallel, dtype: torch.dtype, offload: bool) -> tuple[int, float]:
     """Return how many lists of keys are wrong, and the largest error of attention."""
-    cache, generator = KVCache(cp, 2, offload=offload), torch.Generator().manual_seed(5)
+    cache, generator = KVCache(cp, LAYERS, offload=offload), torch.Generator().manual_seed(5)
     rows, wrong, error = [_new(0, dtype, generator) for _ in TURNS[0]], 0, 0.0
     for number, lengths in enumerate(TURNS):
         if number == 4:
@@ -60,14 +91,19 @@ def _talk(cp: ContextParallel, dtype: torch.dtype, offload: bool) -> tuple[int, 
         new = [_new(count, dtype, generator) for count in lengths]
         rows = [[torch.cat(both) for both in zip(*each, strict=True)] for each in zip(rows, new, strict=True)]
         q, k, v, *index = (turn.take(pad_sequence(list(x), True)) for x in zip(*new, strict=True))
-        selected = select_cached(cache, SELECTS, Indexed(*index), COUNT)
-        out = cache.gather(cache.attend(ATTENDS, q, k, v, selection=selected))
-        selected = cache.gather(pad(selected, (0, COUNT - selected.shape[2]), value=-1))
-        for row, count in enumerate(lengths):
-            if count:
-                lists, truth = (x[-count:] for x in _truth(rows[row]))
-                wrong += int((lists != selected[row, :count]).any(1).sum())
-                error = max(error, float((out[row, :count] - truth).abs().max()))
+        keys = select_cached(cache, 1, Indexed(*index), COUNT)
+        of_heads = Indexed(index[0][:, :, :2], index[1])
+        starts = select_cached_blocks(cache, 3, of_heads, BLOCK, BLOCKS)
+        of_blocks = keys_of_blocks(starts, BLOCK, max(cache.lengths))
+        starts = pad(starts, (0, BLOCKS - starts.shape[3]), value=-1).transpose(1, 2).flatten(2)
+        selected = cache.gather(pad(keys, (0, COUNT - keys.shape[2]), value=-1)), cache.gather(starts)
+        outs = [cache.gather(cache.attend(at, q, k, v, selection=x)) for at, x in ((0, keys), (2, of_blocks))]
+        for lists, out, of_row in zip(selected, outs, (_truth, _truth_of_blocks), strict=True):
+            for row, count in enumerate(lengths):
+                if count:
+                    expected, truth = (x[-count:] for x in of_row(rows[row]))
+                    wrong += int((expected != lists[row, :count]).any(1).sum())
+                    error = max(error, float((out[row, :count] - truth).abs().max()))
     cache.finish()
     return wrong, error
 
