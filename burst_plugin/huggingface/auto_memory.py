@@ -229,7 +229,7 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) 
             again = replace(step, setting=replace(step.setting, recompute="full"))
             yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
         else:
-            yield f"a step in bfloat16 needs about {needed}"
+            yield f"a step needs about {needed}, counted in bfloat16"
         if step.free and model.device.type == "cuda":
             seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
             yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"
