@@ -6,6 +6,7 @@ import contextlib
 import io
 import types
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,6 +170,23 @@ def test_batches_that_were_not_cut_are_refused(kind: str) -> None:
         assert first == second
     else:
         assert (first, second) == ("", "")
+
+
+def _of_unlike_sizes(rank: int) -> str:
+    """Return what is said of a layer whose configuration knows no context parallelism, in groups of 2."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    config = copy(build(over(TWO_LAYERS, "zigzag", cp=2)).config)
+    config.context_parallel_size = 1
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        TransformerLayer(config, get_gpt_layer_local_spec().submodules)
+    return str(error.value)
+
+
+def test_one_size_of_context_parallelism_is_given_twice() -> None:
+    for said in run_ranks(_of_unlike_sizes, 2):
+        assert "has context_parallel_size=1, but the context-parallel group has 2 ranks: give initialize" in said
 
 
 # ------------------------------------------------------------------------------------------------- packed documents

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -69,6 +70,7 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
+    _refuse_unlike_sizes(config, kwargs.get("pg_collection"))
     if spreads_sequences(config):
         misspelt = misspelt_kind(config.cp_comm_type)
         if misspelt is not None:
@@ -96,6 +98,18 @@ def _choose_core_attention(
         layer.register_forward_pre_hook(refuse_in_layer, with_kwargs=True)
         if registry.asked().offload:
             layer.register_forward_pre_hook(partial(check_host_memory_budget, registry), with_kwargs=True)
+
+
+def _refuse_unlike_sizes(config: Any, collection: Any) -> None:
+    """Raise ValueError if a configuration that asks for the ring and Megatron's group have unlike sizes."""
+    group = getattr(collection, "cp", None) or parallel_state.get_context_parallel_group(check_initialized=False)
+    size = config.context_parallel_size
+    if group is None or group.size() == size or is_hybrid(config) or "burst" not in kinds_of(config.cp_comm_type):
+        return
+    raise ValueError(
+        f"TransformerConfig has {option_of('context_parallel_size', size)}, but the context-parallel group has "
+        f"{group.size()} ranks: give initialize_model_parallel and TransformerConfig one size"
+    )
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:
