@@ -37,6 +37,7 @@ _MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
 _VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 _SENT_INTER = 2000  # at 50 GB/s
 _SENT_INTRA = 250  # at 400 GB/s
+_NOTICED = 0.1  # of what a rank computes
 _BARE = 0.5  # of computing or sending, whichever is shorter, is not hidden behind the other
 
 
@@ -197,11 +198,18 @@ class _ByDocument:
         return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
-        """Yield documents assigned to nodes and ranks: with few cuts, and with all NICs sending what nodes share."""
+        """Yield documents assigned to nodes and ranks: with few cuts, and with all NICs sending what nodes share.
+
+        The second takes time to find, and is left out where little crosses.
+        """
         ring = self.table.ring_topology
         degree = self.table.cp_ranks // ring.ranks
-        for spread in (False, True)[: 1 + (min(ring.nodes, ring.ranks_per_node) > 1)]:
-            yield iter((assign_documents(self.documents, self.length, ring, degree, spread),))
+        few_cuts = assign_documents(self.documents, self.length, ring, degree)
+        yield iter((few_cuts,))
+        costs = self._of(few_cuts)
+        crossing = _SENT_INTER * costs.most_rows_moved()[0]
+        if min(ring.nodes, ring.ranks_per_node) > 1 and crossing > _NOTICED * costs.work().max():
+            yield iter((assign_documents(self.documents, self.length, ring, degree, spread=True),))
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
