@@ -22,12 +22,12 @@ from benchmarks.report.files import RESULTS, ROOT, Result, load
 # Okabe and Ito's, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#999999", "#F0E442")
 _COLOUR_OF = {
-    "burst": "#0072B2",
-    "PyTorch context_parallel": "#56B4E9",
-    "ring-flash-attn": "#E69F00",
-    "ring-flash-attn zigzag": "#E69F00",
-    "USP": "#009E73",
-    "Ulysses": "#999999",
+    "burst": COLOURS[0],
+    "PyTorch context_parallel": COLOURS[1],
+    "ring-flash-attn": COLOURS[2],
+    "ring-flash-attn zigzag": COLOURS[2],
+    "USP": COLOURS[5],
+    "Ulysses": COLOURS[6],
 }
 """What a library has in every picture; others get what is left, in the order of the file."""
 _SUMMARY: Sequence[tuple[str, str, Mapping[str, Any]]] = (

@@ -137,7 +137,7 @@ class ModelHooks:
         return kwargs
 
     def _check_tree(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise ValueError for labels beside a tree, of which a loss would be made as if it were one text."""
+        """Raise ValueError for labels beside a prefix tree: a loss made of them would take the tree for one text."""
         mask = getattr(kwargs[SHARD_KEY], "mask", None)
         if mask is None or not mask.trees or self._session.computes_edges:
             return

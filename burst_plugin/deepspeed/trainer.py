@@ -300,7 +300,7 @@ def _with_mean_router_loss(session: Session, model: torch.nn.Module, outputs: An
 
 
 def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `Trainer.compute_loss`: note that a trainer goes on from its model's loss, that of the whole batch."""
+    """Wrap `Trainer.compute_loss`: note that the trainer uses the loss of its model, a mean over the whole batch."""
     session = _of(adapter, trainer)
     if session is None:
         return original(trainer, *args, **kwargs)

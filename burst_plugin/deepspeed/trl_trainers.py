@@ -115,7 +115,7 @@ def _with_cache(given: Any) -> Any:
 
 
 def _of_first_rank(session: Session, value: Any, device: torch.device | None = None) -> Any:
-    """Return what the first rank of the ring has, its tensors on `device` if that is given; collective."""
+    """Broadcast `value` from the ring's first rank; return it, tensors on `device` if given. Collective."""
     values = [value]
     with session.cp.rank_state.alone():
         dist.broadcast_object_list(values, group=session.cp.group, group_src=0)

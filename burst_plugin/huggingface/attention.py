@@ -169,7 +169,7 @@ def _selection(options: Mapping[str, Any], shard: SequenceShard, mask: Mask) -> 
 
 
 def _problem_of_lengths(module: torch.nn.Module, shard: SequenceShard, lengths: tuple[int, int]) -> str:
-    """Return what is wrong with the numbers of queries and keys of a layer on a shard; empty if nothing."""
+    """Return the error if a layer on a shard has wrong numbers of queries and keys; empty if they are right."""
     (queries, keys), share = lengths, shard.tokens.length // shard.cp.ranks
     if keys != queries:
         return (

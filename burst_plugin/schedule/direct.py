@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.schedule.steps import Required, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.types import Rows, row_count, union
+from burst_plugin.types import Rows, union
 
 
 def direct(
@@ -70,17 +70,12 @@ def direct(
 def sent_early(schedule: Schedule, lengths: Sequence[int]) -> Schedule:
     """Return the schedule with what a node's ranks send each other posted at the first step, if that is little.
 
-    Little is at most a block, of `lengths`, that any rank sends or receives in all. These operands arrive together,
-    in one batch behind the first visit; the partial results are awaited at the last step. So no rank waits for one
-    that is behind in its visits.
+    lengths: the rows of every rank's block. What is sent is little if the most rows of any rank, between nodes and
+    inside them, are at most a block. These operands arrive together, in one batch behind the first visit, and partial
+    results are awaited at the last step, so that no rank waits for one that is behind in its visits.
     """
-    moved: Counter[tuple[str, int]] = Counter()
-    for t in schedule.gather:
-        rows = lengths[schedule.owner(t.block)] if t.rows is None else row_count(t.rows)
-        moved["out", t.src] += rows
-        moved["in", t.dst] += rows
     early = {t for t in schedule.gather if t.link is Link.INTRA and t.src == schedule.owner(t.block)}
-    if not early or max(moved.values()) > max(lengths):
+    if not early or sum(schedule.most_rows_moved(lengths)) > max(lengths):
         return schedule
     first, last = min(t.due for t in early), max((t.due for t in schedule.reduce), default=0)
     return replace(

@@ -191,10 +191,7 @@ def test_few_rows_are_sent_at_once_and_awaited_at_last(topology: Topology, parts
     """Every rank requires 10 rows of every block; what counterparts send on follows when they have it."""
     required = [dict.fromkeys(range(topology.ranks), ((0, 10),)) for _ in range(topology.ranks)]
     schedule = direct(topology, required=required).in_parts(parts)
-    moved = Counter[tuple[str, int]]()
-    for t in schedule.gather:
-        moved.update([("out", t.src), ("in", t.dst)])
-    most = 10 * max(moved.values())
+    most = sum(schedule.most_rows_moved([1000] * topology.ranks))
     early = sent_early(schedule, [1000] * topology.ranks).validate(required)
     last = max(t.due for t in schedule.reduce)
     own = [t for t in early.gather if t.link is Link.INTRA and t.src == early.owner(t.block)]

@@ -34,7 +34,7 @@ def hook_conversations(layout: str) -> None:
 
 
 def _without_padding(original: Callable[..., None], data: Any, *args: Any, **kwargs: Any) -> None:
-    """Make SFT data whose samples are those of one context-parallel rank."""
+    """Build Megatron's SFT dataset, with the samples that it has on one context-parallel rank."""
     original(data, *args, **kwargs)
     data.config = copy.copy(data.config)
     data.config.context_parallel_size = 1

@@ -231,9 +231,8 @@ def _refuse_mamba(
 def _refuse_whole_sequences(original: Callable[..., None], core: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Build Megatron's own core attention, or raise ValueError where it would take shards for whole sequences."""
     if config.context_parallel_size > 1:
-        size, kind = option_of("context_parallel_size", config.context_parallel_size), "cp_comm_type=None"
-        if config.cp_comm_type is not None:
-            kind = option_of("cp_comm_type", config.cp_comm_type)
+        size, kind = option_of("context_parallel_size", config.context_parallel_size), config.cp_comm_type
+        kind = "cp_comm_type=None" if kind is None else option_of("cp_comm_type", kind)
         raise ValueError(
             f"{size} with {kind} is not possible in layers with Megatron's DotProductAttention, which has no context "
             f"parallelism: write {option_of('cp_comm_type', 'burst')}, or take Transformer Engine's attention"
