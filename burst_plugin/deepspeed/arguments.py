@@ -166,9 +166,9 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
     if batch != micro * steps * world:
         return []
     return [
-        f"train_batch_size={batch} counts {world} data-parallel ranks, but {size} of them share each sequence: leave "
-        f"it out, or write {batch // size}. Trainer and Accelerate compute it from sp_size={size} of "
-        "ParallelismConfig, also for a reference model"
+        f"train_batch_size={batch} counts {world} data-parallel ranks, but {size} of them share each sequence: with "
+        f'Trainer or Accelerate set ParallelismConfig(sp_size={size}, sp_backend="deepspeed"), also for a reference '
+        f"model; else leave train_batch_size out, or write {batch // size}"
     ]
 
 

@@ -141,8 +141,9 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_block(ranks_per_node=3), "ranks_per_node=3 does not divide the 2 ranks"),
     (
         _config(train_batch_size=4, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-        "train_batch_size=4 counts 2 data-parallel ranks, but 2 of them share each sequence: leave it out, or "
-        "write 2. Trainer and Accelerate compute it from sp_size=2 of ParallelismConfig, also for a reference model",
+        "train_batch_size=4 counts 2 data-parallel ranks, but 2 of them share each sequence: with Trainer or "
+        'Accelerate set ParallelismConfig(sp_size=2, sp_backend="deepspeed"), also for a reference model; else leave '
+        "train_batch_size out, or write 2",
     ),
     (_config(gradient_allreduce_op="sum"), "gradient_allreduce_op='sum' does not go together"),
     (_config(sequence_parallel_size=4), "sequence_parallel_size=4 (Ulysses) contradicts context_parallel_size=2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from burst_plugin.frameworks.wrapping import wrap
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -51,6 +52,15 @@ def test_import_has_no_side_effect() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_a_process_group_of_gpus_is_refused() -> None:
+    def begun(rank: int) -> None:
+        cpu.enable(force=True)
+        dist.init_process_group("nccl")
+
+    with pytest.raises(RankError, match=re.escape("init_process_group('nccl') needs GPUs, which --cpu hides; write")):
+        run_ranks(begun, 1, init=False)
 
 
 def test_enable_redirects_once_and_says_what() -> None:

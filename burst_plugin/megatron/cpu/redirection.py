@@ -55,6 +55,7 @@ def enable(*, force: bool = False) -> list[str]:
     _keep_redirecting_in_backward()
     contextlib.ExitStack().enter_context(_CudaToCpu())  # for good: nothing closes the stack
     wrap(threading.Thread, "run", _redirected)  # torch keeps its function modes per thread
+    wrap(dist, "init_process_group", _refuse_nccl)
     lines.append("tensors: device cuda means cpu; cuda(), pin_memory(), record_stream() do nothing")
     lines.append("tensors: type() answers torch.cuda.*")
     vars(torch)["Generator"] = _Generator
@@ -125,6 +126,14 @@ def _on_cpu(value: Any, *, index: bool) -> Any:
 def _redirected(original: Any, thread: threading.Thread) -> None:
     with _CudaToCpu():
         original(thread)
+
+
+def _refuse_nccl(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to make a process group of GPUs, which a script may do by habit."""
+    backend = bind(original, *args, **kwargs).arguments.get("backend")
+    if isinstance(backend, str) and "nccl" in backend:
+        raise ValueError(f"init_process_group({backend!r}) needs GPUs, which --cpu hides; write 'gloo'")
+    return original(*args, **kwargs)
 
 
 class _AnyGenerator(type):
