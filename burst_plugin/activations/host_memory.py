@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from burst_plugin.activations.pages import Pages, check_room, copy_from_pages, copy_to_pages, ranks_here, whole_pages
+from burst_plugin.activations.snapshot import version_of
 
 _UNDER_WAY = 2
 _LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy
@@ -204,9 +205,9 @@ def offload_while_alive(owner: object) -> None:
 def host_memory(device: torch.device) -> HostMemory | None:
     """Return the `HostMemory` that parks tensors of a device; None if nothing is to be parked.
 
-    That is so outside the life of an owner given to `offload_while_alive`.
+    That is so outside the life of an owner given to `offload_while_alive`, and in inference mode.
     """
-    if not _OWNERS:
+    if not _OWNERS or torch.is_inference_mode_enabled():
         return None
     if device not in _BY_DEVICE:
         _BY_DEVICE[device] = HostMemory(device)
@@ -254,23 +255,30 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
     return parking
 
 
-def _packed(inputs: Sequence[Tensor], x: Tensor) -> Tensor | Parked:
-    """Return the saved form of a tensor: its parked copy, or itself if it is small or no activation.
+def _packed(inputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, int] | Parked:
+    """Return the saved form of a tensor: its parked copy, or itself and its version if it is small or no activation.
 
     Autograd gives hooks a copy of its metadata, so that the input with the same data is looked for.
     """
     memory = host_memory(x.device)
     if memory is None or x.nbytes < _LEAST_BYTES:
-        return x
+        return x, version_of(x)
     for each in inputs:
         same = each.data_ptr() == x.data_ptr() and each.shape == x.shape and each.stride() == x.stride()
         if same and each.requires_grad and not isinstance(each, torch.nn.Parameter):
             return memory.park(each)
-    return x
+    return x, version_of(x)
 
 
-def _unpacked(saved: Tensor | Parked) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
+def _unpacked(saved: tuple[Tensor, int] | Parked) -> Tensor:
+    """Return a saved tensor. Raise RuntimeError if it was modified, which autograd does not see behind hooks."""
+    if isinstance(saved, tuple):
+        x, version = saved
+        if version_of(x) != version:
+            raise RuntimeError(
+                f"an input {list(x.shape)} of a checkpoint was modified in place before the backward pass, which "
+                "computes the checkpoint again: let what modifies it make a new tensor"
+            )
+        return x
     memory = _BY_DEVICE[saved.device]
     return memory.fetch(saved)

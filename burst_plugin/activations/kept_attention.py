@@ -170,14 +170,14 @@ class KeptCalls(_Checkpoint):
 def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
     """Return the `KeptOutputs` of the next attention call in a checkpoint, to fill or, if it is recomputed, to read.
 
-    None if nothing is kept, and outside both checkpoints and `KeptCalls`. Checkpoints keep the outputs at the end of
-    the sequence, the share `strategy.kept_share` of its tokens; a selective checkpoint keeps all if its policy, asked
-    with q, k and v of `inputs`, saves attention.
+    None if nothing is kept, in inference mode, and outside both checkpoints and `KeptCalls`. Checkpoints keep the
+    outputs at the end of the sequence, the share `strategy.kept_share` of its tokens; a selective checkpoint keeps
+    all if its policy, asked with q, k and v of `inputs`, saves attention.
 
     Raises RuntimeError if a recomputation makes other calls than the first run.
     """
     runs = _THREAD.runs
-    if not runs:
+    if not runs or torch.is_inference_mode_enabled():  # in which nothing is computed again
         return None
     inner = next((run for run in reversed(runs) if run.recomputes), None)
     kept = None if inner is None else inner.next_kept()
@@ -201,12 +201,12 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
 def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
     """Return the `KeptTensors` of a call other than attention in a checkpoint, to fill or, if recomputed, to read.
 
-    None if `strategy.kept_share` is 0, and outside checkpoints.
+    None if `strategy.kept_share` is 0, in inference mode, and outside checkpoints.
 
     what: a description of the call. Raises RuntimeError if a recomputation makes another call than the first run.
     """
     runs = _THREAD.runs
-    if not runs:
+    if not runs or torch.is_inference_mode_enabled():  # in which nothing is computed again
         return None
     inner = next((run for run in reversed(runs) if run.recomputes), None)
     kept = None if inner is None else inner.next_kept()

@@ -66,6 +66,11 @@ class Snapshot:
                 )
 
 
+def version_of(x: Tensor) -> int:
+    """Return the number of times that a tensor was modified in place; 0 for a tensor of inference mode."""
+    return 0 if x.is_inference() else x._version
+
+
 @dataclass(frozen=True)
 class _ModuleState:
     """The tensors that a module and those within it hold, by their full names, and the attributes of all of them."""

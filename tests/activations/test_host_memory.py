@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import Strategy
 from burst_plugin.activations import host_memory, pages
@@ -44,6 +45,21 @@ def _step(rank: int, options: dict[str, Any], wrapped: Wrapped) -> Any:
     del loss
     lse = layers.x.shape[1] * 4 * 8  # heads, float64
     return _worst(layers.grads(), expected), memory.parked_bytes, memory.fetched_bytes, out, out + lse
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_inputs_that_change_before_the_backward_pass_are_found(reentrant: bool, changed: int) -> None:
+    """Of the process's own checkpoints, too: an input that is copied may change, another one, as here, may not."""
+    follow_torch()
+    owner = torch.nn.Identity()
+    host_memory.offload_while_alive(owner)
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1 << 20):
+        inputs = torch.randn(8, 4, requires_grad=True), torch.ones(8, 4)
+        out = checkpoint(lambda x, mask: (x.sin() * mask).cos(), *inputs, use_reentrant=reentrant)
+        inputs[changed].detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified in place"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("wrapped", [REENTRANT, NON_REENTRANT], ids=["reentrant", "not reentrant"])

@@ -130,6 +130,22 @@ def test_without_it_the_ring_runs_forward_twice(share: float | str) -> None:
         assert sent == plain + forward
 
 
+def _after_inference(rank: int, options: dict[str, Any]) -> float:
+    """Return the error of gradients after a forward pass in inference mode, through the same checkpoints."""
+    layers = Layers(Strategy(**options))
+    layers.forward(_plain).backward()
+    expected = layers.grads()
+    with torch.inference_mode():
+        layers.forward(REENTRANT)
+    layers.forward(REENTRANT).backward()
+    return _worst(layers.grads(), expected)
+
+
+@pytest.mark.parametrize("options", [{"keep_attention": "all"}, {"keep_attention": 0.5, "offload": True}])
+def test_checkpoints_may_run_in_inference_mode(options: dict[str, Any]) -> None:
+    assert max(run_ranks(_after_inference, 2, options)) < 1e-14
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
 def test_a_share_of_the_sequence_is_kept(layout: str, share: float) -> None:
