@@ -322,7 +322,8 @@ class ContextParallel:
             ValueError: on every rank if any does not hold its part of `tokens`, or if ranks pass different arguments.
         """
         state = self.rank_state
-        asked = {"by": by, "mask": mask, "fill": fill}
+        has_gradient = getattr(local, "requires_grad", False) and torch.is_grad_enabled()
+        asked = {"by": by, "mask": mask, "fill": fill, "has a gradient": has_gradient}
         held = self._held_together("shift", local, dim, tokens, asked)
         shards = state.route_table.shards(held.tokens)
         empty = crosses_documents(shards[self.rank], held.tokens.length, by, mask or Full(), local.device)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from burst_plugin.sequence.layout import Layout, Run, Tokens, positions
 from burst_plugin.sequence.mask import Both
@@ -82,6 +83,8 @@ class WholeSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sums and torch.is_grad_enabled():  # whose graph would lack the other ranks
+            raise RuntimeError("unshard(loss='own') has no second derivatives; leave out create_graph=True")
         held = ctx.held
         return held.summed_part(grad) if ctx.sums else held.part(grad, held.rank), None, None
 
@@ -133,6 +136,7 @@ class ShiftedRows(torch.autograd.Function):
         return shift.move(local)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.shift.move(grad, back=True), None
 

@@ -167,6 +167,36 @@ def _labels(rank: int) -> Any:
     return cp.shift(ids, -1, fill=-100).tolist(), cp.shift(flags, 1).tolist(), problems
 
 
+def _mistakes(rank: int) -> list[str]:
+    """Return the errors of a shift with a gradient on one rank alone, and of second derivatives."""
+    cp = ContextParallel(dist.group.WORLD)
+    x = torch.randn(1, 8, 2, dtype=torch.float64, requires_grad=True)
+    problems = []
+
+    def second_derivative(moved: torch.Tensor) -> None:
+        (grad,) = torch.autograd.grad((moved[:, :8] ** 2 * x**2).sum(), x, create_graph=True)
+        (grad**2).sum().backward()
+
+    for call in (
+        lambda: cp.shift(x if rank == 0 else x.detach(), 1),
+        lambda: second_derivative(cp.shift(x, -1)),
+        lambda: second_derivative(cp.unshard(x, loss="own")),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def test_gradients_on_some_ranks_and_second_derivatives_are_refused() -> None:
+    for problems in run_ranks(_mistakes, 2):
+        one_sided, shifted, whole = problems
+        assert "has a gradient" in one_sided
+        assert "once_differentiable" in shifted
+        assert "unshard(loss='own') has no second derivatives" in whole
+
+
 def test_labels_of_next_tokens_are_ids_shifted() -> None:
     (one, of_flags, problems), (other, _, _) = run_ranks(_labels, 2)
     assert one == [[11, 13, 15, 17]]
