@@ -35,6 +35,7 @@ class OwnLosses:
         self._forwards = 0
         self._made_before = 0  # losses that are right already, when the model's forward began
         self._is_mean = False  # over a rank's own labels
+        self._has_warned = False  # of a loss that is averaged over ranks as it is
         self._labels = ""  # where they are among the arguments; "" where nothing can be compared
         self._logits: Any = None  # where they are in what the model returns
         before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
@@ -73,10 +74,10 @@ class OwnLosses:
         if self._labels not in arguments:
             return output
         whole = self._of_whole_batch(loss, arguments[self._labels], floats.get(self._logits))
-        return output if whole is None else _with(output, place, whole)
+        return _with(output, place, whole)
 
-    def _of_whole_batch(self, loss: Tensor, labels: Tensor, logits: Tensor | None) -> Tensor | None:
-        """Return the loss of the whole batch; None if this one is."""
+    def _of_whole_batch(self, loss: Tensor, labels: Tensor, logits: Tensor | None) -> Tensor:
+        """Return the loss of the whole batch; of a loss of another kind the mean over ranks, with a warning."""
         count = float((labels != IGNORED_LABEL).sum())
         total, ranks = self._sum_and_ranks(count)
         if not self._is_mean:
@@ -87,11 +88,24 @@ class OwnLosses:
                     "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels) in its place, to which other terms "
                     "may be added, or compute a loss of another kind outside of the model, from its logits"
                 )
-            return None
+            self._warn_of_mean_over_ranks()
+            return self._session.of_whole_batch(loss, True)
         part = loss * (count * ranks / max(total, 1.0))
         if not count and logits is not None:  # a mean over none is NaN, and so may its gradient be
             part = (logits.flatten()[:1].sum() * 0.0).to(loss.dtype).view(loss.shape)
         return self._session.of_whole_batch(part, True)
+
+    def _warn_of_mean_over_ranks(self) -> None:
+        if not self._has_warned:
+            warnings.warn(
+                "the model's own loss is not the mean cross entropy over a rank's shift_labels, and is averaged over "
+                "ranks. This is the loss of the whole batch only if it is a mean of terms that belong to single "
+                "tokens: not with class weights, nor with sums or maxima over rows. For another loss return "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels) with other terms added, or compute it "
+                "from context().unshard(logits, loss='same')",
+                stacklevel=2,
+            )
+        self._has_warned = True
 
     def _compare(self, loss: Tensor, logits: Mapping[Any, Tensor], labels: Mapping[str, Tensor]) -> None:
         """Note whether a loss is a mean, and over which labels; collective. Warn once if nothing can be compared."""

@@ -199,7 +199,7 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     if not bool(whole[:, -1].all()):
         raise ValueError(
             "attention_mask has padding at the end of a row, after which nothing can follow; pad on the left, as "
-            "padding_side='left' of a tokenizer does"
+            "padding_side='left' of a tokenizer does, and take a prefill_chunk_size longer than the padding"
         )
     return whole[:, before:]
 

@@ -401,12 +401,18 @@ def test_a_loss_of_ones_own_on_two_rings() -> None:
 
 
 def _told(rank: int, kind: str) -> str:
-    """Return what a model is told of its loss, as a warning or an error, of even labels and then of uneven ones."""
+    """Return what a model is told of its loss, as a warning or an error, of even labels and then of uneven ones.
+
+    A kind that ends in ", evenly" gets even labels alone.
+    """
+    kind, is_even = kind.removesuffix(", evenly"), kind.endswith(", evenly")
     engine = _own_engine(kind, 2, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             engine(**burst.shard_batch({"input_ids": IDS, "labels": EVEN}))
+        if is_even:
+            return "".join(str(each.message) for each in caught)
         try:
             engine(**burst.shard_batch({"input_ids": IDS, "labels": UNEVEN}))
         except ValueError as error:
@@ -420,6 +426,7 @@ def _told(rank: int, kind: str) -> str:
         ("smoothed", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
         ("beside", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
         ("scalar", "the model returns a loss without the logits that it is computed from"),
+        ("smoothed, evenly", "not the mean cross entropy over a rank's shift_labels, and is averaged over ranks"),
     ],
 )
 def test_other_losses_of_ones_own_are_not_silent(kind: str, message: str) -> None:
