@@ -111,6 +111,8 @@ def _problem(trainer: Any, cp: ContextParallel) -> str:
     if getattr(trainer.args, "use_liger_kernel", False):
         return "use_liger_kernel changes models after they are examined; set it to False"
     accelerator = trainer.accelerator
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False) and accelerator.mixed_precision not in (None, "no"):
+        return "cast_lm_head_to_fp32 has no effect under autocast, in which the folded head runs; leave it out"
     if getattr(trainer, "is_fsdp_enabled", False):
         return "fold_rollouts does not support FSDP, which gathers parameters on its own; use DDP or DeepSpeed"
     engine = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "deepspeed_config", None) or {}

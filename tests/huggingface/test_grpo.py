@@ -125,6 +125,9 @@ def _refused(rank: int, directory: str, kind: str) -> None:
         trainer.aux_loss_enabled = True
     if kind == "liger":
         trainer.args.use_liger_kernel = True
+    if kind == "float32 head":
+        trainer.args.cast_lm_head_to_fp32 = True
+        trainer.accelerator.state._mixed_precision = "bf16"
     if kind == "split":
         trainer.accelerator.state.parallelism_config = SimpleNamespace(sp_size=2)
     if kind == "block":
@@ -150,6 +153,7 @@ def _refused(rank: int, directory: str, kind: str) -> None:
         ("another release", 1, r"_Other of TRL .* has _get_per_token_logps_and_entropies\(model, inputs\), which"),
         ("router", 2, "rank 1: output_router_logits adds a loss to it that is not the load-balancing loss"),
         ("liger", 1, "use_liger_kernel changes models after they are examined"),
+        ("float32 head", 1, "cast_lm_head_to_fp32 has no effect under autocast"),
         ("split", 1, "leave sp_size=2 of ParallelismConfig out"),
         ("block", 1, "the burst_attention block of DeepSpeed's config cuts batches itself"),
         ("a state", 1, "carries a state along the sequence"),

@@ -129,6 +129,16 @@ def test_crops_that_do_not_fit_are_refused() -> None:
             units_of(names[0], dict(zip(names, misfit, strict=True)), by_frame=False)
 
 
+def test_texts_with_one_image_beside_others_with_several_are_refused() -> None:
+    given = {"pixel_values": torch.zeros(3, 2, 3, 4, 4), "image_sizes": torch.ones(3, 2)}
+    for numbers in ([1, 1, 1], [3]):
+        units_of("pixel_values", {**given, "batch_num_images": torch.tensor(numbers)}, by_frame=False)
+    with pytest.raises(
+        ValueError, match="has texts with one image, which is cut into tiles, beside texts with several"
+    ):
+        units_of("pixel_values", {**given, "batch_num_images": torch.tensor([2, 1])}, by_frame=False)
+
+
 def test_families_that_nobody_examined_and_batch_norms_are_refused() -> None:
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
     module.config = SimpleNamespace(model_type="unheard_of")  # type: ignore[assignment]

@@ -280,6 +280,17 @@ def _high_res(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]
     return {"pixel_values": drawn(3, 3, h, h), "high_res_pixel_values": drawn(3, 3, w, w)}
 
 
+def _with_views(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
+    """Images with closer views of their parts: of the first two, none, and three."""
+    size = model.config.vision_config.image_size
+    numbers = torch.tensor([2, 0, 3])
+    return {
+        "pixel_values": drawn(3, 3, size, size),
+        "pixel_values_local": drawn(5, 3, size, size),
+        "num_local_patches": numbers,
+    }
+
+
 def _tiles(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
     size = model.config.vision_config.image_size
     return {
@@ -338,6 +349,7 @@ _PIXELS: dict[str, Any] = {
     "gemma4": _gemma4,
     "lfm2_vl": _lfm2_vl,
     "deepseek_vl_hybrid": _high_res,
+    "step3p7": _with_views,
     "granite_docling": _tiles,
     "apertus1p5": _apertus,
 }

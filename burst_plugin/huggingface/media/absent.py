@@ -50,8 +50,9 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     for modality, module in encoders:
         _STAND_INS[modality].discard(module)
     asked = _REPLICAS.get(model)
-    group = partition_group(model) if towers else None
-    if torch.is_grad_enabled() and towers and asked is not None:  # without gradients others may be elsewhere
+    trains = torch.is_grad_enabled()  # without gradients ranks that hold replicas may be elsewhere
+    group = partition_group(model, with_replicas=trains) if towers else None
+    if trains and towers and asked is not None:
         group = asked()
     if group is None or dist.get_world_size(group) <= shard.cp.ranks:
         return kwargs
@@ -94,15 +95,17 @@ def stands_in(module: torch.nn.Module, modality: str) -> bool:
     return module in _STAND_INS[modality]
 
 
-def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
+def partition_group(model: torch.nn.Module, with_replicas: bool) -> dist.ProcessGroup | None:
     """Return the group of ranks that have a part of a model's parameters each (FSDP, ZeRO-3); None for whole ones.
 
-    Where parts have replicas (HSDP), it is the group of all ranks, since gradients are reduced between replicas.
+    with_replicas: whether to return the group of all ranks where parts have replicas (HSDP), between which gradients
+        are reduced.
     """
     for module in model.modules():
         group = getattr(module, "process_group", None)
         if type(module).__name__ == "FullyShardedDataParallel" and isinstance(group, dist.ProcessGroup):
-            return group if getattr(module, "_inter_node_pg", None) is None else dist.group.WORLD
+            has_replicas = getattr(module, "_inter_node_pg", None) is not None
+            return dist.group.WORLD if has_replicas and with_replicas else group
     for parameter in model.parameters():
         group = getattr(parameter, "ds_process_group", None)  # of DeepSpeed's ZeRO-3
         if group is not None:
@@ -111,7 +114,7 @@ def partition_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None:
             cut = [dim for dim, each in enumerate(parameter.placements) if each.is_shard()]  # type: ignore[attr-defined]
-            if cut and mesh.size() == dist.get_world_size():
+            if cut and mesh.size() == dist.get_world_size() and (with_replicas or len(cut) == mesh.ndim):
                 return dist.group.WORLD
             return mesh.get_group(cut[-1]) if cut else None
     return None

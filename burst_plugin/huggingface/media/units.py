@@ -5,6 +5,7 @@ pixel_values [images, ...], others [images, ...]                          one un
 pixel_values [1, 3, P, P * patches of all images], target_sizes [images, 2]   likewise
 pixel_values [crops of all images, ...], image_token_pooling [tokens, 4], image_grids [images, 4]      likewise
 pixel_values [rows, images, 3, H, W]                                      one unit each, images of zeros left out
+pixel_values [images, ...], pixel_values_local [views of all images, ...] one unit each, as num_local_patches says
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.towers.sharing import work_of
+
+_VIEWS, _NUMBERS_OF_VIEWS = "pixel_values_local", "num_local_patches"
 
 
 class Units(NamedTuple):
@@ -77,6 +80,15 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
         raise ValueError(
             f"image_sizes has {len(sizes)} sizes, but {name} has {count} images: give the sizes of these images"
         )
+    if _VIEWS in given and given.get(_NUMBERS_OF_VIEWS) is not None:
+        return _of_views(name, given)
+    numbers_by_text = given.get("batch_num_images")
+    if numbers_by_text is not None and len({int(number) == 1 for number in numbers_by_text}) > 1:
+        raise ValueError(
+            f"batch_num_images={[int(number) for number in numbers_by_text]} has texts with one image, which is cut "
+            "into tiles, beside texts with several, which are not, so that ranks cannot share them; make batches of "
+            "either kind"
+        )
     others = [value for key, value in given.items() if key != name]
     return Units(
         [pixels[0].numel() if count else 1] * count
@@ -85,6 +97,32 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
         lambda numbers: {key: _picked(value, count, numbers) for key, value in given.items()},
         not any(isinstance(value, Tensor | list | tuple) and len(value) == count for value in others),
     )
+
+
+def _of_views(name: str, given: Mapping[str, Any]) -> Units:
+    """Return images with closer views of their parts, which follow each other, in numbers that may be 0."""
+    pixels, views = given[name], given[_VIEWS]
+    counts = [int(count) for count in given[_NUMBERS_OF_VIEWS]]
+    found = 0 if views is None else len(views)
+    if len(counts) != len(pixels) or sum(counts) != found:
+        raise ValueError(
+            f"{_NUMBERS_OF_VIEWS}={counts} does not fit {len(pixels)} images in {name} and {found} views in "
+            f"{_VIEWS}: give the numbers of these images"
+        )
+    ends = [*accumulate(counts, initial=0)]
+
+    def take(numbers: Sequence[int]) -> dict[str, Any]:
+        taken = {key: _picked(value, len(counts), numbers) for key, value in given.items() if key != _VIEWS}
+        of_views = [] if views is None else [views[ends[n] : ends[n + 1]] for n in numbers]
+        return {
+            **taken,
+            _VIEWS: torch.cat(of_views) if any(map(len, of_views)) else None,
+            _NUMBERS_OF_VIEWS: [counts[n] for n in numbers],
+        }
+
+    size = pixels[0].numel() if counts else 1
+    of_view = views[0].numel() if found else 0
+    return Units([size + count * of_view for count in counts], take, in_proportion=False)
 
 
 def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
