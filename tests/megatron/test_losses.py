@@ -8,14 +8,16 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import multi_token_prediction
 
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.registry import Registry
-from burst_plugin.megatron.repairs.losses import _main_loss
+from burst_plugin.megatron.repairs.losses import _main_loss, _PredictionLoss
 from tests.megatron.test_interplay import assert_same
 from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -144,6 +146,80 @@ def test_so_do_those_of_token_prediction(per_token: bool) -> None:
     expected = run_ranks(_losses, 1, run, masked_after_the_cut)[0]
     for result in run_ranks(_losses, 2, replace(run, cp=2), masked_after_the_cut):
         assert_same(result, expected)
+
+
+RANKS = 4
+MASKS = {  # of tokens in the loss, a row for each rank
+    "uneven": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 0, 1]]),
+    "fewer_than_ranks": torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 1, 0]]),
+}
+TARGETS = torch.arange(20.0).reshape(RANKS, 5).sin()
+PREDICTION_CASES = [
+    (kind, by, per_token) for kind in MASKS for by in ("labels", "input_ids") for per_token in (False, True)
+]
+
+
+def _roll_rows(tensor: torch.Tensor, cp_group: Any = None, packed_seq_params: Any = None) -> Any:
+    rolled = tensor.roll(-1, -1)
+    rolled[:, -1] = 0
+    return rolled, rolled.sum()
+
+
+def _predict(
+    labels: Any, loss_mask: Any, input_ids: Any, compute_language_model_loss: Any, config: Any, cp_group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss that `process_mtp_loss` logs since 0.17, and the loss that it takes gradients of."""
+    roll = partial(multi_token_prediction.roll_tensor, cp_group=cp_group)
+    if labels is None:
+        labels, loss_mask = roll(input_ids)[0], roll(loss_mask)[0]
+    in_main_loss = loss_mask.sum()
+    mask, count = roll(loss_mask)
+    losses = mask * compute_language_model_loss(labels, None)
+    weight = (in_main_loss if config.calculate_per_token_loss else 1) / count.clamp(min=1)
+    factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    return losses.sum() * (count > 0) / count.clamp(min=1), (losses * factor * weight).sum()
+
+
+def _predicted(rows: slice, group: Any) -> dict[tuple[str, str, bool], tuple[torch.Tensor, torch.Tensor]]:
+    """Return logged losses and losses for gradients of some ranks' tokens, with the plugin where there is a group."""
+    prediction = _PredictionLoss(Registry(None))
+    process: Any = _predict if group is None else partial(prediction.process, _predict)
+    roll = _roll_rows if group is None else partial(prediction.roll, _roll_rows)
+    found = {}
+    for kind, by, per_token in PREDICTION_CASES:
+        config = SimpleNamespace(
+            context_parallel_size=RANKS,
+            cp_comm_type="burst",
+            hybrid_context_parallel=False,
+            calculate_per_token_loss=per_token,
+            mtp_num_layers=2,
+            mtp_loss_scaling_factor=0.3,
+        )
+        given = {"labels": None, "input_ids": None, by: TARGETS[rows]}
+        with mock.patch.object(multi_token_prediction, "roll_tensor", roll):
+            found[kind, by, per_token] = process(
+                loss_mask=MASKS[kind][rows],
+                compute_language_model_loss=lambda labels, logits: labels + 2,
+                config=config,
+                cp_group=group,
+                **given,
+            )
+        assert (config.calculate_per_token_loss, config.mtp_loss_scaling_factor) == (per_token, 0.3)
+    return found
+
+
+def _predicted_by_rank(rank: int) -> Any:
+    return _predicted(slice(rank, rank + 1), dist.group.WORLD)
+
+
+def test_token_prediction_since_0_17_weighs_and_logs_tokens_of_all_ranks() -> None:
+    """Megatron logs the ranks' mean, and takes the mean of their gradients, or the sum per token."""
+    expected = _predicted(slice(RANKS), None)
+    by_rank = run_ranks(_predicted_by_rank, RANKS)
+    for case, (logged, loss) in expected.items():
+        of_ranks = torch.tensor([result[case] for result in by_rank])
+        torch.testing.assert_close(of_ranks[:, 0].mean(), logged)
+        torch.testing.assert_close(of_ranks[:, 1].sum() / (1 if case[2] else RANKS), loss)
 
 
 def _nothing_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

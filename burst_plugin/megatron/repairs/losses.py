@@ -8,8 +8,8 @@ that loss functions return are added up over the ranks, since a script need not 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -145,64 +145,90 @@ def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any)
 
 
 class _PredictionLoss:
-    """The loss of multi-token prediction, which Megatron weighs by ranks with `--calculate-per-token-loss`, too."""
+    """The loss of multi-token prediction, which Megatron divides by a rank's own tokens, per token or not."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._weighs = False  # whether a loss that is to be repaired is being computed
-        self._own: Tensor | None = None  # this rank's tokens in the main loss, if Megatron multiplies by them
+        self._multiplies = False  # whether losses of tokens are multiplied by the ranks, and counts need no division
 
     def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `process_mtp_loss`."""
+        """Run `process_mtp_loss` with losses of tokens multiplied by the ranks, to be divided by all ranks' tokens.
+
+        Megatron takes the mean over ranks in the end. With `--calculate-per-token-loss` it also multiplies by this
+        rank's tokens in the main loss, and divides by all ranks' tokens later. Here the scaling factor is multiplied
+        by the ranks' mean of them, in a configuration without this option.
+        """
         call = bind(original, *args, **kwargs)
-        return self._compute(original, call, call.arguments["config"], multiplies=True)
+        arguments = call.arguments
+        config, loss = arguments["config"], arguments["compute_language_model_loss"]
+        group, mask = arguments.get("cp_group"), _mask_of_floats(arguments)
+        if not _predicts(config) or group is None or group.size() == 1 or mask is None:
+            return original(*args, **kwargs)
+        arguments["loss_mask"] = mask
+        arguments["compute_language_model_loss"] = lambda *given, **options: loss(*given, **options) * group.size()
+        self._weighs = self._multiplies = True
+        try:
+            if config.calculate_per_token_loss:
+                arguments["config"] = copy(config)
+                arguments["config"].calculate_per_token_loss = False
+                arguments["config"].mtp_loss_scaling_factor *= self._in_main_loss(arguments) / group.size()
+            return original(*call.args, **call.kwargs)
+        finally:
+            self._weighs = self._multiplies = False
+
+    def _in_main_loss(self, arguments: dict[str, Any]) -> Tensor:
+        """Return the tokens of all ranks in the main loss: without labels they are the next tokens of `input_ids`."""
+        group, mask = arguments["cp_group"], arguments["loss_mask"]
+        if arguments["labels"] is None:
+            packed = arguments.get("packed_seq_params")
+            mask, _ = multi_token_prediction.roll_tensor(mask, cp_group=group, packed_seq_params=packed)
+        return _over_ranks(self._registry, "the main loss", mask.sum(), group)
 
     def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `GPTModel.forward`, which computes the loss of multi-token prediction until 0.16."""
+        if not _predicts(model.config):
+            return original(model, *args, **kwargs)
         call = bind(original, model, *args, **kwargs)
-        return self._compute(original, call, model.config, multiplies=False)
-
-    def _compute(self, original: Any, call: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
-        """Call `original` with a mask of floats. `multiplies`: by its sum, with `--calculate-per-token-loss`."""
-        self._weighs = weighs_losses(config)
-        if self._weighs and config.mtp_num_layers:
-            mask = _mask_of_floats(call.arguments)
-            call.arguments["loss_mask"] = mask
-            if multiplies and config.calculate_per_token_loss and mask is not None:
-                self._own = mask.sum()
+        call.arguments["loss_mask"] = _mask_of_floats(call.arguments)
+        self._weighs = True
         try:
             return original(*call.args, **call.kwargs)
         finally:
-            self._weighs, self._own = False, None
+            self._weighs = False
 
     def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Run `roll_tensor`, and return a count that makes Megatron's division by it come out right.
 
-        With `--calculate-per-token-loss` Megatron multiplies by this rank's tokens in the main loss. What counts is
-        the number of all ranks, since main loss and prediction are divided by it in the end.
+        The count is of all ranks' tokens, or their mean where a rank's losses are as they were. `process_mtp_loss`
+        takes any count below 1 for 1, as such a mean may be.
         """
         rolled, count = original(*args, **kwargs)
         group = bind(original, *args, **kwargs).arguments.get("cp_group")
         if not self._weighs or not rolled.is_floating_point() or group is None or group.size() == 1:
             return rolled, count
-        over_ranks = partial(_over_ranks, self._registry, "the loss of token prediction")
-        total = over_ranks(rolled.sum(), group)  # not of `count`, which may be 1 for no token
-        total += total == 0
-        if self._own is None:
-            return rolled, total / group.size()
-        return rolled, total * self._own / over_ranks(self._own, group).clamp(min=1)
+        total = _over_ranks(self._registry, "the loss of token prediction", rolled.sum(), group)
+        total += total == 0  # not of `count`, which may be 1 for no token
+        return rolled, total if self._multiplies else total / group.size()
+
+
+def _predicts(config: Any) -> bool:
+    return bool(weighs_losses(config) and config.mtp_num_layers)
 
 
 def _mask_of_floats(arguments: dict[str, Any]) -> Tensor | None:
     """Return the loss mask that a model is given, or ones, in floats, so that `roll` can tell it from the labels.
 
-    Scripts also give integers or bools; Megatron's own ones are integers.
+    Scripts also give integers or bools; Megatron's own ones are integers. Without labels, in reinforcement learning,
+    Megatron predicts `input_ids` from 0.19 on.
     """
     mask: Tensor | None = arguments.get("loss_mask")
+    if mask is not None:
+        return mask if mask.is_floating_point() else mask.float()
     labels: Tensor | None = arguments.get("labels")
-    if mask is None:
-        return None if labels is None else torch.ones_like(labels, dtype=torch.float32)
-    return mask if mask.is_floating_point() else mask.float()
+    if labels is None:
+        labels = arguments.get("input_ids")
+    return None if labels is None else torch.ones_like(labels, dtype=torch.float32)
 
 
 def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessGroup) -> Tensor:
