@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin import Strategy
@@ -86,8 +88,19 @@ def _padded(padding: str) -> Callable[[Batches, Any], tuple[torch.Tensor, Any]]:
     return step
 
 
+def _tracked_z_loss() -> torch.Tensor:
+    """Return the z losses by layer that Megatron has added up to print them, for this pipeline stage."""
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        entry = moe_utils.get_moe_layer_wise_logging_tracker().get("z_loss")
+        return torch.zeros(1) if entry is None else entry["values"]
+    from megatron.core.transformer.moe import moe_logging  # from 0.18 on
+
+    entry = moe_logging.get_moe_metrics_tracker().metrics.get("z_loss")
+    return torch.zeros(1) if entry is None else entry.values
+
+
 def _gradients(rank: int, run: GptRun, cases: Sequence[tuple[str, str]]) -> dict[str, Grads]:
-    """Return the gradients of routers' losses alone, by what they count."""
+    """Return the gradients of routers' losses alone, and the z losses that are printed, by what they count."""
     found = {}
     for per_token in (False, True):
         made = replace(run, per_token_loss=per_token)
@@ -97,8 +110,12 @@ def _gradients(rank: int, run: GptRun, cases: Sequence[tuple[str, str]]) -> dict
             for router in routers:
                 router.config.moe_aux_loss_coeff, router.config.moe_z_loss_coeff = KINDS[kind]
                 router.reset_global_aux_loss_tracker()
+            _tracked_z_loss().zero_()
             forward_backward(model, made, random_tokens(made), _padded(padding))
-            found[f"{kind}, {padding}, {'per token' if per_token else 'mean'}"] = full_grads(model, made)
+            printed = _tracked_z_loss().clone()
+            dist.all_reduce(printed, group=parallel_state.get_pipeline_model_parallel_group())
+            name = f"{kind}, {padding}, {'per token' if per_token else 'mean'}"
+            found[name] = {**full_grads(model, made), "z loss": printed}
         leave()
     return found
 
@@ -110,7 +127,7 @@ def _on_one_rank() -> dict[str, Grads]:
 
 
 def _error(grads: Grads, expected: Grads) -> float:
-    """Return the largest error of a parameter's gradient, relative to the norm of the gradient."""
+    """Return the largest error of a gradient or of the z losses, relative to its norm."""
     assert grads.keys() == expected.keys()
     errors = []
     for name, grad in grads.items():

@@ -75,10 +75,10 @@ class _RouterLossHooks:
     def z_loss(
         self, original: Any, logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's share of the z loss; Megatron takes the mean of the shares over ranks.
+        """Return the z loss of the valid tokens of all ranks, with the gradient of this rank's share of it.
 
-        With `--calculate-per-token-loss` Megatron multiplies the gradient by this rank's valid tokens. Then only the
-        value is weighed, which Megatron prints.
+        Megatron prints the value: until 0.18 of one rank, and from 0.19 on the mean over ranks. With
+        `--calculate-per-token-loss` it multiplies the gradient by this rank's valid tokens, so that is not weighed.
         """
         own_mean: Tensor = original(logits, z_loss_coeff, padding_mask=padding_mask)
         if self._router is None:
@@ -86,10 +86,13 @@ class _RouterLossHooks:
         group, own = self._router.tp_cp_group, torch.full((), len(logits), device=logits.device)
         if padding_mask is not None:
             own = (~padding_mask).sum()
-        total = own.clone()
-        dist.all_reduce(total, group=group)
-        share: Tensor = own_mean * (own * group.size() / total.clamp(min=1))
-        return own_mean + (share - own_mean).detach() if self._router.calculate_per_token_loss else share
+        sums = torch.stack([own_mean.detach() * own.double(), own.double()])
+        dist.all_reduce(sums, group=group)
+        loss, total = sums[0], sums[1].clamp(min=1)
+        share = own_mean
+        if not self._router.calculate_per_token_loss:
+            share = own_mean * (own * group.size() / total).to(own_mean.dtype)
+        return share + ((loss / total).to(share.dtype) - share).detach()
 
     def count_tokens(
         self, original: Any, routing_map: Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False
