@@ -19,7 +19,7 @@ from burst_plugin.frameworks.options import exit_if_refused
 from burst_plugin.frameworks.wrapping import announce, bind, wrap
 from burst_plugin.megatron.batches.conversations import hook_conversations
 from burst_plugin.megatron.batches.distillation import stamp_logits
-from burst_plugin.megatron.batches.documents import hook_documents
+from burst_plugin.megatron.batches.documents import hook_documents, hook_skipped_steps
 from burst_plugin.megatron.batches.even_microbatches import add_even_microbatches_flag, hook_even_microbatches
 from burst_plugin.megatron.batches.layouts import hook_layouts
 from burst_plugin.megatron.batches.llava import hook_llava
@@ -122,6 +122,7 @@ def _extend_argument_parser(strategy: Strategy | None) -> str:
     wrap(arguments, "add_megatron_arguments", _add_flags)
     if hasattr(arguments, "validate_args"):
         hook_validation(arguments, None if strategy is None else strategy.layout)
+    hook_skipped_steps()
     return (
         "Megatron's argument parser knows --burst-backward, --burst-kernel and others; --hybrid-context-parallel of "
         "packed documents becomes one ring"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from burst_plugin import Causal, Documents, PerRow, Strategy, Topology
 from burst_plugin.assignment import balance
+from burst_plugin.megatron.batches.documents import hook_skipped_steps
 from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
@@ -383,3 +385,24 @@ def test_samples_say_where_documents_begin() -> None:
     for starts, row in zip(rows, tokens, strict=True):
         assert starts == (0, *((row == Tokenizer.eod).nonzero().flatten() + 1).tolist(), 2048)
         assert len(starts) > 3
+
+
+def test_steps_that_scripts_skip_leave_their_batches_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are cut again once the step is skipped, and without the flag."""
+    batch = {"tokens": torch.zeros(1, 8)}
+    training: Any = types.ModuleType("megatron.training.training")
+
+    def cut(batch: dict[str, torch.Tensor], cp_group: Any = None) -> Any:
+        raise ValueError("no schedule is running")
+
+    training.get_batch_on_this_cp_rank = cut
+    training.dummy_train_step = lambda batches: training.get_batch_on_this_cp_rank(next(batches), cp_group=None)
+    monkeypatch.setitem(sys.modules, training.__name__, training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", training)
+    hook_skipped_steps()
+    parse()
+    assert training.dummy_train_step(iter([batch])) is batch
+    assert training.get_batch_on_this_cp_rank is cut
+    parse(reset_attention_mask=False)
+    with pytest.raises(ValueError, match="no schedule"):
+        training.dummy_train_step(iter([batch]))

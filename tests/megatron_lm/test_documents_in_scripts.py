@@ -76,6 +76,13 @@ def test_end_of_document_tokens(tree: Path, text: list[str], per_token: list[str
         check(run(tree, ranks, *flags, *text, *RESET, *per_token), one)
 
 
+def test_skipped_iterations(tree: Path, text: list[str]) -> None:
+    skipping = [*RESET, "--train-iters", "4", "--iterations-to-skip", "2"]
+    one = run(tree, 1, *text, *skipping)
+    for layout in ([], AUTO):
+        check(run(tree, 2, *CP2, *layout, *text, *skipping), one)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_end_of_document_tokens_in_other_models(tree: Path, text: list[str], shape: str) -> None:
     ranks, flags = SHAPES[shape]

@@ -16,6 +16,7 @@ keeps them apart by masks [S, S]. Here a sample has bounds instead: where docume
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,6 +186,29 @@ def hook_documents(registry: Any) -> str:
         wrap(kind, "forward", partial(_hand_on, registry))
     wrap(MultiLatentAttention, "forward", partial(_follow_recomputation, registry))
     return "--reset-attention-mask: layers get where documents begin, in place of a mask of all pairs"
+
+
+def hook_skipped_steps() -> None:
+    """Have Megatron's scripts leave whole the batches of `--iterations-to-skip`, which no model runs.
+
+    They are read outside of schedules, where no documents decide how ranks hold them; and from 0.18 on they still
+    have their bounds, which cannot be cut. Nothing happens if `megatron.training` is not imported.
+    """
+    training: Any = sys.modules.get("megatron.training.training")
+    if training is None:
+        return
+
+    def skip(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not resets_attention_mask():
+            return original(*args, **kwargs)
+        cut = training.get_batch_on_this_cp_rank
+        training.get_batch_on_this_cp_rank = lambda batch, *args, **kwargs: batch
+        try:
+            return original(*args, **kwargs)
+        finally:
+            training.get_batch_on_this_cp_rank = cut
+
+    wrap(training, "dummy_train_step", skip)
 
 
 def hybrid_model() -> Any:
