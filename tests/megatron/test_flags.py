@@ -284,6 +284,29 @@ def test_a_ring_that_was_not_asked_for_and_masks_of_all_pairs_warn() -> None:
             refuse_flags()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_expert_capacity_factor": 1.0},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+    ],
+)
+def test_experts_that_depend_on_a_ranks_tokens_warn(changes: dict[str, Any]) -> None:
+    name = next(iter(changes)).replace("_", "-")
+    _parse(num_experts=4, **changes)
+    with pytest.warns(
+        UserWarning, match=f"^--{name} .*: each .* routes its own tokens .* on --context-parallel-size"
+    ):
+        refuse_flags()
+    others = {"moe_expert_capacity_factor": -1.0, "moe_router_load_balancing_type": ["aux_loss"]}
+    for fine in ({"num_experts": 4, **others}, changes, {"num_experts": 4, "context_parallel_size": 1, **changes}):
+        _parse(**fine)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            refuse_flags()
+
+
 def test_the_version_of_a_tree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the root of a Megatron-LM checkout"):
         tree_version(tmp_path)

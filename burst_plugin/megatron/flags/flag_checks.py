@@ -104,6 +104,7 @@ def refuse_flags() -> None:
             )
         reasons += _document_problems(args, kinds)
         _warn_of_square_masks(args)
+        _warn_of_experts_by_rank(args)
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
@@ -163,4 +164,19 @@ def _warn_of_square_masks(args: Any) -> None:
         _warn(
             f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
             "loader process while it does; add --no-create-attention-mask-in-dataloader"
+        )
+
+
+def _warn_of_experts_by_rank(args: Any) -> None:
+    """Warn of options by which the experts of a token depend on the other tokens of its rank."""
+    capacity = getattr(args, "moe_expert_capacity_factor", None)
+    balancing = getattr(args, "moe_router_load_balancing_type", None)
+    names = ["moe_expert_capacity_factor"] if capacity is not None and capacity >= 0 else []  # below 0 it is off
+    if "sinkhorn" in ([balancing] if isinstance(balancing, str) else balancing or []):
+        names.append("moe_router_load_balancing_type")
+    if names and getattr(args, "num_experts", None):
+        flags = " and ".join(flag_of(name, getattr(args, name)) for name in names)
+        _warn(
+            f"{flags}: each context-parallel rank routes its own tokens by itself, as in Megatron's own context "
+            "parallelism, so that losses depend on --context-parallel-size"
         )
