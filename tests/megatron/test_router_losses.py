@@ -61,21 +61,26 @@ KINDS: dict[str, tuple[list[float], float | None]] = {
 # padding, some ranks have none of it, and then pass no mask.
 LENGTHS = {"no_mask": None, "padded": ((9, 7), (20, 13)), "few": ((3, 1), (2, 3)), "little": ((24, 20), (18, 24))}
 TOGETHER = [("all", padding) for padding in LENGTHS]
+IN_A_REPLICA = "little, in one of the data-parallel replicas"
 CASES = [*TOGETHER, *((kind, "padded") for kind in KINDS if kind != "all")]
 
 
 def _padded(padding: str) -> Callable[[Batches, Any], tuple[torch.Tensor, Any]]:
     """Return a forward step on rows that end in padding, whose main loss of 0 counts valid tokens."""
-    lengths = iter(LENGTHS[padding] or ())
+    chosen = LENGTHS[padding.split(",")[0]]
+    if padding == IN_A_REPLICA and parallel_state.get_data_parallel_rank() > 0:
+        chosen = ((24, 24), (24, 24))
+    lengths = iter(chosen or ())
 
     def step(data: Batches, model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data)
-        if LENGTHS[padding] is not None:
+        if chosen is not None:
             batch["padding_mask"] = batch["position_ids"] >= torch.tensor(next(lengths))[:, None]
             batch["loss_mask"] *= ~batch["padding_mask"]
         batch = cut_batch(batch)
         mask = batch.get("padding_mask")
-        if padding == "little" and not mask.any():
+        spread = parallel_state.get_context_parallel_world_size() > 1
+        if spread and padding.startswith("little") and not mask.any():
             mask = None
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], padding_mask=mask)
 
@@ -155,8 +160,14 @@ def test_so_do_they_with_other_parallelism(sizes: dict[str, Any]) -> None:
     check_equal(run_ranks(_gradients, 2 * run.tp * run.pp, run, TOGETHER))
 
 
-def check_equal(results: list[dict[str, Grads]]) -> None:
-    truth = _on_one_rank()
+def test_so_do_they_with_data_parallelism() -> None:
+    cases = [("global_aux_loss", "no_mask"), ("global_aux_loss", "little"), ("global_aux_loss", IN_A_REPLICA)]
+    (expected, _) = run_ranks(_gradients, 2, ONE_RANK, cases)
+    check_equal(run_ranks(_gradients, 4, replace(ONE_RANK, cp=2), cases), expected)
+
+
+def check_equal(results: list[dict[str, Grads]], truth: dict[str, Grads] | None = None) -> None:
+    truth = truth or _on_one_rank()
     errors = {case: max(_error(rank[case], truth[case]) for rank in results) for case in results[0]}
     assert max(errors.values()) < 1e-6, errors
 

@@ -97,15 +97,23 @@ class _RouterLossHooks:
     def count_tokens(
         self, original: Any, routing_map: Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False
     ) -> tuple[Tensor, Any, Any]:
-        """Return the tokens of every expert on all ranks, the mean of all tokens over ranks, and their sum."""
+        """Return the tokens of every expert on all ranks, the mean of all tokens over ranks, and their sum.
+
+        In `reduce_group` there may be data-parallel ranks, too. With a padding mask Megatron then takes the tokens of
+        all ranks for a rank's own, without context parallelism as well; so the mean is over context-parallel ranks.
+        """
         by_expert, own, total = original(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
         if self._router is None:
             return by_expert, own, total
-        ranks = self._router.tp_cp_group.size()
+        ranks, counted = self._router.tp_cp_group.size(), by_expert.sum() / topk
         if not self._router.config.moe_router_fusion:  # its kernel takes a number, read on the host
-            total = by_expert.sum() / topk
-        if with_padding_mask or reduce_group.size() == ranks:  # else over data-parallel ranks, too
-            own = total / ranks
+            total = counted
+        if reduce_group.size() == ranks:
+            own = counted / ranks
+        elif self._router.calculate_per_token_loss:  # else own tokens do not count
+            has_mask = torch.full((), int(with_padding_mask), device=by_expert.device)
+            dist.all_reduce(has_mask, op=dist.ReduceOp.MAX, group=reduce_group)  # some ranks may have no padding
+            own = torch.where(has_mask > 0, counted / ranks, own)
         return by_expert, own, total
 
     # ------------------------------------------------------------------------------------ samples of packed sequences
