@@ -166,6 +166,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             _check_labels(model, kwargs)
             check_entries(model, shard, kwargs)
             kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
+            shard = kwargs[SHARD_KEY]
             kwargs = with_absent_media(model, shard, kwargs)
         shard = shard.of_forward() if model.training else shard
         choose_kept(model, shard, kwargs)

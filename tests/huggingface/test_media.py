@@ -43,6 +43,7 @@ CASES = {
     "few tokens": Case((Image(0, 1), Image(0, 10)), length=16),  # each over three of 4 ranks
     "adjacent, of one size": Case((Image(0, 6), Image(0, 10), Image(0, 14))),
     "large": Case((Image(0, 4), Image(0, 20), Image(1, 30)), rows=2),
+    "longer than trained": Case(IMAGES[:3]),  # with fewer positions than tokens
 }
 OF = {  # the families of a case; others are of all but the one with large images
     "video": ("qwen2_5_vl", "qwen3_vl"),
@@ -54,16 +55,18 @@ OF = {  # the families of a case; others are of all but the one with large image
     "few tokens": ("gemma3", "llava"),
     "adjacent, of one size": ("gemma3", "llava"),
     "large": ("gemma3_large",),
+    "longer than trained": ("qwen2_5_vl", "qwen3_vl"),
 }
+ROPE: dict[str, dict[str, Any]] = {"longer than trained": {"rope_type": "dynamic", "factor": 8.0}}
 
 
 @cache
 def _on_one_rank(family: str, case: str, frozen: bool = False) -> Step:
-    return CASES[case].on_one_rank(_model(family, frozen), family)
+    return CASES[case].on_one_rank(_model(family, case, frozen), family)
 
 
-def _model(family: str, frozen: bool) -> Any:
-    model = tiny_model(family)
+def _model(family: str, case: str, frozen: bool) -> Any:
+    model = tiny_model(family, **ROPE.get(case, {}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "language_model" not in name and "lm_head" not in name))
     return model
@@ -72,7 +75,7 @@ def _model(family: str, frozen: bool) -> Any:
 def _on_ring(rank: int, cases: Sequence[tuple[str, str, bool]], options: dict[str, Any]) -> list[Step]:
     cp, found = ContextParallel(dist.group.WORLD, ranks_per_node=2, **options), []
     for family, case, frozen in cases:
-        model = _model(family, frozen)
+        model = _model(family, case, frozen)
         if case == "padded":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         found.append(step_on_ring(model, CASES[case].batch(family), cp))

@@ -195,10 +195,17 @@ CLASSES = {
 }
 
 
-def tiny_model(family: str) -> Any:
-    """A model of a family, the same on every rank, with eager attention."""
+def tiny_model(family: str, **rope: Any) -> Any:
+    """A model of a family, the same on every rank, with eager attention.
+
+    rope: changes of its rotary embedding, which then was trained with 32 positions.
+    """
     torch.manual_seed(0)
-    model = getattr(transformers, CLASSES[family])(FAMILIES[family].config())
+    config = FAMILIES[family].config()
+    if rope:
+        text = config.get_text_config()
+        text.rope_parameters, text.max_position_embeddings = {**text.rope_parameters, **rope}, 32
+    model = getattr(transformers, CLASSES[family])(config)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         for parameter in model.parameters():

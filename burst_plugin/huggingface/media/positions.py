@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import SequenceShard
+from burst_plugin.batch import SHARD_KEY, SequenceShard
 
 _METHOD = "compute_3d_position_ids"
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -21,6 +22,9 @@ _GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_leng
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward on a shard, with mRoPE positions in three axes for this rank's tokens.
+
+    The shard among them has the largest of these positions in the whole batch as its `longest`: an image takes fewer
+    positions than it has tokens.
 
     kwargs: the keyword arguments of the forward. They are returned unchanged for models without such positions,
         batches without images, video or audio, and positions that are in several axes already.
@@ -41,7 +45,8 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
         return dict(kwargs)
     missing = shard.tokens.length - found.shape[-1]
     whole = torch.cat([found, found[..., -1:].expand(*found.shape[:-1], missing)], -1) if missing else found
-    return {**kwargs, "position_ids": shard.cp.shard(whole, whole.dim() - 1, shard.tokens)}
+    own = shard.cp.shard(whole, whole.dim() - 1, shard.tokens)
+    return {**kwargs, "position_ids": own, SHARD_KEY: replace(shard, longest=int(found.max()))}
 
 
 def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
