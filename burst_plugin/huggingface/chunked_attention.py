@@ -22,7 +22,7 @@ _OUTPUTS = ("o_proj", "dense")
 _GATED = re.compile(r"Qwen3(Next|_5\w*)Attention")  # q_proj: of each head queries, then a gate
 _BY_HEAD = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # norms of one head, whose weights all heads share
 _SINKS = "sinks"
-_CACHES = ("past_key_values", "past_key_value")
+_CACHES = ("cache", "past_key_values", "past_key_value")
 _DORA, _IA3 = "lora_magnitude_vector", "ia3_l"
 # The parts of PEFT's linear layers that have parameters, of LoRA, DoRA and IA3.
 _ADAPTERS = ("base_layer", "lora_A", "lora_B", _DORA, _IA3)

@@ -66,7 +66,8 @@ def on_ring(rank: int, kind: str) -> list[dict[str, torch.Tensor]]:
         model = prepare(adapted(kind, checkpoints="keep_attention" in options))
         local = shard_batch(BATCH, cp)
         tokens = local["burst"].valid_tokens
-        model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, use_cache=False).loss.backward()
+        cached = {} if "head_chunk" in options else {"use_cache": False}  # the model's default, an empty cache
+        model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, **cached).loss.backward()
         found.append(grads(model))
         for grad in found[-1].values():
             dist.all_reduce(grad)

@@ -67,7 +67,8 @@ def _on_ring(
         local = shard_batch(batch, cp)
         labels = local.pop("shift_labels")
         cp.reset_traffic()
-        logits = model(**local, use_cache=False).logits
+        cached = {} if "head_chunk" in options else {"use_cache": False}  # the model's default, an empty cache
+        logits = model(**local, **cached).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
         grads = {each: p.grad for each, p in model.named_parameters()}
         for each, p in model.named_parameters():
