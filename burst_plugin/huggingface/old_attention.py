@@ -158,7 +158,9 @@ def _bloom(module: Any, given: Mapping[str, Any]) -> _Heads:
 
 
 def _bloom_output(module: Any, out: Tensor, given: Mapping[str, Any]) -> Any:
-    dropped = torch.nn.functional.dropout(module.dense(out), module.hidden_dropout, module.training)
+    is_sliced = module.slow_but_exact and module.pretraining_tp > 1  # then transformers leaves the bias out
+    out = torch.nn.functional.linear(out, module.dense.weight) if is_sliced else module.dense(out)
+    dropped = torch.nn.functional.dropout(out, module.hidden_dropout, module.training)
     return given["residual"] + dropped, None
 
 

@@ -220,6 +220,9 @@ def old_attention() -> dict[str, Any]:
         "falcon_new": t.FalconConfig(**_SHAPE, new_decoder_architecture=True, num_kv_heads=2, bias=True),
         "falcon_each": t.FalconConfig(**_SHAPE, multi_query=False, parallel_attn=False),
         "bloom": t.BloomConfig(**alibi, hidden_size=48, n_layer=2, n_head=6),
+        "bloom_exact": t.BloomConfig(
+            **alibi, hidden_size=48, n_layer=2, n_head=6, slow_but_exact=True, pretraining_tp=2
+        ),
         "mpt": t.MptConfig(**alibi, d_model=48, n_layers=2, n_heads=6, max_seq_len=64),
         "gpt_neo": t.GPTNeoConfig(
             **_SHAPE, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=9
