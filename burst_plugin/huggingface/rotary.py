@@ -18,12 +18,14 @@ from burst_plugin.huggingface.mask_recipes import forward_in_progress
 from burst_plugin.huggingface.text_only import text_modules
 
 _KINDS = ("dynamic", "longrope")
+_FIXED = "ntk_alpha"  # what HunYuan's modules make of "dynamic" with a fixed `alpha`
 _ADDED = "_burst_plugin_added_position"  # of a module in the middle of a forward
 
 
 def problem_of_rotary(model: PreTrainedModel) -> str:
     """Return why a model's rotary embedding cannot be told a batch's longest position; "" if it can or need not."""
-    kinds = _rope_types(model.config.get_text_config()) & set(_KINDS)
+    is_fixed = any(getattr(module, "rope_type", None) == _FIXED for module in text_modules(model))
+    kinds = _rope_types(model.config.get_text_config(), is_fixed) & set(_KINDS)
     if not kinds or any(True for _ in _dependent(model)):
         return ""
     return (
@@ -52,10 +54,14 @@ def _dependent(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
-def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary embedding in a configuration, of all its layer types."""
+def _rope_types(config: Any, is_fixed: bool) -> set[str]:
+    """Return the kinds of rotary embedding in a configuration, of all its layer types.
+
+    is_fixed: whether embeddings with an `alpha` are scaled by that number, whatever their kind, and left out here.
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    nested = [each for each in nested if not (is_fixed and each.get("alpha"))]
     return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
 
 

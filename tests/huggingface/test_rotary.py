@@ -35,6 +35,11 @@ MODELS = {
     ),
     "dynamic": llama(rope_parameters=_DYNAMIC, max_position_embeddings=_TRAINED),
 }
+# HunYuan's, which is called dynamic, but does not depend on the longest position.
+FIXED = transformers.HunYuanDenseV1Config(
+    **shape(), head_dim=8, rope_parameters={**_DYNAMIC, "alpha": 50.0}, eos_token_id=1, bos_token_id=1
+)
+FIXED.max_position_embeddings = _TRAINED
 
 
 def padded(length: int) -> Batch:
@@ -57,9 +62,9 @@ BATCHES = {
 @pytest.mark.parametrize("kind", BATCHES)
 def test_as_on_one_rank(monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str) -> None:
     """Of 32 tokens, zigzag gives those past the trained length to one rank."""
-    for name, config in MODELS.items():
+    for name, config in {**MODELS, "fixed": FIXED}.items():
         monkeypatch.setitem(FAMILIES, name, config)
-    check(list(MODELS), ranks, BATCHES[kind])
+    check([*MODELS, "fixed"], ranks, BATCHES[kind])
     if ranks == 2:
         check(list(MODELS), ranks, BATCHES[kind], {"keep_attention": "all"})
 
