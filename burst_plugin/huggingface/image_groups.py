@@ -5,7 +5,7 @@ all tokens of its batch; which of them make groups is known by the kind of model
 
     types of tokens          0 0 1 1 1 0 1 1
     each run of type 1       . . a a a . b b      Gemma 3, and Gemma 4 with types 1 and 2
-    all of type 1            . . a a a . a a      Molmo 2
+    all of type 1            . . a a a . a a      Molmo 2, and HRM-Text, whose prompt has type 1
     all of type 0            a a . . . a . .      PaliGemma, whose answer has type 1
 """
 
@@ -43,6 +43,7 @@ GROUP_RULES: Mapping[str, GroupRule] = MappingProxyType(
         "gemma3": GroupRule("token_type_ids", frozenset({1})),
         "gemma4": _OF_GEMMA4,
         "gemma4_unified": _OF_GEMMA4,
+        "hrm_text": GroupRule("token_type_ids", frozenset({1}), is_one=True),
         "molmo2": GroupRule("mm_token_type_ids", frozenset({1}), is_one=True),
         "paligemma": GroupRule("token_type_ids", frozenset({0}), is_one=True),
     }

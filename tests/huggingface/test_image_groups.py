@@ -40,6 +40,7 @@ FAMILIES = {
     "gemma3": "token_type_ids",
     "gemma4 with images": "mm_token_type_ids",
     "gemma4_unified with images": "mm_token_type_ids",
+    "hrm_text": "token_type_ids",
     "molmo2": "mm_token_type_ids",
     "paligemma": "token_type_ids",
     "paligemma2": "token_type_ids",
@@ -47,7 +48,7 @@ FAMILIES = {
 
 
 def _types(family: str, rows: int = 2) -> Batch:
-    types = PROMPT if family.startswith("paligemma") else TYPES
+    types = PROMPT if family.startswith("paligemma") else 1 - PROMPT if family == "hrm_text" else TYPES
     types = types.where(types < 2, 1) if "gemma4" not in family else types  # others have one kind alone
     return {FAMILIES[family]: types[:rows]}
 

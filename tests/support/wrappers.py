@@ -78,6 +78,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma4": {**_PER_LAYER, "vision_config": _TOWER},
     "gemma4_unified": _PER_LAYER,
+    "hrm_text": {"num_layers_per_stack": 1, "head_dim": 8},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark": {
         "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [32] * 4, "depths": [1] * 4},
