@@ -356,7 +356,12 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for labels of a shard if the model computes their loss in its own way."""
+    """Raise ValueError for labels of a shard if the model computes their loss, or a part of it, in its own way."""
+    if kwargs.get("labels") is not None and getattr(pretrained, "z_loss_coefficient", False):
+        raise ValueError(
+            f"{type(pretrained).__name__} got labels with a shard, to whose loss it adds a mean over each rank's "
+            f"logits (z_loss_coefficient={pretrained.z_loss_coefficient}); set z_loss_coefficient to 0"
+        )
     if kwargs.get("labels") is not None and has_own_loss(pretrained):
         raise ValueError(
             f"{type(pretrained).__name__} got labels with a shard: {_OWN_LOSS}; with DeepSpeed by "

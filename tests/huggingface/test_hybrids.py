@@ -326,6 +326,16 @@ def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch
         model(**shard_batch(_plain(), ContextParallel()))
 
 
+def test_labels_of_a_loss_with_a_mean_over_logits_are_refused() -> None:
+    model = prepare(build(FAMILIES["bamba"]))
+    model.z_loss_coefficient = 0.1
+    local = shard_batch(_plain(), ContextParallel())
+    with pytest.raises(ValueError, match=r"adds a mean .*z_loss_coefficient=0\.1\); set z_loss_coefficient to 0"):
+        model(**local, labels=local["shift_labels"], use_cache=False)
+    del local["shift_labels"]
+    assert model(**local, use_cache=False).loss is None
+
+
 def test_states_of_tokens_before_a_shard_are_refused() -> None:
     for name in ("qwen3_next", "bamba", "minimax", "lfm2"):
         model = prepare(build(FAMILIES[name])).eval()
