@@ -348,6 +348,8 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
         )
     if "shared_kv_states" in parameters and re.search(r"For[A-Z]\w*$", type(pretrained).__name__):
         reasons.append("it is a draft of another model, whose keys and values it attends to; train that model")
+    if "mc_token_ids" in parameters:
+        reasons.append("its second head reads one token of each text, which another rank may have; use one LMHead")
     if "encoder_inputs_embeds" in parameters and not pretrained.config.is_encoder_decoder:
         reasons.append("it adds features of audio to every token, and a shard has none; train its language model")
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

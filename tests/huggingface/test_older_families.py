@@ -224,6 +224,9 @@ def test_what_a_ring_would_compute_otherwise_is_refused_by_name() -> None:
     assert "its ALiBi is rounded to bfloat16" in "; ".join(problems(falcon))
     rembert = transformers.RemBertForCausalLM(transformers.RemBertConfig(**shape, is_decoder=True))
     assert "does not go through transformers' AttentionInterface" in "; ".join(problems(rembert))
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2)
+    reasons = problems(transformers.GPT2DoubleHeadsModel(config))
+    assert "its second head reads one token of each text" in "; ".join(reasons)
 
 
 @pytest.mark.parametrize("name", ["xglm", "gpt_neo", "gpt_neox_japanese"])
