@@ -336,6 +336,15 @@ def test_labels_of_a_loss_with_a_mean_over_logits_are_refused() -> None:
     assert model(**local, use_cache=False).loss is None
 
 
+@pytest.mark.skipif("xlstm" not in FAMILIES, reason="this release has no xLSTM")
+def test_what_xlstm_adds_to_denominators_is_known_or_refused() -> None:
+    model = build(FAMILIES["xlstm"])
+    assert problems(model) == []
+    model.config.eps = 0.1
+    (reason,) = problems(model)
+    assert "its mLSTM adds eps=0.1 to denominators, and on a ring 1e-06; set eps to that" in reason
+
+
 def test_states_of_tokens_before_a_shard_are_refused() -> None:
     for name in ("qwen3_next", "bamba", "minimax", "lfm2"):
         model = prepare(build(FAMILIES[name])).eval()

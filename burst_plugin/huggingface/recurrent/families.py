@@ -32,6 +32,7 @@ LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", 
 _MARK = "_burst_plugin_recurrent"  # of what has been replaced
 _MASKS = "create_recurrent_attention_mask"
 _CONV = "causal_conv1d_fn"
+_EPS = 1e-6  # what `recurrent.mlstm` adds to denominators
 
 
 class Mixer(NamedTuple):
@@ -143,6 +144,12 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
     """
     found = {type(module): known for module, known in mixers(pretrained)}
     told = [problem for kind, known in found.items() for problem in _problems_of_code(kind, known)]
+    # Others matter to gradients by way of exponents, which have none on a ring.
+    cells: list[Any] = [module for module, _ in mixers(pretrained) if type(module).__name__ == "xLSTMBackend"]
+    added = {cell.config.eps for cell in cells}
+    told += [
+        f"its mLSTM adds eps={eps} to denominators, and on a ring {_EPS}; set eps to that" for eps in added - {_EPS}
+    ]
     unknown = _unknown(pretrained, kinds, bool(found))
     if unknown:
         told.append(f"it carries a state along the sequence (in {unknown}); use a model of attention layers only")
