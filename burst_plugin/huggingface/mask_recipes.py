@@ -226,7 +226,7 @@ class MaskRecipe:
 
     @cached_property
     def _parts(self) -> list[tuple[str, list[Any]]]:
-        return list(_parts(self._asked["mask_function"]))
+        return list(_parts(self._asked["mask_function"], has_empty=self._may_have_groups))
 
     @cached_property
     def _rules(self) -> Counter[str]:
@@ -265,6 +265,16 @@ class MaskRecipe:
         shard, rule = self._marked, self._group_rule
         is_marked = shard is not None and rule is not None and rule.name in shard.token_types
         return is_marked and any(True for _ in _groups(self._asked["mask_function"]))
+
+    @property
+    def _may_have_groups(self) -> bool:
+        """Return whether the batch marks tokens, and it is not known which of them the model groups.
+
+        A rule without any token on this rank may have some on another one, and all ranks have to refuse it then.
+        """
+        rule, types = self._group_rule, {} if self._marked is None else self._marked.token_types
+        is_known = rule is not None and rule.name in types
+        return not is_known and any(kind for rows in types.values() for runs in rows for _, _, kind in runs)
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -355,18 +365,18 @@ def has_documents(mask: Mask | None) -> bool:
     return isinstance(mask, Documents)
 
 
-def _parts(rule: Callable[..., Any]) -> Iterator[tuple[str, list[Any]]]:
+def _parts(rule: Callable[..., Any], has_empty: bool = False) -> Iterator[tuple[str, list[Any]]]:
     """Yield the names of all functions that a rule is made of, with what each encloses, and of callables in it.
 
-    What lets no token attend to any is left out where another rule does the same without.
+    What lets no token attend to any is left out where another rule does the same without, unless `has_empty`.
     """
     name, enclosed, rules = _opened(rule)
-    if name == _EITHER:
+    if name == _EITHER and not has_empty:
         rules = [part for part in rules if not _is_empty(part)]
     if name != _EITHER or len(rules) != 1:
         yield name, enclosed
     for part in rules:
-        yield from _parts(part)
+        yield from _parts(part, has_empty)
 
 
 def _opened(rule: Callable[..., Any]) -> tuple[str, list[Any], list[Callable[..., Any]]]:

@@ -150,6 +150,15 @@ def test_a_rank_without_images_has_the_mask_of_the_others() -> None:
     assert recipe.unknown == []
 
 
+@pytest.mark.parametrize("types", [[0, 0, 0, 0], [0, 0, 1, 1]], ids=str)
+def test_a_rank_without_images_refuses_groups_that_are_not_known_as_the_others_do(types: list[int]) -> None:
+    from transformers import masking_utils as rules
+
+    nothing = rules.blockwise_overlay(torch.full((1, 4), -1))
+    recipe = _recipe(rules.or_masks(rules.causal_mask_function, nothing), torch.tensor([types]), None)
+    assert ("blockwise_overlay.<locals>.inner_mask" in recipe.unknown) == any(types)
+
+
 @pytest.mark.parametrize(
     ("groups", "rule"),
     [([0, 0, -1, 1], None), ([0, 0, 0, 1], RUNS), ([-1, -1, -1, -1], RUNS), ([0, 0, -1, 1], ONE)],
