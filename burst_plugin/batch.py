@@ -99,7 +99,7 @@ class SequenceShard:
     seed: a seed for dropout, equal on all ranks of `cp`; None where it is not known which forward is recomputed.
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
-    longest: the largest position of the whole batch.
+    longest: the largest position of the whole batch; of mRoPE's positions the largest in its three axes.
     token_types: the types of all tokens of the whole batch, by the name that the batch has for them, "token_type_ids"
         or "mm_token_type_ids": for each row its runs of one type, (start, stop, type), without padding.
     counted: the positions of this rank's tokens [B, S_local], counted without padding, where it is -1; None if the
@@ -176,7 +176,7 @@ def shard_batch(
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
-    tensors = read.tensors
+    tensors, positions = read.tensors, read.tensors["position_ids"]
     types = {name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors}
     tokens = _tokens(cp, read, Causal() if layer_mask is None else layer_mask(types))
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in tensors.items()}
@@ -184,14 +184,14 @@ def shard_batch(
     names = _WHOLE if read.media else _WHOLE[:1]
     shard = SequenceShard(
         cp,
-        length=tensors["position_ids"].shape[-1],
+        length=positions.shape[-1],
         tokens=tokens,
         mask=read.mask,
         valid_tokens=int((tensors["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in tensors else 0,
         seed=(read.checksum + number) % _SEEDS,
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
-        longest=int(tensors["position_ids"].max()),
+        longest=int((positions[-3:] if positions.dim() == 3 else positions).max()),
         token_types=types,
         counted=_counted(batch, read, local["position_ids"], cp, tokens),
         has_media=read.media,

@@ -46,8 +46,8 @@ def _with_replicated_layers() -> Any:
     return peft.get_peft_model(build(Run(model=llama())), config)
 
 
-def _text_tower() -> Any:
-    """Return a text model with rotary positions of three kinds: in time, height and width."""
+def _text_tower(**rope: Any) -> Any:
+    """Return a text model with rotary positions of three kinds: in time, height and width; trained with 8 of each."""
     config = transformers.Qwen3VLTextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -57,7 +57,8 @@ def _text_tower() -> Any:
         num_key_value_heads=2,
         head_dim=16,
         initializer_range=0.15,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        max_position_embeddings=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], **rope},
     )
     torch.manual_seed(0)
     return transformers.Qwen3VLTextModel._from_config(config, attn_implementation="eager").train()
@@ -78,11 +79,20 @@ def _mrope_of_documents() -> torch.Tensor:
     return torch.cat([torch.arange(LENGTH // 2).repeat(1, 2, 2), _mrope()])
 
 
+def _mrope_and_text() -> torch.Tensor:
+    """Return positions [4, B, S] with positions in the text first, which are larger than positions in the axes."""
+    return torch.cat([torch.arange(LENGTH).repeat(1, 2, 1), _mrope()])
+
+
 CASES: dict[str, tuple[Callable[[], Any], Batch]] = {
     "copies": (_with_copies, {"input_ids": IDS}),
     "peft": (_with_replicated_layers, {"input_ids": IDS}),
     "mrope": (_text_tower, {"input_ids": IDS, "position_ids": _mrope()}),
     "mrope_of_documents": (_text_tower, {"input_ids": IDS, "position_ids": _mrope_of_documents()}),
+    "dynamic": (
+        lambda: _text_tower(rope_type="dynamic", factor=8.0),
+        {"input_ids": IDS, "position_ids": _mrope_and_text()},
+    ),
 }
 
 
