@@ -90,9 +90,9 @@ class ShardedLoader:
 
     @contextmanager
     def _without_remainder(self) -> Iterator[None]:
-        """Hide how many rows of the last batch are real, if ranks take turns with models that return whole values."""
+        """Hide how many rows of the last batch are real, if ranks take turns: TRL would leave ranks out of logs."""
         hidden = getattr(self.loader, "remainder", 0)
-        if hidden <= 0 or not (self._exchange and self._found().gathers):
+        if hidden <= 0 or not self._exchange:
             yield
             return
         self.loader.remainder = 0  # type: ignore[attr-defined]
