@@ -7,6 +7,7 @@ a data loader. If the configuration has the block "burst_attention", it gets an 
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block, near_misses, why_off
 from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.deepspeed.evaluation_turns import predict_in_turns
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.deepspeed.losses import router_loss_in
@@ -29,7 +31,6 @@ from burst_plugin.deepspeed.trl_trainers import (
     count_once,
     follow_trainer,
     is_of_trl,
-    predict_in_turns,
 )
 from burst_plugin.frameworks.wrapping import bind, wrap
 
@@ -344,39 +345,46 @@ def _predict(
     if session is not None and session.gathers and session.cp.group is not None:
         _check_loss_is_the_models(trainer)
 
-        def step(batch: Mapping[str, Any]) -> Any:
+        def of_whole(batch: Mapping[str, Any]) -> Any:
             return original(trainer, model, batch, prediction_loss_only, ignore_keys)
 
-        return predict_in_turns(session, step, trainer, inputs)
+        return predict_in_turns(session, of_whole, trainer, inputs)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     _check_loss_is_the_models(trainer)
-    mine = logits = None
-    with torch.no_grad():
-        for rank, batch in enumerate(exchanged(inputs, session.cp)):
-            local = session.shard_batch(trainer._prepare_inputs(batch))
-            loss: Any = None
-            outputs: Any = None
-            if "shift_labels" not in local:
-                outputs = model(**local)
-            else:
-                session.took_model_loss = False
-                result = trainer.compute_loss(model, local, return_outputs=not prediction_loss_only)
-                loss, outputs = (result, None) if prediction_loss_only else result
-                if session.took_model_loss:
-                    loss = session.mean_over_ring(loss)
-                else:  # a loss of the trainer's own, such as SFTTrainer's
-                    loss = session.mean_by_labels(loss, local)
-            local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
-            whole = None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
-            if rank == session.cp.rank:
-                mine, logits = loss, whole
+    step = partial(_predict_shards, trainer, session, model, prediction_loss_only)
+    loss, logits = predict_in_turns(session, step, trainer, inputs)
     if logits is None and trainer.compute_metrics is not None and not prediction_loss_only:
         raise ValueError(
             "compute_metrics is not supported with a loss that is computed without logits: leave it out, or use "
             "another loss, such as loss_type='nll' of SFTTrainer"
         )
-    return mine, logits, None if prediction_loss_only else inputs.get("labels")
+    return loss, logits, None if prediction_loss_only else inputs.get("labels")
+
+
+@torch.no_grad()
+def _predict_shards(
+    trainer: Any, session: Session, model: torch.nn.Module, prediction_loss_only: bool, batch: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Return the loss of a whole batch, and its logits, from this rank's shard; collective."""
+    local = session.shard_batch(trainer._prepare_inputs(batch))
+    loss: Any = None
+    outputs: Any = None
+    if "shift_labels" not in local:
+        outputs = model(**local)
+    else:
+        session.took_model_loss = False
+        result = trainer.compute_loss(model, local, return_outputs=not prediction_loss_only)
+        loss, outputs = (result, None) if prediction_loss_only else result
+        has_labels = local[SHARD_KEY].valid_tokens > 0
+        if session.took_model_loss and not has_labels:
+            loss = torch.full_like(loss, math.nan)  # the mean of no labels, which Trainer leaves out
+        elif session.took_model_loss or not has_labels:
+            loss = session.mean_over_ring(loss)
+        else:  # a loss of the trainer's own, such as SFTTrainer's
+            loss = session.mean_by_labels(loss, local)
+    local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
+    return loss, None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
 
 
 def _generate(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -159,42 +158,3 @@ def count_input_tokens(session: Session | None, original: Callable[..., Any], tr
     original(trainer, inputs)
     added = trainer.state.num_input_tokens_seen - before
     trainer.state.num_input_tokens_seen = before + added // session.cp.ranks
-
-
-# --------------------------------------------------------------------------------------------------------- evaluating
-
-
-def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Evaluate the batches of all ranks of a ring one after another; return the result for this rank's; collective.
-
-    Args:
-        session: the session of the trainer's engine.
-        step: evaluates one batch of whole sequences on the ring.
-        trainer: the trainer that evaluates.
-        inputs: this rank's batch, of whole sequences.
-    """
-    found = None
-    session.takes_turns = True
-    try:
-        with _not_at_its_end(trainer.accelerator.gradient_state):
-            for rank, batch in enumerate(exchanged(inputs, session.cp)):
-                result = step(batch)
-                if rank == session.cp.rank:
-                    found = result
-    finally:
-        session.takes_turns = False
-    return found
-
-
-@contextmanager
-def _not_at_its_end(state: Any) -> Iterator[None]:
-    """Hide the end of the loader, at which TRL leaves all but some of the rows that it gathers from ranks out."""
-    loader = state.active_dataloader
-    if not getattr(loader, "end_of_dataloader", False):
-        yield
-        return
-    loader.end_of_dataloader = False
-    try:
-        yield
-    finally:
-        loader.end_of_dataloader = True

@@ -84,8 +84,9 @@ class Case:
         model = EXPERTS if self.has_experts else llama(num_hidden_layers=1)
         run = Run(stage=self.stage, accumulation=rows, lr=0.1, model=model)
         options = {"max_grad_norm": 1e9, "average_tokens_across_devices": self.averages_tokens}
+        options["per_device_eval_batch_size"] = 1  # so that some have no labels
         directory += "/experts" if self.has_experts else "/dense"
-        return Setup(run, directory, rows, 16, 1, options, trainer=self.trainer)
+        return Setup(run, directory, rows, length=16, max_steps=1, options=options, trainer=self.trainer)
 
 
 FEW, MANY = (1, 0, 0, 2), (3, 15, 8, 0)
@@ -141,11 +142,8 @@ def _outcome(case: Case, directory: str, deepspeed: bool) -> Outcome:
     trainer = case.trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
     trainer.train()
     after = weights(trainer.model)
-    evaluated = (
-        trainer.evaluate()["eval_loss"]
-        if (case.trainer is AddsTerm or case.has_experts) and 0 not in case.labels
-        else math.nan
-    )
+    evaluates = case.trainer is AddsTerm or case.has_experts
+    evaluated = trainer.evaluate()["eval_loss"] if evaluates else math.nan
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     return Outcome(loss, evaluated, {name: after[name] - before[name] for name in after})
 

@@ -31,6 +31,7 @@ class Setup:
     run: Run
     directory: str
     rows: int = 8
+    held_out: int = 5  # rows to evaluate, which ranks do not share evenly
     length: int = 32
     max_steps: int = 2
     options: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +85,7 @@ def arguments(setup: Setup, *, deepspeed: bool) -> TrainingArguments:
             "output_dir": setup.directory,
             "max_steps": setup.max_steps,
             "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1,
+            "per_device_eval_batch_size": 2,
             "gradient_accumulation_steps": setup.run.accumulation,
             "learning_rate": setup.run.lr,
             "lr_scheduler_type": "constant",
@@ -132,7 +133,7 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
         burst.install()
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     data = Rows(draw(1, rows=setup.rows, length=setup.length)[0])
-    held_out = Rows(draw(1, rows=4, length=setup.length, seed=7)[0])
+    held_out = Rows(draw(1, rows=setup.held_out, length=setup.length, seed=7)[0])
     args = arguments(setup, deepspeed=deepspeed)
     model = load(setup)
     before = weights(model)

@@ -166,7 +166,16 @@ def classified(seed: int, of_tokens: bool = False) -> Dataset:
 
 
 def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any:
-    """Return the trainer of a case."""
+    """Return the trainer of a case.
+
+    It trains to the end of its samples, where the ranks of a ring begin anew with 3 of them to fill up their last
+    batches, and evaluates 5. With several rings, whose last batches would be others than those of one rank, it
+    evaluates 8, and has samples for all places, as has KTOTrainer, which pairs samples in advance.
+    """
+    rings = max(1, layout.ranks // max(1, layout.ring))
+    repeated = 0 if case.trainer == "KTOTrainer" or rings > 1 else 3
+    trained = 2 * _ROWS * _ACCUMULATION * rings - repeated
+    numbers = [*range(trained), *([] if layout.ring else range(repeated))]
     home = importlib.import_module(case.home)
     settings: dict[str, Any] = {
         "output_dir": output,
@@ -176,7 +185,7 @@ def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any
         "lr_scheduler_type": "constant",
         "per_device_train_batch_size": _ROWS,
         "per_device_eval_batch_size": _ROWS,
-        "gradient_accumulation_steps": _ACCUMULATION * max(1, layout.ranks // max(1, layout.ring)),
+        "gradient_accumulation_steps": _ACCUMULATION * rings,
         "max_steps": 2,
         "logging_steps": 1,
         "report_to": "none",
@@ -198,8 +207,8 @@ def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any
     given = {name: make(directory) for name, make in case.keywords.items()}
     return getattr(home, case.trainer)(
         args=config(**{**settings, **max_length, **case.options}),
-        train_dataset=_on_disk(rows(0), f"{output}/train"),
-        eval_dataset=_on_disk(rows(1).select(range(8)), f"{output}/eval"),
+        train_dataset=_on_disk(rows(0).select(numbers), f"{output}/train"),
+        eval_dataset=_on_disk(rows(1).select(range(8 if rings > 1 else 5)), f"{output}/eval"),
         **{
             "model": None if "model" in given else read(directory, case.model),
             "processing_class": tokenizer(),
