@@ -153,11 +153,13 @@ class LazyLogits(Tensor):
     Shape, type and device are known without computing. Values are computed with a graph where gradients are enabled,
     and kept. If they are first read after an optimizer's step, which has changed the weights, that is a RuntimeError.
     Autograd functions take this tensor without reading it, and would lose its gradient: that is a RuntimeError in the
-    backward pass.
+    backward pass, unless their output is not used.
     """
 
     _compute: Callable[[], Tensor]
     _steps: int
+    _is_copy: bool  # made by `clone` in an autograd function, or without gradients
+    _changes: int  # in place, of the values when they were computed
     _hooks: list[Callable[[Tensor], Any]]  # of others, such as DeepSpeed's engine, for the gradient of the values
 
     @staticmethod
@@ -167,7 +169,7 @@ class LazyLogits(Tensor):
         found: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
         )
-        found._compute, found._steps, found._hooks = compute, _optimizer_steps().made, []
+        found._compute, found._steps, found._hooks, found._is_copy = compute, _optimizer_steps().made, [], False
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -181,10 +183,35 @@ class LazyLogits(Tensor):
         """
         return LazyLogits.of(self.shape, dtype or self.dtype, self.device, lambda: step(self.computed()))
 
+    def copied(self) -> LazyLogits:
+        """Return lazy logits whose values are a copy of these: DDP clones all outputs in an autograd function.
+
+        Their gradient, if such a function gives them one, is refused. If the values of these logits change in
+        place before the copy is read, reading it raises RuntimeError.
+        """
+        found = LazyLogits.of(self.shape, self.dtype, self.device, self._copy)
+        found._is_copy = True
+        return found
+
+    def _copy(self) -> Tensor:
+        with torch.no_grad():
+            values = self.computed()
+            self._check_unchanged(values)
+            return values.clone()
+
+    def _check_unchanged(self, values: Tensor) -> None:
+        if _changes(values) != self._changes:
+            raise RuntimeError(
+                "outputs.logits were changed in place, and are now read with gradients, or by a clone made before: "
+                "the loss is computed in chunks, without whole logits. Change a clone made with gradients enabled, "
+                'or set memory="off" and no loss_chunk'
+            )
+
     def computed(self) -> Tensor:
         """Return the values as an ordinary tensor, computed at the first call.
 
-        Raises RuntimeError if the first call comes after an optimizer's step.
+        Raises RuntimeError if the first call comes after an optimizer's step, or if values that were computed without
+        a graph, and changed in place, are to have one.
         """
         made: tuple[bool, Tensor] | None = vars(self).get("_made")
         is_late = self._steps != _optimizer_steps().made
@@ -194,10 +221,19 @@ class LazyLogits(Tensor):
                 'chunks, without whole logits. Read them before the step, or set memory="off" and no loss_chunk'
             )
         if made is None or (torch.is_grad_enabled() and not made[0] and not is_late):
-            made = self._made = torch.is_grad_enabled(), self._compute()
+            if made is not None:
+                self._check_unchanged(made[1])
+            made = self._made = torch.is_grad_enabled() or self._is_copy, self._compute()
+            self._changes = _changes(made[1])
+            if self._is_copy and self.requires_grad:
+                made[1].requires_grad_().register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             for hook in self._hooks if made[1].requires_grad else ():
                 made[1].register_hook(hook)  # type: ignore[no-untyped-call]
         return made[1]
+
+    def _can_wait(self) -> bool:
+        """Return whether these logits were made to be trained, are not computed, and are used without gradients."""
+        return self.requires_grad and not torch.is_grad_enabled() and "_made" not in vars(self)
 
     def _note_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Register a hook for the gradient of the values, whenever they are computed."""
@@ -218,6 +254,8 @@ class LazyLogits(Tensor):
             return args[0]._note_hook(args[1])
         if func is Tensor.detach and not torch.is_grad_enabled():  # as in autograd functions, such as hooks of ZeRO-3
             return args[0].then(_unchanged)
+        if func is Tensor.clone and len(args) == 1 and not kwargs and args[0]._can_wait():
+            return args[0].copied()
         if func in _LATER and len(args) == 1 and not kwargs:
             return args[0].then(func, _LATER[func])
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
@@ -229,11 +267,18 @@ class LazyLogits(Tensor):
         return func(*_read(args), **_read(kwargs))
 
 
-def _refuse_gradient(grad: Tensor) -> None:
+def _refuse_gradient(grad: Tensor | None) -> None:
+    if grad is None:  # the function's output is not part of the loss
+        return
     raise RuntimeError(
         "an autograd function, or a reentrant checkpoint, got outputs.logits, which were not computed: its gradient "
         'would be lost. Set memory="off" and no loss_chunk, or give it outputs.logits.clone()'
     )
+
+
+def _changes(values: Tensor) -> int:
+    """Return how often a tensor has been changed in place."""
+    return 0 if values.is_inference() else values._version
 
 
 class _OptimizerSteps:

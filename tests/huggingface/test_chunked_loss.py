@@ -321,6 +321,85 @@ def _align_devices(head: torch.nn.Module) -> None:
     add_hook_to_module(head, AlignDevicesHook(execution_device="cpu"))
 
 
+def _under_ddp(rank: int, options: dict[str, bool]) -> tuple[dict[str, torch.Tensor], int, list[str]]:
+    """Return gradients, the most rows of logits at once, and errors of what is done with logits beside the loss."""
+    cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=2)
+    model = prepare(_model("llama"))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, **options)
+    local = shard_batch(BATCH, cp)
+    given = {**local, "labels": local["shift_labels"], "use_cache": False}
+    given["num_items_in_batch"] = local["burst"].valid_tokens / dist.get_world_size()
+    with LargestLogits(VOCAB, 32) as largest:
+        ddp(**given).loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    whole = model.eval()(**local, use_cache=False).logits.detach()
+    model.train()
+    errors = []
+    for use in (_of_logits, _of_logits_in_place, _of_clones, _of_late_clones, _of_function):
+        try:
+            use(ddp(**given).logits, whole)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return grads, largest.rows, errors
+
+
+def _of_logits(logits: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(logits + 0, whole, rtol=1e-5, atol=1e-5)
+    logits.float().square().mean().backward()
+
+
+def _of_logits_in_place(logits: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        logits.mul_(2)
+        torch.testing.assert_close(logits + 0, 2 * whole, rtol=1e-5, atol=1e-5)
+    logits + 0
+
+
+def _of_clones(logits: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        clone = logits.clone()
+        clone.mul_(2)
+    torch.testing.assert_close(clone + 0, 2 * whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((logits + 0).detach(), whole, rtol=1e-5, atol=1e-5)
+    assert not clone.requires_grad
+
+
+def _of_late_clones(logits: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        clone = logits.clone()
+        logits.mul_(2)
+    clone + 0
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+def _of_function(logits: torch.Tensor, whole: torch.Tensor) -> None:
+    _Scale.apply(logits).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_ddp_that_clones_outputs(options: dict[str, bool]) -> None:
+    """Its clones are not computed either, and hide no change in place and no gradient that would be lost."""
+    _, right = _reference("llama")
+    refused, changed = "an autograd function, or a reentrant", "outputs.logits were changed in place"
+    for grads, rows, errors in run_ranks(_under_ddp, 2, options):
+        error, parameter = worst(grads, right)
+        assert error <= 1e-5, parameter
+        assert rows == CHUNK
+        starts = ["", changed, "", changed, refused]
+        assert [found[: len(start) or None] for found, start in zip(errors, starts, strict=True)] == starts
+
+
 _HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward": lambda head: head.register_forward_hook(lambda _, args, output: 0.5 * output),
     "forward_pre": lambda head: head.register_forward_pre_hook(functools.partial(lambda _, args: None)),
