@@ -240,6 +240,11 @@ def _check_mean(session: Session, trainer: Any, items: Any) -> None:
 def _check_options(trainer: Any) -> None:
     """Raise ValueError for options of a Trainer that would train wrongly on a ring, or hang."""
     _check_loss_is_the_models(trainer)
+    if getattr(getattr(trainer, "accelerator", None), "split_batches", False):
+        raise ValueError(
+            f"split_batches=True of accelerator_config is not supported with {BLOCK}: every rank would get a part of "
+            "a batch, and the ring would take the parts in turn, in smaller steps; leave it out"
+        )
     if getattr(getattr(trainer, "args", None), "auto_find_batch_size", False):
         raise ValueError(
             f"auto_find_batch_size is not supported with {BLOCK}: a rank that runs out of memory in the middle of a "

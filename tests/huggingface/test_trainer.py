@@ -241,6 +241,10 @@ def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
         ({"label_smoothing_factor": 0.1}, "Trainer's label_smoother"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2},
+            "split_batches=True of accelerator_config",
+        ),
     ],
 )
 def test_what_cannot_be_had_on_a_ring_is_refused(tmp_path: Path, options: dict[str, Any], name: str) -> None:
