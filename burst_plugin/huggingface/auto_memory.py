@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_plugin.activations.kept_attention import attention_can_be_kept
 from burst_plugin.activations.pages import available_bytes, ranks_here
@@ -128,6 +129,12 @@ def recomputes(model: Any) -> bool:
     return bool(model.is_gradient_checkpointing if found is None else found)
 
 
+def _skips_layers(model: Any) -> bool:
+    """Return whether checkpoints leave layers out, as with every_n_layers: a plan counts that as without them."""
+    layers = (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
+    return not all(layer.gradient_checkpointing for layer in layers)
+
+
 def _share(model: Any, step: NextStep | None, tokens: int) -> str | float:
     if step is not None:
         return share_that_fits(step)
@@ -165,7 +172,7 @@ def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
         batch=max(1, world // cp.ranks) * rows,
         micro_batch=rows,
         zero=3 if states.zero == 3 else 1,
-        recompute="full" if recomputes(model) else "none",
+        recompute="full" if recomputes(model) and not _skips_layers(model) else "none",
         loss_chunk=cp.strategy.loss_chunk,
         mlp_chunk=cp.strategy.mlp_chunk,
         offload_optimizer=states.on_host,

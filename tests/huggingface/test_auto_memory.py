@@ -216,3 +216,19 @@ def test_short_batches_are_computed_at_once() -> None:
         return isinstance(model(**_given(cp), use_cache=False).logits, LazyLogits)
 
     assert run_ranks(few, 2) == [False] * 2
+
+
+def _recomputed(rank: int) -> list[str]:
+    """Return what a plan computes again: without checkpoints, in every layer, and in every second one."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
+    shard = shard_batch(BATCH, cp)["burst"]
+    model = _model("llama")
+    found = [auto_memory._step(model, shard, 64)]
+    for every in (1, 2):
+        model._activation_checkpointing_enable(every_n_layers=every)
+        found.append(auto_memory._step(model, shard, 64))
+    return [step.setting.recompute for step in found if step is not None]
+
+
+def test_layers_without_checkpoints_count_in_the_plan() -> None:
+    assert run_ranks(_recomputed, 1) == [["none", "full", "none"]]
