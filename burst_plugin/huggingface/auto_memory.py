@@ -131,8 +131,8 @@ def recomputes(model: Any) -> bool:
 
 def _skips_layers(model: Any) -> bool:
     """Return whether checkpoints leave layers out, as with every_n_layers: a plan counts that as without them."""
-    layers = (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
-    return not all(layer.gradient_checkpointing for layer in layers)
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return len({layer.gradient_checkpointing for layer in layers}) > 1
 
 
 def _share(model: Any, step: NextStep | None, tokens: int) -> str | float:
