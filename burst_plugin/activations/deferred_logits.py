@@ -218,7 +218,8 @@ class LazyLogits(Tensor):
         if made is None and is_late:
             raise RuntimeError(
                 "logits are read after an optimizer's step, and were not computed before: the loss is computed in "
-                'chunks, without whole logits. Read them before the step, or set memory="off" and no loss_chunk'
+                "chunks, without whole logits. Read them before the step, which cpu() does, and clone() without "
+                'gradients does not, or set memory="off" and no loss_chunk'
             )
         if made is None or (torch.is_grad_enabled() and not made[0] and not is_late):
             if made is not None:

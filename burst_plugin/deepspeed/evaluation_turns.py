@@ -74,7 +74,12 @@ class _LastBatch:
         Whole outputs are gathered from all rings, so that these keep as many rows as the first ring does.
         """
         if session.gathers:
-            return _first_rows(batch, min(self.per_rank, self.real - turn * self.per_rank), self.per_rank)
+            count = min(self.per_rank, self.real - turn * self.per_rank)
+            part = _first_rows(batch, count, self.per_rank)
+            has_rings = count < self.per_rank and session.ranks > session.cp.ranks
+            if has_rings and session.sum_over_ranks(float(part is batch)):  # some ring cannot leave rows out
+                return batch
+            return part
         before = (dist.get_rank() - session.cp.rank + turn) * self.per_rank
         labels = batch.get("labels")
         if labels is None or before + len(labels) <= self.real:

@@ -358,21 +358,22 @@ def _predict(
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     _check_loss_is_the_models(trainer)
     step = partial(_predict_shards, trainer, session, model, prediction_loss_only)
-    loss, logits = predict_in_turns(session, step, trainer, inputs)
+    loss, logits, labels = predict_in_turns(session, step, trainer, inputs)
     if logits is None and trainer.compute_metrics is not None and not prediction_loss_only:
         raise ValueError(
             "compute_metrics is not supported with a loss that is computed without logits: leave it out, or use "
             "another loss, such as loss_type='nll' of SFTTrainer"
         )
-    return loss, logits, None if prediction_loss_only else inputs.get("labels")
+    return loss, logits, None if prediction_loss_only else labels
 
 
 @torch.no_grad()
 def _predict_shards(
     trainer: Any, session: Session, model: torch.nn.Module, prediction_loss_only: bool, batch: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """Return the loss of a whole batch, and its logits, from this rank's shard; collective."""
-    local = session.shard_batch(trainer._prepare_inputs(batch))
+) -> tuple[Any, Any, Any]:
+    """Return the loss of a whole batch, its logits, from this rank's shard, and its labels; collective."""
+    batch = trainer._prepare_inputs(batch)
+    local = session.shard_batch(batch)
     loss: Any = None
     outputs: Any = None
     if "shift_labels" not in local:
@@ -389,7 +390,8 @@ def _predict_shards(
         else:  # a loss of the trainer's own, such as SFTTrainer's
             loss = session.mean_by_labels(loss, local)
     local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
-    return loss, None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
+    whole = None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
+    return loss, whole, batch.get("labels")
 
 
 def _generate(

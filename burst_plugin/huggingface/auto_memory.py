@@ -18,6 +18,7 @@ from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO
 from burst_plugin.training.memory import GIB
@@ -131,7 +132,7 @@ def recomputes(model: Any) -> bool:
 
 def _skips_layers(model: Any) -> bool:
     """Return whether checkpoints leave layers out, as with every_n_layers: a plan counts that as without them."""
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = [each for each in text_modules(model) if isinstance(each, GradientCheckpointingLayer)]
     return len({layer.gradient_checkpointing for layer in layers}) > 1
 
 

@@ -7,7 +7,7 @@ features out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -54,7 +54,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     group = partition_group(model, with_replicas=trains) if towers else None
     if trains and towers and asked is not None:
         group = asked()
-    if group is None or dist.get_world_size(group) <= shard.cp.ranks:
+    if group is None or set(_members(group)) <= set(_members(shard.cp.group)):
         return kwargs
     names = sorted(towers)
     given = {name: entries_of(towers[name], name.split("_")[1], kwargs) for name in names}
@@ -118,6 +118,11 @@ def partition_group(model: torch.nn.Module, with_replicas: bool) -> dist.Process
                 return dist.group.WORLD
             return mesh.get_group(cut[-1]) if cut else None
     return None
+
+
+def _members(group: dist.ProcessGroup | None) -> Sequence[int]:
+    """Return the global ranks of a group; of None this process's alone."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def _on_cpu(sample: Any) -> Any:
