@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from burst_plugin.activations.snapshot import version_of
+
 _INSTEAD = "leave loss_chunk out, for whole logits"
 _NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods
 _OTHERS = (
@@ -159,7 +161,7 @@ class LazyLogits(Tensor):
     _compute: Callable[[], Tensor]
     _steps: int
     _is_copy: bool  # made by `clone` in an autograd function, or without gradients
-    _changes: int  # in place, of the values when they were computed
+    _version_made: int  # of the values when they were computed
     _hooks: list[Callable[[Tensor], Any]]  # of others, such as DeepSpeed's engine, for the gradient of the values
 
     @staticmethod
@@ -200,7 +202,7 @@ class LazyLogits(Tensor):
             return values.clone()
 
     def _check_unchanged(self, values: Tensor) -> None:
-        if _changes(values) != self._changes:
+        if version_of(values) != self._version_made:
             raise RuntimeError(
                 "outputs.logits were changed in place, and are now read with gradients, or by a clone made before: "
                 "the loss is computed in chunks, without whole logits. Change a clone made with gradients enabled, "
@@ -225,7 +227,7 @@ class LazyLogits(Tensor):
             if made is not None:
                 self._check_unchanged(made[1])
             made = self._made = torch.is_grad_enabled() or self._is_copy, self._compute()
-            self._changes = _changes(made[1])
+            self._version_made = version_of(made[1])
             if self._is_copy and self.requires_grad:
                 made[1].requires_grad_().register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             for hook in self._hooks if made[1].requires_grad else ():
@@ -275,11 +277,6 @@ def _refuse_gradient(grad: Tensor | None) -> None:
         "an autograd function, or a reentrant checkpoint, got outputs.logits, which were not computed: its gradient "
         'would be lost. Set memory="off" and no loss_chunk, or give it outputs.logits.clone()'
     )
-
-
-def _changes(values: Tensor) -> int:
-    """Return how often a tensor has been changed in place."""
-    return 0 if values.is_inference() else values._version
 
 
 class _OptimizerSteps:

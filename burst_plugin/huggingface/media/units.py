@@ -82,13 +82,8 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
         )
     if _VIEWS in given and given.get(_NUMBERS_OF_VIEWS) is not None:
         return _of_views(name, given)
-    numbers_by_text = given.get("batch_num_images")
-    if numbers_by_text is not None and len({int(number) == 1 for number in numbers_by_text}) > 1:
-        raise ValueError(
-            f"batch_num_images={[int(number) for number in numbers_by_text]} has texts with one image, which is cut "
-            "into tiles, beside texts with several, which are not, so that ranks cannot share them; make batches of "
-            "either kind"
-        )
+    if given.get("batch_num_images") is not None:
+        _check_numbers_by_text([int(number) for number in given["batch_num_images"]])
     others = [value for key, value in given.items() if key != name]
     return Units(
         [pixels[0].numel() if count else 1] * count
@@ -97,6 +92,15 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
         lambda numbers: {key: _picked(value, count, numbers) for key, value in given.items()},
         not any(isinstance(value, Tensor | list | tuple) and len(value) == count for value in others),
     )
+
+
+def _check_numbers_by_text(numbers: Sequence[int]) -> None:
+    """Raise ValueError if some texts of a batch have one image and others several, given their numbers of images."""
+    if len({number == 1 for number in numbers}) > 1:
+        raise ValueError(
+            f"batch_num_images={numbers} has texts with one image, which is cut into tiles, beside texts with "
+            "several, which are not, so that ranks cannot share them; make batches of either kind"
+        )
 
 
 def _of_views(name: str, given: Mapping[str, Any]) -> Units:

@@ -106,7 +106,7 @@ def _set_batch_sizes(args: Any, ranks: int) -> None:
 
 
 def _samples_at_a_time(args: Any, ranks: int) -> int:
-    """Return the largest microbatch of which a rank holds at most `--max-seqlen-per-dp-cp-rank` tokens.
+    """Return the number of samples in a microbatch, at most `--max-seqlen-per-dp-cp-rank` tokens on each rank.
 
     Megatron bounds what a rank holds by that flag alone, whatever --micro-batch-size is. The size is left as it was
     without the flag, if batch sizes change, and where Megatron takes no other: with tensor parallelism ranks get
@@ -124,7 +124,7 @@ def _samples_at_a_time(args: Any, ranks: int) -> int:
 
 
 def _said(args: Any, before: dict[str, Any], packs: str, layout: str | None) -> str:
-    """Return what rank 0 prints of flags that have become one ring."""
+    """Return the text that rank 0 prints: the flags of the ring that takes the place of groups per length."""
     names = ["context_parallel_size", "micro_batch_size", "global_batch_size"]
     names += [name for name in _EVALUATION if before.get(name) != getattr(args, name, None)]
     if layout is None:

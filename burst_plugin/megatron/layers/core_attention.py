@@ -187,7 +187,7 @@ class BurstCoreAttention(MegatronModule):
         return self._compute(self._read(query, key, value, arguments))
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, arguments: MaskArguments) -> CoreCall:
-        """Return what a call asks of the ring. Raises ValueError as `forward` does."""
+        """Return the tensors and options of an attention call on the ring. Raises ValueError as `forward` does."""
         cp = self.context(arguments.packed_seq_params)
         packed = is_packed(arguments.packed_seq_params)
         if packed:
@@ -208,7 +208,7 @@ class BurstCoreAttention(MegatronModule):
         return CoreCall(q, k, v, cp, packed, terms)
 
     def _compute(self, call: CoreCall) -> Tensor:
-        """Return what the ring computes, in the form that `forward` returns."""
+        """Run an attention call on the ring; return its output in the shape that `forward` returns."""
         q, k, v, cp, packed, terms = call
         attend: Any = latent_attention if "weight" in terms else burst_attention
         out = attend(q, k, v, cp, **terms)
@@ -239,7 +239,7 @@ class BurstCoreAttention(MegatronModule):
         return out.transpose(0, 1).flatten(2)
 
     def _tag(self, cp: ContextParallel, packed_seq_params: Any) -> tuple[object, ...]:
-        """Return what ranks compare to tell that they are in the same call."""
+        """Return the name of an attention call, which ranks compare to find out whether all are in one call."""
         own_group = is_hybrid(self.config) or getattr(packed_seq_params, "cp_group", None) is not None
         return self._registry.identity.of_call(cp, self, self.layer_number, own_group)
 
