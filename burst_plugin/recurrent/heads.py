@@ -7,7 +7,9 @@ holds no tokens that follow each other, as in a striped layout.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from torch import Tensor
 
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.messages import Messages
-from burst_plugin.recurrent.passes import Passes
+from burst_plugin.recurrent.passes import Passes, Results
 from burst_plugin.ring.rank_state import RankState
+from burst_plugin.types import Direction
+
+MANY_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,55 +99,110 @@ def _size(part: slice) -> int:
     return int(part.stop) - int(part.start)
 
 
-class HeadFunction(torch.autograd.Function):
-    """The autograd function that exchanges tokens for heads, or back, on the ranks of this process.
+class ExchangeOfHeads:
+    """An exchange of tokens for heads, or back, on the ranks of this process.
 
-    Arguments of `apply`:
+    Autograd sees two steps, `begin` and `end`. Computing between them hides the messages, in the backward pass as
+    well: the gradient of `end` begins a pass, and the gradient of `begin` ends it.
 
-    passes: of the ranks of this process.
-    plans: a `HeadPlan` for each of these ranks.
-    call: the call that ranks have agreed on.
-    heads: None to exchange tokens for heads; for the way back, the number of all heads H of each of `xs`.
-    xs: tokens [B, S_local, H, ...], one rank's after another's along dim 1; or heads [B, S, h, ...], one rank's after
-        another's along dim 2.
-
-    Returns for each x the other kind of tensor.
+    Args:
+        passes: run programs on the ranks of this process.
+        plans: a `HeadPlan` for each of these ranks.
+        call: the call that ranks have agreed on.
+        heads: None to exchange tokens for heads; for the way back, the number of all heads H of each tensor.
+        is_hidden: whether the caller computes between `begin` and `end`, so that passes run on a stream or in a
+            thread of their own.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def __init__(
+        self,
         passes: Passes,
         plans: Sequence[HeadPlan],
         call: CallId,
         heads: Sequence[int] | None,
-        *xs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.passes, ctx.plans, ctx.call, ctx.towards_heads = passes, plans, call, heads is None
-        ctx.heads = [x.shape[2] for x in xs] if heads is None else heads
-        ctx.save_for_backward(xs[0].new_empty(0))  # as scans do
-        return _exchanged(ctx, "forward", xs, towards_heads=heads is None)
+        *,
+        is_hidden: bool,
+    ) -> None:
+        self.plans, self.heads, self.towards_heads = plans, heads, heads is None
+        self._start, self._call = partial(passes.start, call=call, beside=is_hidden), call
+        self._results: Results | None = None
+
+    def begin(self, xs: Sequence[Tensor]) -> Tensor:
+        """Begin to exchange xs, and return an empty tensor for `end`, by which autograd knows where the end begins.
+
+        xs: tokens [B, S_local, H, ...], one rank's after another's along dim 1; or heads [B, S, h, ...], one rank's
+            after another's along dim 2.
+        """
+        if self.heads is None:
+            self.heads = [x.shape[2] for x in xs]
+        begun: Tensor = _ExchangeBegun.apply(self, *xs)  # type: ignore[no-untyped-call]
+        return begun
+
+    def end(self, begun: Tensor) -> tuple[Tensor, ...]:
+        """Wait for the exchange, and return for each tensor the other kind; `begun` is what `begin` returned."""
+        found: tuple[Tensor, ...] = _ExchangeEnded.apply(self, begun)  # type: ignore[no-untyped-call]
+        return found
+
+    def start(self, direction: Direction, xs: Sequence[Tensor]) -> None:
+        """Start a pass over xs, the tensors or their gradients; `finish` waits for it."""
+        assert self.heads is not None
+        towards_heads = self.towards_heads == (direction == "forward")
+        counts = [len(plan.rows[plan.rank_state.rank]) for plan in self.plans]
+        programs = []
+        for place, plan in enumerate(self.plans):
+            messages = Messages(plan.rank_state, xs[0].device, "an exchange of heads", direction, self._call)
+            if towards_heads:
+                programs.append(plan.to_heads(messages, [torch.split_with_sizes(x, counts, 1)[place] for x in xs]))
+            else:
+                mine = [x.chunk(len(self.plans), 2)[place] for x in xs]
+                programs.append(plan.to_tokens(messages, mine, self.heads))
+        self._dim = 2 if towards_heads else 1
+        self._results = self._start(direction, programs=programs, inputs=xs)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait for the pass in flight, and return its tensors."""
+        assert self._results is not None
+        results, self._results = self._results(), None
+        return tuple(torch.cat(parts, self._dim) for parts in zip(*results, strict=True))
+
+    def abandon(self) -> None:
+        """Wait, after an error, for a pass in flight, and drop its tensors."""
+        results, self._results = self._results, None
+        if results is not None:
+            with suppress(Exception):
+                results()
+
+
+class _ExchangeBegun(torch.autograd.Function):
+    """The beginning of an exchange; returns an empty tensor that its end is a function of."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: ExchangeOfHeads, *xs: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start("forward", xs)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.finish()
+
+
+class _ExchangeEnded(torch.autograd.Function):
+    """The end of an exchange; returns what has been received."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: ExchangeOfHeads, begun: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.save_for_backward(
+            begun.new_empty(0)
+        )  # a checkpoint computes again before the backward pass on every rank
+        return exchange.finish()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # a checkpoint computes again here
-        return None, None, None, None, *_exchanged(ctx, "backward", grads, towards_heads=not ctx.towards_heads)
-
-
-def _exchanged(ctx: Any, direction: Any, xs: Sequence[Tensor], *, towards_heads: bool) -> tuple[Tensor, ...]:
-    plans: Sequence[HeadPlan] = ctx.plans
-    programs = []
-    counts = [len(plan.rows[plan.rank_state.rank]) for plan in plans]
-    for place, plan in enumerate(plans):
-        messages = Messages(plan.rank_state, xs[0].device, "an exchange of heads", direction, ctx.call)
-        if towards_heads:
-            mine = [torch.split_with_sizes(x, counts, 1)[place] for x in xs]
-            programs.append(plan.to_heads(messages, mine))
-        else:
-            mine = [x.chunk(len(plans), 2)[place] for x in xs]
-            programs.append(plan.to_tokens(messages, mine, ctx.heads))
-    results = ctx.passes.run(direction, ctx.call, programs, xs[0].device)
-    return tuple(torch.cat(parts, 2 if towards_heads else 1) for parts in zip(*results, strict=True))
+        _ = ctx.saved_tensors
+        ctx.exchange.start("backward", grads)
+        return None, grads[0].new_empty(0)
 
 
 def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, None, Tensor]:
@@ -175,6 +235,22 @@ def can_share(ranks: int, heads: Sequence[int]) -> bool:
     multiple or a divisor.
     """
     return max(heads) % ranks == 0 and not any(count % ranks and ranks % count for count in heads)
+
+
+def can_hide(tokens: float) -> bool:
+    """Return whether computing a part of the heads for a rank's tokens can hide the messages of another part.
+
+    tokens: of a rank, on average over ranks.
+    """
+    return tokens >= MANY_TOKENS
+
+
+def parts_of_heads(ranks: int, heads: Sequence[int], tokens: float) -> int:
+    """Return into how many parts an exchange cuts heads, so that some travel while others are computed: 2, or 1.
+
+    heads: of several tensors, the numbers of heads. tokens: of a rank, on average over ranks.
+    """
+    return 2 if can_hide(tokens) and not any(count % (2 * ranks) for count in heads) else 1
 
 
 def check_heads(ranks: int, heads: Sequence[int]) -> None:

@@ -20,7 +20,6 @@ from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.sequence.mask import Mask
 
 _LEAST_FILLED = 0.75  # of a batch of pieces, how much are tokens; the rest pads pieces to one length
-MANY_TOKENS = 1024  # of a rank, from which on states of some heads travel while others are computed
 _SLACK = 8  # tokens of padding that are always all right
 
 
@@ -162,12 +161,9 @@ class HeldPieces:
         return any(self.schedule(False).is_entered)
 
     @property
-    def has_many_tokens(self) -> bool:
-        """Return whether ranks hold 1024 tokens or more, on average over ranks.
-
-        From then on computing a part of the heads takes long enough to hide the messages of another part.
-        """
-        return self.rows * self.tokens.length >= MANY_TOKENS * self.passes.states[0].topology.ranks
+    def average_tokens(self) -> float:
+        """Return how many tokens ranks hold, on average over ranks."""
+        return self.rows * self.tokens.length / self.passes.states[0].topology.ranks
 
     def head_plans(self, device: torch.device) -> list[HeadPlan]:
         """Return, for each rank of this process, its plan for an exchange of heads, with tensors on `device`."""

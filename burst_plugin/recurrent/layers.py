@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, MATRIX
+from burst_plugin.recurrent.by_heads import by_heads
 from burst_plugin.recurrent.held_pieces import Group
 from burst_plugin.recurrent.kernels import convolution
 from burst_plugin.recurrent.kernels import decay as decays
@@ -145,7 +146,7 @@ def gated_delta_rule(
     """
     tensors = {"v": v, "q": q, "k": k, "g": g, "beta": beta}
     if place.exchanges_heads(tensors, k.shape[-1] * v.shape[-1], k.shape[-1] ** 2):
-        return place.by_heads(partial(gated_delta_rule, kernel=kernel), tensors, {}, return_final_state)
+        return by_heads(partial(gated_delta_rule, kernel=kernel), tensors, {}, place, return_final_state)
 
     def check() -> dict[str, object]:
         if v.dim() != 4 or q.shape != k.shape or q.dim() != 4 or v.shape[2] % q.shape[2]:
@@ -222,7 +223,7 @@ def state_space(
     """
     tensors = {"x": x, "dt": dt, "B": B, "C": C}
     if place.exchanges_heads(tensors, x.shape[-1] * B.shape[-1]):
-        return place.by_heads(partial(state_space, kernel=kernel), tensors, {"A": A}, return_final_state)
+        return by_heads(partial(state_space, kernel=kernel), tensors, {"A": A}, place, return_final_state)
 
     def check() -> dict[str, object]:
         if x.dim() != 4 or B.dim() != 4 or B.shape != C.shape or x.shape[2] % B.shape[2]:
@@ -320,7 +321,7 @@ def decay_attention(
     """
     tensors = {"v": v, "q": q, "k": k}
     if place.exchanges_heads(tensors, v.shape[-1] * k.shape[-1]):
-        return place.by_heads(decay_attention, tensors, {"log_decay": log_decay}, return_final_state)
+        return by_heads(decay_attention, tensors, {"log_decay": log_decay}, place, return_final_state)
 
     def check() -> dict[str, object]:
         if v.dim() != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3] or log_decay.shape != (v.shape[2],):

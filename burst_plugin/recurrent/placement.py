@@ -18,9 +18,8 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.context import ContextParallel
 from burst_plugin.recurrent.affine import Affine
 from burst_plugin.recurrent.halo import HaloFunction
-from burst_plugin.recurrent.heads import HeadFunction, HeadPlan, can_share, check_heads, gathered
+from burst_plugin.recurrent.heads import ExchangeOfHeads, can_share
 from burst_plugin.recurrent.held_pieces import Group, HeldPieces
-from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
 from burst_plugin.recurrent.pieces import START, cut_into_pieces
 from burst_plugin.recurrent.scan import ScanOfProcess, ScanPlan
@@ -51,6 +50,21 @@ class States(NamedTuple):
         """
         with unseen_by_selective_checkpoints():
             return self.scan.end(self.begun)
+
+
+class ExchangeInFlight(NamedTuple):
+    """Tensors on their way in an exchange of heads: `Call.exchange_heads` returns it, and `wait` returns the tensors.
+
+    exchange: the exchange under way. begun: what `exchange.begin` has returned, for `exchange.end`.
+    """
+
+    exchange: ExchangeOfHeads
+    begun: Tensor
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the exchange; return its tensors."""
+        with unseen_by_selective_checkpoints():
+            return self.exchange.end(self.begun)
 
 
 class Call(NamedTuple):
@@ -123,16 +137,21 @@ class Call(NamedTuple):
         with unseen_by_selective_checkpoints():
             return States(scan, scan.begin(transitions, biases))
 
-    def exchange_heads(self, heads: Sequence[int] | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Exchange tokens of this process for whole sequences of its heads, or back; collective, with gradient.
+    def exchange_heads(
+        self, heads: Sequence[int] | None, xs: Sequence[Tensor], is_hidden: bool = False
+    ) -> ExchangeInFlight:
+        """Begin to exchange tokens of this process for whole sequences of its heads, or back; collective.
+
+        Returns an object that waits for the tensors, through which gradients flow.
 
         heads: None to exchange xs [B, S_local, H, ...] for [B, S, h, ...]; for the way back, the number of all heads
             H of each of xs.
+        is_hidden: whether the caller computes something else before it waits, which hides the messages.
         """
         held, plans = self.held, self.held.head_plans(xs[0].device)
+        exchange = ExchangeOfHeads(held.passes, plans, self.number, heads, is_hidden=is_hidden)
         with unseen_by_selective_checkpoints():
-            found: tuple[Tensor, ...] = HeadFunction.apply(held.passes, plans, self.number, heads, *xs)  # type: ignore[no-untyped-call]
-        return found
+            return ExchangeInFlight(exchange, exchange.begin(xs))
 
     def _kept(self, what: str) -> KeptTensors | None:
         """Return where a checkpoint keeps what this rank receives next."""
@@ -154,17 +173,6 @@ class Call(NamedTuple):
         if not held.numbers:  # something for the function to be called with
             return [torch.cat([x, x.new_zeros((width + 1, *x.shape[1:]))]) for x in both], keep
         return [x[rows] for x in both], keep
-
-
-def _gathered(call: Call, plans: Sequence[HeadPlan], last: Tensor) -> Tensor:
-    """Return the final states of all heads, given the states of this process's heads, [B, h, ...]; collective."""
-    parts = last.detach().chunk(len(plans), 1)
-    programs = []
-    for plan, part in zip(plans, parts, strict=True):
-        messages = Messages(plan.rank_state, last.device, "final states", "forward", call.number)
-        programs.append(gathered(plan, messages, part))
-    whole: Tensor = call.held.passes.run("forward", call.number, programs, last.device)[0]
-    return whole
 
 
 class _Tied(torch.autograd.Function):
@@ -289,41 +297,8 @@ class Placement:
         per_piece = max(heads) * (2 * state + transition)  # a pair goes up the tree, and a state comes down
         return numbers * first.element_size() < sum(map(len, shards)) * per_piece * STATE_BYTES
 
-    def by_heads(
-        self,
-        function: Callable[..., Any],
-        tensors: Mapping[str, Tensor],
-        parameters: Mapping[str, Tensor],
-        finals: bool,
-    ) -> Any:
-        """Compute a layer by an exchange of heads; return outputs, or with `finals` (outputs, states); collective.
-
-        function: the layer, which takes tensors, parameters, a `place` and `return_final_state` by name.
-        tensors: [B, S_local, H, ...], by name; the heads of each can be shared evenly between ranks, see `can_share`.
-        parameters: [H, ...] of all heads, by name.
-        finals: whether to return the states after the last tokens of rows, too, on every rank, without gradient.
-        """
-        heads, states = [x.shape[2] for x in tensors.values()], self.passes.states
-        ranks = states[0].topology.ranks
-
-        def check() -> dict[str, object]:
-            check_heads(ranks, heads)
-            return {"sizes": [list(x.shape[2:]) for x in tensors.values()], "final state": finals}
-
-        call = self.call("an exchange of heads", tensors, check, tuple(parameters.values()))
-        held, most = call.held, max(heads)
-        plans = held.head_plans(call.tensors[0].device)
-        whole = call.exchange_heads(None, [held.in_rank_order(x) for x in tensors.values()])
-        mine = slice(plans[0].heads_of(states[0].rank, most).start, plans[-1].heads_of(states[-1].rank, most).stop)
-        initial = [x[:, mine] for x in self.initial]
-        alone = Placement(self._alone(), self.mask, Tokens(held.tokens.length), initial=initial)
-        given = {**dict(zip(tensors, whole, strict=True)), **{name: x[mine] for name, x in parameters.items()}}
-        found = function(**given, place=alone, return_final_state=finals)
-        (out,) = call.exchange_heads([most], [found[0] if finals else found])
-        return (held.from_rank_order(out), _gathered(call, plans, found[1])) if finals else held.from_rank_order(out)
-
-    def _alone(self) -> ContextParallel:
-        """Return a ring of one rank."""
+    def alone(self) -> ContextParallel:
+        """Return a ring of one rank, which is made once."""
         if "alone" not in self.plans:
             self.plans["alone"] = ContextParallel(hierarchy=[1])
         alone: ContextParallel = self.plans["alone"]

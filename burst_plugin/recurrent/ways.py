@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, LARGEST, Affine
-from burst_plugin.recurrent.heads import can_share, heads_of
+from burst_plugin.recurrent.heads import can_hide, can_share, heads_of
 from burst_plugin.recurrent.held_pieces import Group
 from burst_plugin.recurrent.placement import Call
 
@@ -230,7 +230,7 @@ def in_parts(
     """
     held = call.held
     waits = held.exchanges or finals
-    hides = parts > 1 and held.exchanges and held.has_many_tokens and not call.initial
+    hides = parts > 1 and held.exchanges and can_hide(held.average_tokens) and not call.initial
     if not (hides and can_share(parts, [x.shape[2] for x in tensors])):
         parts = 1
     works: list[Work] = []

@@ -2,7 +2,8 @@
 
     spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, part by part
 
-Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`); nothing hides them.
+Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`). Nothing hides them, except that
+heads which are exchanged in parts travel while others are computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.recurrent.heads import can_share
+from burst_plugin.recurrent.heads import can_share, parts_of_heads
 from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
 from burst_plugin.recurrent.scan_schedule import Move, scan_schedule
 from burst_plugin.ring.routes import RouteTable
@@ -119,8 +120,17 @@ def _hop_seconds(hop: Hop, topology: Topology, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _pass_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster, direction: Direction) -> float:
-    return sum(_hop_seconds(hop, setting.topology, cluster) for hop in hops(mixer, setting, direction))
+def _pass_seconds(
+    mixer: TokenMixer, setting: Setting, cluster: Cluster, direction: Direction, kernel_s: float
+) -> float:
+    """Return the seconds that messages of one pass of a recurrent layer take beside `kernel_s` seconds of kernels."""
+    spent = [_hop_seconds(hop, setting.topology, cluster) for hop in hops(mixer, setting, direction)]
+    if mixer.by_heads and setting.recurrent == "heads" and setting.context > 1:
+        tokens = setting.tokens_at_once / setting.context
+        parts = parts_of_heads(setting.context, [n // setting.tensor for _, n, _ in mixer.tensors], tokens)
+        hidden_share = (parts - 1) / parts  # of each of the two exchanges, and behind this share of the kernels
+        spent[-2:] = [each - hidden_share * min(each, kernel_s) for each in spent[-2:]]
+    return sum(spent)
 
 
 def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> dict[str, float]:
@@ -148,7 +158,8 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
         ulysses=setting.ulysses,
         recurrent=setting.recurrent,
     )
-    sent_s = {direction: _pass_seconds(mixer, plain, cluster, direction) for direction in DIRECTIONS}
+    kernels_s = {"forward": forward_s, "backward": forward_s * BACKWARD}
+    sent_s = {each: _pass_seconds(mixer, plain, cluster, each, kernels_s[each]) for each in DIRECTIONS}
     return {
         KERNELS: forward_s * (1 + again + BACKWARD),
         MESSAGES: sent_s["forward"] * (1 + sends_again) + sent_s["backward"],

@@ -97,6 +97,20 @@ def test_seconds_are_those_of_operations_hops_and_bytes() -> None:
     assert hop_s == pytest.approx(2 * len(hops(DELTA, plan, "forward")) + len(hops(DELTA, plan, "backward")))
 
 
+def test_half_of_an_exchange_hides_behind_half_of_the_kernels() -> None:
+    mixer = delta_rule(hidden=64, keys=(16, 16), values=(16, 32), width=0)
+    slow = replace(cluster := Cluster(hop_s=0.0), recurrent_share=1e-9)
+    by_heads = setting(8, 8, recompute="none", recurrent="heads")
+    numbers = sum(heads * dim for _, heads, dim in mixer.tensors) + 16 * 32
+    exchanged_s = 2 * 2 * numbers * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s  # both ways, of two bytes
+
+    assert recurrent_seconds(mixer, by_heads, slow)[MESSAGES] == pytest.approx(exchanged_s / 2, rel=0.01)
+    fast = recurrent_seconds(mixer, by_heads, replace(cluster, recurrent_share=1e9))
+    assert fast[MESSAGES] == pytest.approx(exchanged_s, rel=0.01)
+    few = recurrent_seconds(mixer, setting(8, 8, 8192 - 8, recompute="none", recurrent="heads"), slow)
+    assert few[MESSAGES] == pytest.approx(exchanged_s * (8192 - 8) / 2**20, rel=0.01)
+
+
 def test_heads_are_exchanged_where_ranks_can_share_them() -> None:
     mamba = selective_scan(hidden=64, inner=128, size=16, rank=4, width=4)
     assert can_exchange_heads([DELTA, mamba], 8, 1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
-from burst_plugin.recurrent import held_pieces
+from burst_plugin.recurrent import heads
 from burst_plugin.recurrent.kernels.state_space import state_space
 from burst_plugin.recurrent.pieces import START
 from burst_plugin.sequence.mask import Mask
@@ -45,7 +45,7 @@ SIZES = {"groups": 8, "heads": 8, "keys": 5, "values": 6}
 def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether states of some heads travel while others are computed, as where ranks have many tokens."""
     if request.param == "at once":
-        monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
+        monkeypatch.setattr(heads, "MANY_TOKENS", 0)
     return bool(request.param == "at once")
 
 
@@ -193,7 +193,7 @@ def _drawn_case(number: int) -> float:
 
 
 def test_drawn_calls_equal_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
+    monkeypatch.setattr(heads, "MANY_TOKENS", 0)
     assert [number for number in range(150) if not _drawn_case(number) < 1e-11] == []
 
 
@@ -298,35 +298,58 @@ def test_ranks_without_tokens_take_part() -> None:
     assert max(run_ranks(_with_an_empty_rank, 4)) < 1e-11
 
 
-def _passes_in_progress(rank: int) -> list[bool]:
-    """Whether states are on their way whenever heads of Mamba-2 are computed, part after part."""
-    cp, tokens, whole = ContextParallel(dist.group.WORLD), Tokens(64), _drawn("state_space", 0, 1, 64)
+class _Watched(torch.autograd.Function):
+    """The first tensor as it is, noting in both passes whether a pass of the ring is in flight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel, found: list[bool]) -> Tensor:
+        ctx.cp, ctx.found = cp, found
+        found.append(cp.rank_state.is_in_pass)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.found.append(ctx.cp.rank_state.is_in_pass)
+        return grad, None, None
+
+
+def _passes_in_progress(rank: int, way: str) -> list[bool]:
+    """Whether messages are on their way whenever heads of Mamba-2 are computed, part after part, and back."""
+    cp = ContextParallel(dist.group.WORLD, recurrent=way)
+    tokens, whole = Tokens(64), _drawn("state_space", 0, 1, 64)
     local = {name: x if name == "A" else cp.shard(x, 1, tokens) for name, x in whole.items()}
     found: list[bool] = []
 
-    def kernel(*tensors: Any) -> tuple[Tensor, Tensor]:
-        found.append(cp.rank_state.is_in_pass)
-        return state_space(*tensors)
+    def kernel(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return state_space(_Watched.apply(x, cp, found), *others)
 
-    recurrent.state_space(**local, place=recurrent.Placement(cp, tokens=tokens), kernel=kernel)
+    out = recurrent.state_space(**local, place=recurrent.Placement(cp, tokens=tokens), kernel=kernel)
+    assert not cp.rank_state.is_in_pass
+    out.sum().backward()
     assert not cp.rank_state.is_in_pass
     return found
 
 
 def test_states_travel_while_other_heads_are_computed(hidden: bool) -> None:
-    assert run_ranks(_passes_in_progress, 2) == [[False, True, True, True] if hidden else [False]] * 2
+    forward, backward = [False, True, True, True], [True, True, True, False]
+    assert run_ranks(_passes_in_progress, 2, "state") == [forward + backward if hidden else [False] * 2] * 2
 
 
-def _fails_once(rank: int) -> float:
+def test_heads_travel_while_others_are_computed(hidden: bool) -> None:
+    assert run_ranks(_passes_in_progress, 2, "heads") == [[True] * 4 if hidden else [False] * 2] * 2
+
+
+def _fails_once(rank: int, way: str, part: int) -> float:
     """The error of outputs after a call in which computing a later part of the heads has failed on every rank."""
-    cp, tokens, whole = ContextParallel(dist.group.WORLD), Tokens(64), _drawn("state_space", 0, 1, 64)
+    cp = ContextParallel(dist.group.WORLD, recurrent=way)
+    tokens, whole = Tokens(64), _drawn("state_space", 0, 1, 64)
     local = {name: x if name == "A" else cp.shard(x, 1, tokens) for name, x in whole.items()}
     place, calls = recurrent.Placement(cp, tokens=tokens), 0
 
     def kernel(*tensors: Any) -> tuple[Tensor, Tensor]:
         nonlocal calls
         calls += 1
-        if calls == 3:
+        if calls == part:
             raise MemoryError("out of memory")
         return state_space(*tensors)
 
@@ -338,9 +361,10 @@ def _fails_once(rank: int) -> float:
     return _error(out, expected, expected)
 
 
-def test_a_call_may_follow_one_that_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
-    assert max(run_ranks(_fails_once, 2)) < 1e-11
+@pytest.mark.parametrize(("way", "part"), [("state", 3), ("heads", 1), ("heads", 2)])
+def test_a_call_may_follow_one_that_failed_half_way(way: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MANY_TOKENS", 0)
+    assert max(run_ranks(_fails_once, 2, way, part)) < 1e-11
 
 
 def _kept(rank: int, keep: str) -> tuple[float, int, int]:
@@ -405,6 +429,7 @@ def test_checkpoints_of_a_layer_alone_keep_ranks_in_step(kind: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"layout": "striped"}, {"recurrent": "heads"}], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.usefixtures("hidden")
 def test_rows_go_on_from_the_states_that_are_given(kind: str, options: dict[str, Any]) -> None:
     xs = {name: x.detach() for name, x in _drawn(kind, 4, 2, 70).items()}
     expected, last = DEFINITIONS[kind](**xs)

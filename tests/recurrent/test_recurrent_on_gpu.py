@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin import Strategy, Topology, VirtualRing, recurrent
-from burst_plugin.recurrent import held_pieces
+from burst_plugin.recurrent import heads
 from tests.support.recurrences import DEFINITIONS, draw
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -34,7 +34,7 @@ def _worst(layer: Any, kind: str, device: str = "cuda", **options: Any) -> float
 @pytest.fixture(autouse=True)
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """States of some heads travel while others are computed."""
-    monkeypatch.setattr(held_pieces, "MANY_TOKENS", 0)
+    monkeypatch.setattr(heads, "MANY_TOKENS", 0)
     torch.set_float32_matmul_precision("highest")
 
 
