@@ -5,7 +5,8 @@ Packing, composing states and Python are real. The times by default are those of
 per GPU, in the ratio of 100 Mbit/s. What is added for an entering state (Mamba-2) sleeps a fifth of its kernel.
 
 A layer is Qwen3.5's (gated delta net) or Nemotron-H's (Mamba-2), with fewer heads. Its kernels' time is the bound,
-twice for delta rules, whose pieces are computed twice. `--core-per-rank` is as of `bench cluster`.
+twice for delta rules without stages (`recurrent.staged`), whose pieces would be computed twice.
+`--core-per-rank` is as of `bench cluster`.
 """
 
 from __future__ import annotations

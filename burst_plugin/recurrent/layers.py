@@ -19,6 +19,7 @@ from torch import Tensor
 
 from burst_plugin.recurrent.affine import ELEMENTWISE, MATRIX
 from burst_plugin.recurrent.by_heads import by_heads
+from burst_plugin.recurrent.delta_pairs import pair_by_kernel, pair_by_rule
 from burst_plugin.recurrent.held_pieces import Group
 from burst_plugin.recurrent.kernels import convolution
 from burst_plugin.recurrent.kernels import decay as decays
@@ -26,9 +27,10 @@ from burst_plugin.recurrent.kernels import mlstm as lstm
 from burst_plugin.recurrent.kernels import rwkv as wkv
 from burst_plugin.recurrent.kernels import selective_scan as selective
 from burst_plugin.recurrent.kernels import state_space as spaces
-from burst_plugin.recurrent.kernels.delta_rule import delta_chunks, delta_rule
+from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.placement import Placement
+from burst_plugin.recurrent.staged import Pair
 from burst_plugin.recurrent.ways import (
     Exponential,
     Kernel,
@@ -120,6 +122,7 @@ def gated_delta_rule(
     place: Placement,
     *,
     kernel: Kernel | None = None,
+    pair: Callable[..., Pair] | None = None,
     return_final_state: bool = False,
 ) -> Any:
     """Compute a gated delta rule: S <- diag(e^g) S, then S <- S + beta k (v - S^T k)^T; out = S^T q. Collective.
@@ -133,6 +136,8 @@ def gated_delta_rule(
         place: see `Placement`.
         kernel: `kernel(q, k, v, g, beta, initial_state)` in place of the one here: takes pieces [N, L, ...], padded
             with zeros, and the states that enter them [N, H, K, V]; returns outputs and the states that leave them.
+        pair: `pair(q, k, v, g, beta)` does beside `kernel` what takes the kernel longer: it returns the maps of
+            pieces, and a function from entering states to outputs; see `recurrent.staged`.
         return_final_state: also return the states after the last tokens of rows, [B, H, K, V], on every rank, without
             gradient.
 
@@ -158,34 +163,13 @@ def gated_delta_rule(
 
     call = place.call("gated_delta_rule", tensors, check)
     rule: Kernel = kernel or delta_rule
-    pair: Any = partial(_pair_by_kernel, kernel) if kernel else _pair_by_rule
+    pairs: Any = pair or (partial(pair_by_kernel, kernel) if kernel else pair_by_rule)
 
     def of_heads(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> TwoPasses:
         heads, dim = v.shape[2], k.shape[3]
-        return TwoPasses(rule, pair, State(MATRIX, (heads, dim, dim), (heads, dim, v.shape[3]), v))
+        return TwoPasses(rule, pairs, State(MATRIX, (heads, dim, dim), (heads, dim, v.shape[3]), v))
 
     return in_parts(call, _PARTS, of_heads, (q, k, v, g, beta), return_final_state)
-
-
-def _pair_by_rule(*tensors: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Return A and B of pieces of the delta rule, and what goes on from there."""
-    chunks = delta_chunks(*tensors)
-    return *chunks.pair(), chunks.outputs
-
-
-def _pair_by_kernel(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, None]:
-    """Return A and B of pieces by a kernel of the delta rule: columns of a state do not meet.
-
-    Those of the values, from zero, leave B; others without values, from the identity, leave A.
-    """
-    count, heads, dim, width = k.shape[0], v.shape[2], k.shape[3], v.shape[3]
-    wide = torch.cat([v, v.new_zeros((*v.shape[:3], dim))], -1)
-    state = torch.zeros((count, heads, dim, width + dim), dtype=state_type(v), device=v.device)
-    state[..., width:] = torch.eye(dim, dtype=state.dtype, device=v.device)
-    _, final = kernel(q, k, wide, g, beta, state)
-    return final[..., width:], final[..., :width], None
 
 
 @between_graphs

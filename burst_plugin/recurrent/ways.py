@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -91,12 +90,12 @@ class TwoPasses(NamedTuple):
     kernel: `kernel(*tensors, states)` returns the outputs of pieces [N, L, ...], and the states that leave them,
         given the states that enter them; None for zeros.
     pair: `pair(*tensors)` returns the transitions and biases of pieces, [N, ...], and None; or in place of None a
-        function that, given the entering states, returns the results of the kernel with less work.
+        function that, given the entering states, returns the outputs with less work than the kernel.
     state: the map of states.
     """
 
     kernel: Kernel
-    pair: Callable[..., tuple[Tensor, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]] | None]]
+    pair: Callable[..., tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]]
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
@@ -109,13 +108,16 @@ class TwoPasses(NamedTuple):
             transition, bias, goes_on = self.pair(*given)
             work.transitions.put(group, transition)
             work.biases.put(group, bias)
-            work.begun[group.pieces] = goes_on
+            if goes_on is not None:
+                work.begun.append((group, goes_on))
 
     def finish(self, work: Work) -> None:
         """Compute the outputs of pieces that a state enters."""
-        for group, given in work.groups(work.entered):
-            goes_on = work.begun.get(group.pieces) or partial(self.kernel, *given)
-            work.done.append((group, goes_on(group.of_pieces(work.entries))[0]))
+        for group, goes_on in work.begun:
+            work.done.append((group, goes_on(group.of_pieces(work.entries))))
+        begun = {number for group, _ in work.begun for number in group.pieces}
+        for group, given in work.groups([number for number in work.entered if number not in begun]):
+            work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
 
 
 class OnePass(NamedTuple):
@@ -165,7 +167,7 @@ class Work:
         fresh, entered, paired: the pieces that begin a document, that a state enters, and whose maps are needed.
         transitions, biases: the maps of pieces.
         done: groups of pieces, with their outputs.
-        begun: by the pieces of a group, the function that goes on from its maps, or None.
+        begun: groups of pieces, with the function that goes on from their maps.
         entries, last: once received, the states that enter pieces, and the states after batch rows.
     """
 
@@ -177,7 +179,7 @@ class Work:
         self.transitions, self.biases = (_OfPieces(call, shape, state_type(out), self.device) for shape in shapes)
         self.fresh, self.entered, self.paired = _sorted_pieces(call, finals)
         self.done: list[tuple[Group, Tensor]] = []
-        self.begun: dict[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]] | None] = {}
+        self.begun: list[tuple[Group, Callable[[Tensor], Tensor]]] = []
 
     def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
         """Yield the pieces with these numbers in groups, and with each group its tokens of every tensor.

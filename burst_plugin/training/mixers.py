@@ -29,6 +29,8 @@ class TokenMixer:
     by_heads: whether ranks can exchange heads instead of states.
     state, transition: numbers of a state, and of the transition that multiplies it, of all heads.
     flops: FLOPs of the kernel for one token, forward. on_ring: further FLOPs where states come from other ranks.
+    on_ring_backward: further FLOPs of the backward pass there; None if they are to `on_ring` as the kernel's own are
+        to `flops`.
     conv: channels of the convolution, times the tokens that it looks back at.
 
     Bytes for one token: `saved` is kept from the forward to the backward pass. `of_norm` is kept as well, by the norm
@@ -51,6 +53,7 @@ class TokenMixer:
     of_norm: tuple[float, float]
     gradients: float
     norm_gradients: float
+    on_ring_backward: float | None = None
     saved_on_ring: float = 0.0
     workspace: float = 0.0
 
@@ -61,7 +64,12 @@ def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
 
 
 def delta_rule(
-    *, hidden: int, keys: tuple[int, int], values: tuple[int, int], width: int, kind: str = "gated delta net"
+    *,
+    hidden: int,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    width: int,
+    kind: str = "gated delta net",
 ) -> TokenMixer:
     """Return the sizes and costs of a gated delta net, as in Qwen3-Next.
 
@@ -89,7 +97,8 @@ def delta_rule(
         state=heads * key_dim * value_dim,
         transition=heads * key_dim**2,
         flops=_delta_flops(heads, key_dim, value_dim),
-        on_ring=_delta_flops(heads, key_dim, value_dim + key_dim),  # A and B, by the kernel on wider values
+        on_ring=heads * 4.0 * key_dim * (key_dim + value_dim),  # A and B: two products of each chunk with either
+        on_ring_backward=_delta_flops(heads, key_dim, value_dim),  # gradients of entering states
         conv=channels * (width - 1),
         saved=BF16 * 2 * channels + gates + within_chunks,  # before and after the convolution
         # The output, its gate, and both together; or copies of them in float32, the gate's silu, and the norm's steps

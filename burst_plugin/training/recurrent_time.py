@@ -141,10 +141,14 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
     """
     again = setting.recompute == "full"
     by_states = setting.context > 1 and not (setting.recurrent == "heads" and mixer.by_heads)
-    operations = mixer.flops + (mixer.on_ring if by_states else 0.0)
+    on_ring, back = mixer.on_ring, mixer.on_ring_backward
+    on_ring, back = (on_ring, BACKWARD * on_ring if back is None else back) if by_states else (0.0, 0.0)
     share = setting.tensor * setting.context
-    rate = cluster.peak_flops * cluster.recurrent_share
-    forward_s = operations * setting.tokens_at_once / share / rate
+    per_operation_s = setting.tokens_at_once / share / (cluster.peak_flops * cluster.recurrent_share)
+    kernels_s = {
+        "forward": (mixer.flops + on_ring) * per_operation_s,
+        "backward": (BACKWARD * mixer.flops + back) * per_operation_s,
+    }
     sends_again = again and not (setting.keep and by_states)
     # What the passes send depends on few fields of a setting.
     plain = Setting(
@@ -158,10 +162,9 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
         ulysses=setting.ulysses,
         recurrent=setting.recurrent,
     )
-    kernels_s = {"forward": forward_s, "backward": forward_s * BACKWARD}
     sent_s = {each: _pass_seconds(mixer, plain, cluster, each, kernels_s[each]) for each in DIRECTIONS}
     return {
-        KERNELS: forward_s * (1 + again + BACKWARD),
+        KERNELS: (1 + again) * kernels_s["forward"] + kernels_s["backward"],
         MESSAGES: sent_s["forward"] * (1 + sends_again) + sent_s["backward"],
     }
 

@@ -80,12 +80,20 @@ def test_seconds_are_those_of_operations_hops_and_bytes() -> None:
     cluster = Cluster(recurrent_share=0.1, hop_s=0.0)
     plan = setting(8, 8)
     spent = recurrent_seconds(DELTA, plan, cluster)
-    forward_s = (DELTA.flops + DELTA.on_ring) * 2**20 / 8 / (0.1 * cluster.peak_flops)
-    assert spent[KERNELS] == pytest.approx(forward_s * (1 + 1 + 2.2))
+    unit_s = 2**20 / 8 / (0.1 * cluster.peak_flops)
+    forward_s = (DELTA.flops + DELTA.on_ring) * unit_s
+    assert DELTA.on_ring_backward is not None
+    backward_s = (2.2 * DELTA.flops + DELTA.on_ring_backward) * unit_s
+    assert spent[KERNELS] == pytest.approx(2 * forward_s + backward_s)
     without = recurrent_seconds(DELTA, replace(plan, recompute="none"), cluster)
-    assert without[KERNELS] == pytest.approx(forward_s * (1 + 2.2))
+    assert without[KERNELS] == pytest.approx(forward_s + backward_s)
     by_heads = recurrent_seconds(DELTA, replace(plan, recompute="none", recurrent="heads"), cluster)
-    assert by_heads[KERNELS] == pytest.approx(without[KERNELS] * DELTA.flops / (DELTA.flops + DELTA.on_ring))
+    assert by_heads[KERNELS] == pytest.approx(3.2 * DELTA.flops * unit_s)
+    times = [
+        recurrent_seconds(SPACE, replace(plan, recurrent=how, recompute="none"), cluster)[KERNELS]
+        for how in ("state", "heads")
+    ]
+    assert times[0] / times[1] == pytest.approx(1 + SPACE.on_ring / SPACE.flops)
     numbers = sum(heads * dim for _, heads, dim in DELTA.tensors) + 16 * 32
     exchanged_s = 2 * numbers * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s
     assert by_heads[MESSAGES] == pytest.approx(2 * exchanged_s, rel=0.01)

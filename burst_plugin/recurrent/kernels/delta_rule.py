@@ -74,6 +74,11 @@ class DeltaChunks(NamedTuple):
     tokens: int
     dtype: torch.dtype
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the six tensors, in order."""
+        return self.values, self.reads, self.keys, self.kept, self.weights, self.queries
+
     def pair(self) -> tuple[Tensor, Tensor]:
         """Return the map from the initial to the last state of each piece, last = A initial + B.
 
@@ -103,6 +108,52 @@ class DeltaChunks(NamedTuple):
             state = kept * state + key.mT @ deltas[-1]
         out = self.weights @ torch.stack(deltas, 1) + self.queries @ torch.stack(states, 1)
         return out_of_chunks(out.flatten(2, 3), self.tokens).to(self.dtype), state.flatten(1, 2)
+
+    def entry_gradients(self, grad: Tensor) -> Tensor:
+        """Return the gradients of entering states, [N, H, K, V], given the gradients of outputs, [N, L, H, V]."""
+        return self._back(self._chunked(grad), None)[0].flatten(1, 2)
+
+    def gradients(self, initial_state: Tensor, grad: Tensor, leaving: Tensor) -> list[Tensor]:
+        """Return the gradients of the six tensors.
+
+        Given are the states that enter pieces, [N, H, K, V], and the gradients of the outputs, [N, L, H, V], and of
+        the states that leave pieces, [N, H, K, V].
+        """
+        grad, by_head = self._chunked(grad), tuple(self.values.shape[2:4])
+        state, states, deltas = torch.unflatten(initial_state, 1, by_head), [], []
+        parts = self.values, self.reads, self.keys, self.kept
+        for value, read, key, kept in zip(*(x.unbind(1) for x in parts), strict=True):
+            states.append(state)
+            deltas.append(value - read @ state)
+            state = kept * state + key.mT @ deltas[-1]
+        before, delta = torch.stack(states, 1), torch.stack(deltas, 1)
+        _, of_deltas, after = self._back(grad, torch.unflatten(leaving, 1, by_head))
+        found = (
+            of_deltas,
+            -of_deltas @ before.mT,
+            delta @ after.mT,
+            (before * after).sum(-1, keepdim=True),
+            grad @ delta.mT,
+            grad @ before.mT,
+        )
+        return [each.sum_to_size(x.shape) for each, x in zip(found, self.tensors, strict=True)]
+
+    def _chunked(self, grad: Tensor) -> Tensor:
+        """Return gradients of outputs [N, L, H, V] as those of chunks, [N, n, G, R, c, V]."""
+        chunks = in_chunks(grad.to(self.values.dtype), self.values.shape[-2])
+        return torch.unflatten(chunks, 2, tuple(self.values.shape[2:4]))
+
+    def _back(self, grad: Tensor, leaving: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Go back through the chunks; return gradients of entering states, of deltas, and of states after chunks."""
+        of_deltas, of_states = self.weights.mT @ grad, self.queries.mT @ grad
+        state = torch.zeros_like(of_states[:, 0]) if leaving is None else leaving
+        deltas, after = [], []
+        parts = of_deltas, of_states, self.reads, self.keys, self.kept
+        for delta, from_out, read, key, kept in [*zip(*(x.unbind(1) for x in parts), strict=True)][::-1]:
+            after.append(state)
+            deltas.append(delta + key @ state)
+            state = from_out + kept * state - read.mT @ deltas[-1]
+        return state, torch.stack(deltas[::-1], 1), torch.stack(after[::-1], 1)
 
 
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int = 64) -> DeltaChunks:

@@ -1,0 +1,60 @@
+"""The maps of states, S -> A S + B, of pieces of a gated delta rule: in stages, or by any kernel with states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from burst_plugin.recurrent.kernels.delta_rule import DeltaChunks, delta_chunks
+from burst_plugin.recurrent.staged import Pair, Stages, pair_by_stages
+from burst_plugin.recurrent.ways import Kernel, state_type
+
+
+class _DeltaStages(Stages):
+    """The stages of the delta rule in PyTorch, whose tensors are `DeltaChunks`."""
+
+    def __init__(self, chunks: DeltaChunks) -> None:
+        super().__init__(chunks.tensors)
+        self._tokens, self._dtype = chunks.tokens, chunks.dtype
+
+    def _of(self, xs: Sequence[Tensor]) -> DeltaChunks:
+        values, reads, keys, kept, weights, queries = xs
+        return DeltaChunks(values, reads, keys, kept, weights, queries, self._tokens, self._dtype)
+
+    def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[()]]:
+        """See `Stages.pair`."""
+        return *self._of(xs).pair(), ()
+
+    def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
+        """See `Stages.outputs`."""
+        return self._of(xs).outputs(entries)[0]
+
+    def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
+        """See `Stages.entry_gradients`."""
+        return self._of(xs).entry_gradients(grad)
+
+    def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        """See `Stages.gradients`."""
+        return tuple(self._of(xs).gradients(entries, grad, leaving))
+
+
+def pair_by_rule(*tensors: Tensor) -> Pair:
+    """Return A and B of pieces of the delta rule, and what goes on from there."""
+    return pair_by_stages(_DeltaStages(delta_chunks(*tensors)))
+
+
+def pair_by_kernel(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, None]:
+    """Return A and B of pieces by a kernel of the delta rule: columns of a state do not meet.
+
+    Those of the values, from zero, leave B; others without values, from the identity, leave A.
+    """
+    count, heads, dim, width = k.shape[0], v.shape[2], k.shape[3], v.shape[3]
+    wide = torch.cat([v, v.new_zeros((*v.shape[:3], dim))], -1)
+    state = torch.zeros((count, heads, dim, width + dim), dtype=state_type(v), device=v.device)
+    state[..., width:] = torch.eye(dim, dtype=state.dtype, device=v.device)
+    _, final = kernel(q, k, wide, g, beta, state)
+    return final[..., width:], final[..., :width], None

@@ -1,0 +1,94 @@
+"""Kernels of flash-linear-attention on CPUs, where Triton interprets them, beside definitions.
+
+TRITON_INTERPRET=1 python -m tests.support.fla_cases     # prints errors by name, as JSON
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from burst_plugin import Documents, Strategy, Topology, VirtualRing, recurrent
+from burst_plugin.recurrent.kernels import fla_delta_rule
+from tests.support.recurrences import DEFINITIONS
+
+_BOUNDS = (0, 3, 148, 150)
+
+
+class _Number(int):
+    """A number of a loop, which kernels convert to another type."""
+
+    def to(self, *_: object) -> _Number:
+        """Return the number."""
+        return self
+
+
+def _interpreted() -> None:
+    """Have kernels take their first configuration, and loops over numbers, on any device."""
+    from triton.runtime.autotuner import Autotuner
+
+    def timed(self: Any, *_: Any, config: Any, **__: Any) -> list[float]:
+        return [1.0 + self.configs.index(config)] * 3
+
+    Autotuner._bench = timed
+    from fla.ops.cp import chunk_fwd
+
+    chunk_fwd._check_cp_device = lambda device: None
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla."):
+            module.__dict__.setdefault("range", lambda *ends: map(_Number, builtins.range(*map(int, ends))))
+
+
+def _drawn() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, _BOUNDS[-1], 2, size, generator=draw) for size in (16, 16, 8))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    g, gates = (torch.rand(1, _BOUNDS[-1], 2, generator=draw) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "g": -0.05 * g, "beta": gates}
+
+
+def _on_ring() -> dict[str, float]:
+    """Return errors of a layer on a virtual ring of four ranks in the library's stages, in float32."""
+    library = fla_delta_rule._library().rule
+    xs = {name: x.requires_grad_() for name, x in _drawn().items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in xs.items()}
+
+    def kernel(*inputs: Tensor) -> Any:
+        return library(*inputs[:5], scale=1.0, initial_state=inputs[5], output_final_state=True)
+
+    with mock.patch.object(fla_delta_rule, "_is_usable", return_value=True):
+        pair = fla_delta_rule.pair_in_stages(partial(library), xs["v"], xs["g"], scale=1.0)
+        assert pair is None, "of a function that nobody knows"
+        pair = fla_delta_rule.pair_in_stages(library, xs["v"], xs["g"], scale=1.0)
+    assert pair is not None
+    used = mock.Mock(side_effect=pair)
+    place = recurrent.Placement(VirtualRing(Topology(2, 2), Strategy(recurrent="state")), Documents(_BOUNDS))
+    out = recurrent.gated_delta_rule(**xs, place=place, kernel=kernel, pair=used)
+    assert used.call_count, "nothing was computed in stages"
+    expected, _ = DEFINITIONS["delta_rule"](**exact, bounds=_BOUNDS)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, list(xs.values()), dout)
+    true = torch.autograd.grad(expected, list(exact.values()), dout.double())
+    pairs = {"out": (out, expected), **dict(zip(xs, zip(found, true, strict=True), strict=True))}
+    return {name: float(((x.double() - y).norm() / y.norm()).detach()) for name, (x, y) in pairs.items()}
+
+
+def main() -> None:
+    """Print errors of the stages beside the library's function, and of a layer on a ring beside its definition."""
+    warnings.simplefilter("ignore")
+    assert fla_delta_rule._library() is not None, "another version"
+    _interpreted()
+    alone = fla_delta_rule.worst_error(torch.device("cpu"), torch.float32)
+    print(json.dumps({"stages": alone, **_on_ring()}))
+
+
+if __name__ == "__main__":
+    main()
