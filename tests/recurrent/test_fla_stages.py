@@ -29,10 +29,11 @@ def library() -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_layers_in_stages_equal_their_definitions(library: Path) -> None:
+@pytest.mark.parametrize("kind", ["by_head", pytest.param("by_channel", marks=pytest.mark.slow)])
+def test_layers_in_stages_equal_their_definitions(library: Path, kind: str) -> None:
     paths = os.pathsep.join([str(ROOT), str(library)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fla_cases"],
+        [sys.executable, "-m", "tests.support.fla_cases", kind],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
         cwd=ROOT,
         capture_output=True,
@@ -57,7 +58,7 @@ def test_stages_are_taken_where_a_function_is_the_librarys() -> None:
     values = torch.zeros(1, 4, 2, 8)
 
     def pair(function: object, decays: int = 3, usable: bool = True) -> object:
-        library = mock.Mock(rule=_rule)
+        library = mock.Mock(by_head=mock.Mock(rule=_rule))
         with (
             mock.patch.object(fla_delta_rule, "_library", return_value=library),
             mock.patch.object(fla_delta_rule, "_is_usable", return_value=usable),
@@ -75,5 +76,5 @@ def test_stages_that_differ_from_the_library_are_not_used(fault: object) -> None
     fla_delta_rule._are_right.cache_clear()
     wrong = {"side_effect": fault} if isinstance(fault, Exception) else {"return_value": fault}
     with mock.patch.object(fla_delta_rule, "worst_error", **wrong), pytest.warns(UserWarning, match="are not used"):
-        assert not fla_delta_rule._are_right(torch.device("cpu"))
+        assert not fla_delta_rule._are_right(torch.device("cpu"), False)
     fla_delta_rule._are_right.cache_clear()

@@ -20,7 +20,7 @@ from burst_plugin import Documents, Strategy, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent.kernels import fla_delta_rule
 from tests.support.recurrences import DEFINITIONS
 
-_BOUNDS = (0, 3, 148, 150)
+_BOUNDS = (0, 3, 58, 60)
 
 
 class _Number(int):
@@ -47,18 +47,18 @@ def _interpreted() -> None:
             module.__dict__.setdefault("range", lambda *ends: map(_Number, builtins.range(*map(int, ends))))
 
 
-def _drawn() -> dict[str, Tensor]:
+def _drawn(by_channel: bool) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, _BOUNDS[-1], 2, size, generator=draw) for size in (16, 16, 8))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    g, gates = (torch.rand(1, _BOUNDS[-1], 2, generator=draw) for _ in range(2))
+    g, gates = (torch.rand(1, _BOUNDS[-1], 2, *size, generator=draw) for size in ((16,) * by_channel, ()))
     return {"q": q, "k": k, "v": v, "g": -0.05 * g, "beta": gates}
 
 
-def _on_ring() -> dict[str, float]:
-    """Return errors of a layer on a virtual ring of four ranks in the library's stages, in float32."""
-    library = fla_delta_rule._library().rule
-    xs = {name: x.requires_grad_() for name, x in _drawn().items()}
+def _on_ring(by_channel: bool) -> dict[str, float]:
+    """Return errors of a layer on a virtual ring of three ranks in the library's stages, in float32."""
+    library = fla_delta_rule._of_kind(by_channel).rule
+    xs = {name: x.requires_grad_() for name, x in _drawn(by_channel).items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in xs.items()}
 
     def kernel(*inputs: Tensor) -> Any:
@@ -70,10 +70,10 @@ def _on_ring() -> dict[str, float]:
         pair = fla_delta_rule.pair_in_stages(library, xs["v"], xs["g"], scale=1.0)
     assert pair is not None
     used = mock.Mock(side_effect=pair)
-    place = recurrent.Placement(VirtualRing(Topology(2, 2), Strategy(recurrent="state")), Documents(_BOUNDS))
+    place = recurrent.Placement(VirtualRing(Topology(1, 3), Strategy(recurrent="state")), Documents(_BOUNDS))
     out = recurrent.gated_delta_rule(**xs, place=place, kernel=kernel, pair=used)
     assert used.call_count, "nothing was computed in stages"
-    expected, _ = DEFINITIONS["delta_rule"](**exact, bounds=_BOUNDS)
+    expected, _ = DEFINITIONS["delta_rule_by_channel" if by_channel else "delta_rule"](**exact, bounds=_BOUNDS)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(out, list(xs.values()), dout)
     true = torch.autograd.grad(expected, list(exact.values()), dout.double())
@@ -86,8 +86,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     assert fla_delta_rule._library() is not None, "another version"
     _interpreted()
-    alone = fla_delta_rule.worst_error(torch.device("cpu"), torch.float32)
-    print(json.dumps({"stages": alone, **_on_ring()}))
+    by_channel = sys.argv[1:] == ["by_channel"]
+    alone = fla_delta_rule.worst_error(torch.device("cpu"), by_channel, torch.float32)
+    print(json.dumps({"stages": alone, **_on_ring(by_channel)}))
 
 
 if __name__ == "__main__":

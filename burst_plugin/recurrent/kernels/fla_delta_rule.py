@@ -1,4 +1,4 @@
-"""The stages of flash-linear-attention's gated delta rule, with one decay per head, on NVIDIA's GPUs from Ampere on.
+"""The stages of flash-linear-attention's gated delta rule and Kimi delta attention, on NVIDIA's GPUs from Ampere on.
 
 The library has functions for them that its own context parallelism uses, but no public ones. So they are tried out
 against its public function before the first use, and pieces are computed by that function where they differ.
@@ -36,6 +36,11 @@ def _library() -> Any:
         from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
         from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+        from fla.ops.kda import chunk_kda
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd, chunk_kda_bwd_dAv
+        from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+        from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
     except ImportError:
@@ -43,22 +48,32 @@ def _library() -> Any:
     if "multi_seqs" not in inspect.signature(chunk_cp_fwd_h).parameters:
         return None
     return SimpleNamespace(
-        rule=chunk_gated_delta_rule,
         normalise=l2norm,
         add_up=lambda g: chunk_local_cumsum(g, chunk_size=_CHUNK, scale=RCP_LN2),
-        prepare=chunk_gated_delta_rule_fwd_intra,
-        prepare_again=recompute_w_u_fwd,
         maps=chunk_cp_fwd_h,
         states=chunk_gated_delta_rule_fwd_h,
-        outputs=chunk_fwd_o,
-        local_gradients=chunk_bwd_dv_local,
         state_gradients=chunk_gated_delta_rule_bwd_dhu,
-        gradients=chunk_gated_delta_rule_bwd,
+        by_head=SimpleNamespace(
+            rule=chunk_gated_delta_rule,
+            prepare=chunk_gated_delta_rule_fwd_intra,
+            prepare_again=recompute_w_u_fwd,
+            outputs=chunk_fwd_o,
+            local_gradients=chunk_bwd_dv_local,
+            gradients=chunk_gated_delta_rule_bwd,
+        ),
+        by_channel=SimpleNamespace(
+            rule=chunk_kda,
+            prepare=chunk_kda_fwd_intra,
+            prepare_again=recompute_kda,
+            outputs=chunk_gla_fwd_o_gk,
+            local_gradients=chunk_kda_bwd_dAv,
+            gradients=chunk_kda_bwd,
+        ),
     )
 
 
 class FlaStages(Stages):
-    """The stages of the library's gated delta rule; tensors are q, k, v, g, beta of pieces, see `gated_delta_rule`.
+    """The stages of a delta rule of the library; tensors are q, k, v, g, beta of pieces, see `gated_delta_rule`.
 
     scale: of q.
     """
@@ -67,47 +82,94 @@ class FlaStages(Stages):
         super().__init__([x.contiguous() for x in (q, k, v, g.float(), beta)])
         self._scale, self._fla = scale, _library()
 
+    def _maps(self, k: Tensor, w: Tensor, u: Tensor, **decays: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B of pieces, given what chunks read, w, and write, u, [N, L, H, ...]."""
+        count, length, heads, width = u.shape
+        maps = torch.zeros(count, heads, k.shape[3], width + k.shape[3], device=u.device)
+        rows = {name: x.flatten(0, 1).unsqueeze(0) for name, x in {"k": k, "w": w, "u": u, **decays}.items()}
+        bounds = torch.arange(count + 1, dtype=torch.int64, device=u.device) * length
+        self._fla.maps(**rows, hm=maps, cu_seqlens=bounds, multi_seqs=True)
+        return maps[..., width:].contiguous(), maps[..., :width].contiguous()
+
+    def _states(self, entries: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states that enter chunks, and what chunks write."""
+        states, deltas, _ = self._fla.states(**parts, initial_state=entries.contiguous(), output_final_state=False)
+        return states, deltas
+
+    def _of_entries(self, k: Tensor, v: Tensor, **parts: Tensor) -> Tensor:
+        """Return the gradients of entering states, from the gradients of outputs and of what chunks write."""
+        nothing = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], device=v.device)
+        _, found, _ = self._fla.state_gradients(k=k, **parts, h0=nothing, dht=None, scale=self._scale)
+        entering: Tensor = found
+        return entering
+
     def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """See `Stages.pair`."""
         _, k, v, g, beta = xs
-        count, length, heads, width = v.shape
         decays = self._fla.add_up(g)
-        w, u, A = self._fla.prepare(k=k, v=v, g=decays, beta=beta)
-        maps = torch.zeros(count, heads, k.shape[3], width + k.shape[3], device=v.device)
-        rows = {name: x.flatten(0, 1).unsqueeze(0) for name, x in {"k": k, "w": w, "u": u, "g": decays}.items()}
-        bounds = torch.arange(count + 1, dtype=torch.int64, device=v.device) * length
-        self._fla.maps(**rows, hm=maps, cu_seqlens=bounds, multi_seqs=True)
-        return maps[..., width:].contiguous(), maps[..., :width].contiguous(), (decays, A)
+        w, u, within = self._fla.by_head.prepare(k=k, v=v, g=decays, beta=beta)
+        return *self._maps(k, w, u, g=decays), (decays, within)
 
     def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
         """See `Stages.outputs`."""
-        q, k, v, _, beta, decays, A = xs
-        w, u = self._fla.prepare_again(k=k, v=v, beta=beta, A=A, g=decays)
-        states, deltas, _ = self._fla.states(
-            k=k, w=w, u=u, g=decays, initial_state=entries.contiguous(), output_final_state=False
-        )
-        out: Tensor = self._fla.outputs(q=q, k=k, v=deltas, h=states, g=decays, scale=self._scale)
+        q, k, v, _, beta, decays, within = xs
+        w, u = self._fla.by_head.prepare_again(k=k, v=v, beta=beta, A=within, g=decays)
+        states, deltas = self._states(entries, k=k, w=w, u=u, g=decays)
+        out: Tensor = self._fla.by_head.outputs(q=q, k=k, v=deltas, h=states, g=decays, scale=self._scale)
         return out.to(v.dtype)
 
     def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
         """See `Stages.entry_gradients`."""
-        q, k, v, _, beta, decays, A = xs
+        q, k, v, _, beta, decays, within = xs
         grad = grad.contiguous()
-        w, _ = self._fla.prepare_again(k=k, v=v, beta=beta, A=A, g=decays)
-        of_values = self._fla.local_gradients(q=q, k=k, g=decays, do=grad, scale=self._scale)
-        nothing = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], device=v.device)
-        parts = {"h0": nothing, "dht": None, "do": grad, "dv": of_values, "scale": self._scale}
-        _, found, _ = self._fla.state_gradients(q=q, k=k, w=w, g=decays, **parts)
-        entering: Tensor = found
-        return entering
+        w, _ = self._fla.by_head.prepare_again(k=k, v=v, beta=beta, A=within, g=decays)
+        written = self._fla.by_head.local_gradients(q=q, k=k, g=decays, do=grad, scale=self._scale)
+        return self._of_entries(k, v, q=q, w=w, g=decays, do=grad, dv=written)
 
     def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         """See `Stages.gradients`."""
-        *inputs, decays, A = xs
+        *inputs, decays, within = xs
         q, k, v, _, beta = inputs
         states = {"initial_state": entries.contiguous(), "do": grad.contiguous(), "dht": leaving.contiguous()}
-        parts = {"q": q, "k": k, "v": v, "g": decays, "beta": beta, "A": A, "scale": self._scale}
-        dq, dk, dv, dbeta, dg, *_ = self._fla.gradients(**parts, **states)
+        parts = {"q": q, "k": k, "v": v, "g": decays, "beta": beta, "A": within, "scale": self._scale}
+        dq, dk, dv, dbeta, dg, *_ = self._fla.by_head.gradients(**parts, **states)
+        return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True))
+
+
+class FlaKimiStages(FlaStages):
+    """The stages of the library's Kimi delta attention, with a decay per channel."""
+
+    def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See `Stages.pair`."""
+        q, k, v, g, beta = xs
+        decays = self._fla.add_up(g)
+        parts = {"q": q, "k": k, "v": v, "gk": decays, "beta": beta, "scale": self._scale}
+        w, u, _, keys, weights, within = self._fla.by_channel.prepare(**parts)
+        return *self._maps(keys, w, u, gk=decays), (decays, weights, within)
+
+    def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
+        """See `Stages.outputs`."""
+        q, k, v, _, beta, decays, weights, within = xs
+        w, u, _, keys = self._fla.by_channel.prepare_again(k=k, v=v, beta=beta, A=within, gk=decays)
+        states, deltas = self._states(entries, k=keys, w=w, u=u, gk=decays)
+        out: Tensor = self._fla.by_channel.outputs(q=q, v=deltas, g=decays, A=weights, h=states, scale=self._scale)
+        return out.to(v.dtype)
+
+    def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
+        """See `Stages.entry_gradients`."""
+        q, k, v, _, beta, decays, weights, within = xs
+        grad = grad.contiguous()
+        w, _, queries, keys = self._fla.by_channel.prepare_again(q=q, k=k, v=v, beta=beta, A=within, gk=decays)
+        _, written = self._fla.by_channel.local_gradients(q=q, k=k, v=v, do=grad, A=weights, scale=self._scale)
+        return self._of_entries(keys, v, q=queries, w=w, gk=decays, do=grad, dv=written)
+
+    def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        """See `Stages.gradients`."""
+        *inputs, decays, weights, within = xs
+        q, k, v, _, beta = inputs
+        states = {"initial_state": entries.contiguous(), "do": grad.contiguous(), "dht": leaving.contiguous()}
+        parts = {"q": q, "k": k, "v": v, "g": decays, "beta": beta, "Aqk": weights, "Akk": within}
+        dq, dk, dv, dbeta, dg, *_ = self._fla.by_channel.gradients(**parts, scale=self._scale, **states)
         return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True))
 
 
@@ -116,14 +178,15 @@ def pair_in_stages(
 ) -> Callable[..., Pair] | None:
     """Return the function that computes A and B of pieces in stages of the library, see `TwoPasses.pair`.
 
-    None if `function` is not the library's gated delta rule, as such or in a wrapper; if decays `g` are not one
-    per head; or on devices where the stages do not work.
+    None if `function` is not the library's gated delta rule, or Kimi delta attention for decays per channel, as such
+    or in a wrapper; or on devices where the stages do not work.
 
-    v, g: values and decays, of which type and device count.
+    v, g: values and decays, whose device and dims count.
     normalises: whether q and k are to be divided by their norms.
     scale: of q; None for one over the root of its size.
     """
-    if g.dim() != 3 or not _is_usable(v.device) or not _calls(function, _library().rule):
+    by_channel = g.dim() == 4
+    if not _is_usable(v.device, by_channel) or not _calls(function, _of_kind(by_channel).rule):
         return None
     return partial(_pair, normalises, scale)
 
@@ -131,7 +194,13 @@ def pair_in_stages(
 def _pair(normalises: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
     if normalises:
         q, k = (_library().normalise(x) for x in (q, k))
-    return pair_by_stages(FlaStages(q, k, v, g, beta, scale=q.shape[3] ** -0.5 if scale is None else scale))
+    kind = FlaKimiStages if g.dim() == 4 else FlaStages
+    return pair_by_stages(kind(q, k, v, g, beta, scale=q.shape[3] ** -0.5 if scale is None else scale))
+
+
+def _of_kind(by_channel: bool) -> Any:
+    """Return the library's functions for decays per channel, or per head."""
+    return _library().by_channel if by_channel else _library().by_head
 
 
 def _calls(function: Any, wanted: Stage) -> bool:
@@ -144,41 +213,45 @@ def _calls(function: Any, wanted: Stage) -> bool:
     return False
 
 
-def _is_usable(device: torch.device) -> bool:
+def _is_usable(device: torch.device, by_channel: bool) -> bool:
     """Return whether the stages work on a device, and have been tried out there."""
     if device.type != "cuda" or torch.version.hip or _library() is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and _are_right(device)
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _are_right(device, by_channel)
 
 
 @lru_cache(maxsize=8)
-def _are_right(device: torch.device) -> bool:
+def _are_right(device: torch.device, by_channel: bool) -> bool:
     """Return whether the stages do what the library's public function does, on drawn tensors; else warn."""
     try:
-        worst = worst_error(device)
+        worst = worst_error(device, by_channel)
     except Exception as error:
         worst, why = float("inf"), f"{type(error).__name__}: {error}"
     else:
         why = f"relative errors of up to {worst:.2g}"
     if not worst < _WORST:
         warnings.warn(
-            f"flash-linear-attention's stages of the gated delta rule are not used, since they differ from its "
-            f"function here ({why}); layers take longer so. They are made for fla-core 0.6",
+            f"flash-linear-attention's stages of a delta rule are not used, since they differ from its function "
+            f"here ({why}); layers take longer so. They are made for fla-core 0.6",
             stacklevel=2,
         )
     return worst < _WORST
 
 
-def worst_error(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Return the largest relative error of outputs and gradients of the stages, beside the library's function."""
+def worst_error(device: torch.device, by_channel: bool, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return the largest relative error of outputs and gradients of the stages, beside the library's function.
+
+    by_channel: whether decays are per channel. dtype: of q, k, v and beta.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=draw, device="cpu").to(device, of)
 
-    count, length, heads, dim, width = 2, 150, 1, 32, 16
+    count, length, heads, dim, width = 2, 80, 1, 32, 16
     q, k, v = drawn(count, length, heads, dim), drawn(count, length, heads, dim), drawn(count, length, heads, width)
-    g, beta = -0.02 * drawn(count, length, heads, of=torch.float32).abs(), drawn(count, length, heads).sigmoid()
+    decays = (count, length, heads, *(dim,) * by_channel)
+    g, beta = -0.02 * drawn(*decays, of=torch.float32).abs(), drawn(count, length, heads).sigmoid()
     state = drawn(count, heads, dim, width, of=torch.float32)
     dout, leaving = drawn(count, length, heads, width), drawn(count, heads, dim, width, of=torch.float32)
     results = []
@@ -192,7 +265,7 @@ def worst_error(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> fl
                 grads = (*grads[:5], grads[5] + transition.mT @ leaving)
             else:
                 both = {"initial_state": xs[5], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-                out, last = _library().rule(*xs[:5], **both)
+                out, last = _of_kind(by_channel).rule(*xs[:5], **both)
                 grads = torch.autograd.grad([out, last], xs, [dout, leaving])
         results.append([out, last, *grads])
     return max(_error(found.float(), true.float()) for true, found in zip(*results, strict=True))
