@@ -1,8 +1,8 @@
 """Activations that wait for the backward pass in host memory: copied there while the next layer computes, and back.
 
-On GPUs copies run on a stream of their own, to pages of pinned memory, and keep at most `_UNDER_WAY` tensors on the
-GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the input of the
-layer before it is on its way back. On CPUs the same is done with plain copies.
+On GPUs copies run on a stream of their own, to pages of pinned memory, and keep at most `MOST_IN_FLIGHT` tensors on
+the GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the input of
+the layer before it is on its way back. On CPUs the same is done with plain copies.
 
 A tensor has its pages until nothing can ask for it any more: a graph that is kept fetches it again. All copies of a
 device, out and back, run on the same stream. So another tensor may have the pages at once, while the copy from them
@@ -25,11 +25,11 @@ from torch.utils import checkpoint
 from burst_plugin.activations.pages import Pages, check_room, copy_from_pages, copy_to_pages, ranks_here, whole_pages
 from burst_plugin.activations.snapshot import version_of
 
-_UNDER_WAY = 2
-_LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy
+MOST_IN_FLIGHT = 2  # tensors that are being copied to the host, and stay on the GPU until then
+LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy
 _MARK = "_burst_plugin_parks_inputs"
 _OWNERS: WeakSet[object] = WeakSet()
-_BY_DEVICE: dict[torch.device, HostMemory] = {}
+BY_DEVICE: dict[torch.device, HostMemory] = {}  # where this process parks tensors of each device
 
 
 class Parked:
@@ -37,6 +37,7 @@ class Parked:
 
     pages: the pages of host memory that hold its bytes. device: where the tensor was, and comes back to.
     like: a tensor without memory that has its shape, strides and type.
+    source: the tensor on the device until `let_go`; None afterwards.
     copied: the CUDA event after the copy to the host; None on CPUs.
     returning: the new tensor on the device and the event after the copy to it; None if no copy back has begun.
     was_fetched: whether it has been brought back at least once.
@@ -48,7 +49,7 @@ class Parked:
         self.like, self.device = torch.empty_like(source, device="meta"), source.device
         self.copied: Any = None  # an event after the copy, on GPUs
         self.was_fetched = False
-        self._source: Tensor | None = source
+        self.source: Tensor | None = source
         self._version = source._version
         self._before = memory.latest  # which the backward pass needs next
 
@@ -65,7 +66,7 @@ class Parked:
 
     def let_go(self) -> None:
         """Drop the reference to the tensor on the device. Raise RuntimeError if it was modified during the copy."""
-        source, self._source = self._source, None
+        source, self.source = self.source, None
         if source is not None and source._version != self._version:
             raise RuntimeError(
                 "an input of a checkpoint was modified in place while it was copied to the host: let the layer after "
@@ -76,19 +77,21 @@ class Parked:
 class HostMemory:
     """Parks tensors of one device in host memory, and fetches them back to the device.
 
+    stream: the CUDA stream on which all copies run; None on CPUs. pool: the pages of host memory.
+    expected_bytes: the host memory that `expect` has found room for.
     parked_bytes, fetched_bytes: the bytes copied so far, to the host and back.
     latest: a weak reference to the tensor parked last; None at first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None
+        self.stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pages = Pages(is_pinned=device.type == "cuda")
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = Pages(is_pinned=device.type == "cuda")
         self._leaving: deque[Parked] = deque()
         self._unwanted: list[tuple[Tensor, Any]] = []  # copies back of tensors that nothing asks for any more
-        self._expected = 0.0
+        self.expected_bytes = 0.0
         self.latest: ref[Parked] | None = None
         self.parked_bytes = self.fetched_bytes = 0
 
@@ -100,9 +103,9 @@ class HostMemory:
         ranks: the ranks on this host; if the launcher says that there are more, that number counts.
         """
         needed = times * sum(map(whole_pages, nbytes))
-        if needed > max(self._expected, self._pages.nbytes):
-            check_room(needed, self._pages.nbytes, max(ranks, ranks_here()))
-            self._expected = needed
+        if needed > max(self.expected_bytes, self.pool.nbytes):
+            check_room(needed, self.pool.nbytes, max(ranks, ranks_here()))
+            self.expected_bytes = needed
 
     def park(self, x: Tensor) -> Parked:
         """Start to copy a tensor to the host, and return the `Parked` that `fetch` takes.
@@ -111,18 +114,18 @@ class HostMemory:
         host has no room, and RuntimeError if a tensor was modified in place while it was copied.
         """
         self._end_unwanted()
-        while len(self._leaving) >= _UNDER_WAY:
+        while len(self._leaving) >= MOST_IN_FLIGHT:
             self._end_copy(self._leaving.popleft())
         source = _dense(x.detach())
-        parked = Parked(source, self._pages.take(x.nbytes), self)
-        if self._stream is None:
+        parked = Parked(source, self.pool.take(x.nbytes), self)
+        if self.stream is None:
             copy_to_pages(source, parked.pages)
             parked.let_go()
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self.stream):
                 copy_to_pages(source, parked.pages)
-            parked.copied = self._stream.record_event()
+            parked.copied = self.stream.record_event()
             self._leaving.append(parked)
         self.latest = ref(parked)
         self.parked_bytes += x.nbytes
@@ -137,7 +140,7 @@ class HostMemory:
         x, done = parked.returning or self._start_back(parked)
         parked.returning, parked.was_fetched = None, True
         before = parked.before
-        if self._stream is not None and before is not None and before.returning is None:
+        if self.stream is not None and before is not None and before.returning is None:
             before.returning = self._still_here(before) or self._start_back(before)
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -145,7 +148,7 @@ class HostMemory:
 
     def _still_here(self, parked: Parked) -> tuple[Tensor, None] | None:
         """Return a tensor that has not left the device yet, in place of a copy beside it; None if it has."""
-        source = parked._source
+        source = parked.source
         if source is None or parked not in self._leaving:
             return None
         self._leaving.remove(parked)
@@ -155,13 +158,13 @@ class HostMemory:
     def _start_back(self, parked: Parked) -> tuple[Tensor, Any]:
         x = torch.empty_like(parked.like, device=parked.device)
         self.fetched_bytes += x.nbytes
-        if self._stream is None:
+        if self.stream is None:
             copy_from_pages(x, parked.pages)
             return x, None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the memory of `x`
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the memory of `x`
+        with torch.cuda.stream(self.stream):
             copy_from_pages(x, parked.pages)
-        return x, self._stream.record_event()
+        return x, self.stream.record_event()
 
     def _end_copy(self, parked: Parked) -> None:
         """Let go of a tensor on the device; the current stream may use its memory again after the copy."""
@@ -175,7 +178,7 @@ class HostMemory:
         """
         if returning is not None:
             self._unwanted.append(returning)
-        self._pages.give_back(pages)
+        self.pool.give_back(pages)
 
     def _end_unwanted(self) -> None:
         """Let go of tensors on the device that were never fetched, after the copies to them.
@@ -209,9 +212,9 @@ def host_memory(device: torch.device) -> HostMemory | None:
     """
     if not _OWNERS or torch.is_inference_mode_enabled():
         return None
-    if device not in _BY_DEVICE:
-        _BY_DEVICE[device] = HostMemory(device)
-    return _BY_DEVICE[device]
+    if device not in BY_DEVICE:
+        BY_DEVICE[device] = HostMemory(device)
+    return BY_DEVICE[device]
 
 
 def park_inputs_of(kind: Any) -> None:
@@ -261,7 +264,7 @@ def _packed(inputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, int] | Parked:
     Autograd gives hooks a copy of its metadata, so that the input with the same data is looked for.
     """
     memory = host_memory(x.device)
-    if memory is None or x.nbytes < _LEAST_BYTES:
+    if memory is None or x.nbytes < LEAST_BYTES:
         return x, version_of(x)
     for each in inputs:
         same = each.data_ptr() == x.data_ptr() and each.shape == x.shape and each.stride() == x.stride()
@@ -280,5 +283,5 @@ def _unpacked(saved: tuple[Tensor, int] | Parked) -> Tensor:
                 "computes the checkpoint again: let what modifies it make a new tensor"
             )
         return x
-    memory = _BY_DEVICE[saved.device]
+    memory = BY_DEVICE[saved.device]
     return memory.fetch(saved)

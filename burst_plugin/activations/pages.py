@@ -32,11 +32,12 @@ class Pages:
     """A pool of pages of host memory, which are reused once their tensors are gone.
 
     is_pinned: whether its pages are pinned, as fast copies from and to a GPU need. made: how many pages it has made.
+    free: pages that no tensor has.
     """
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
         self.made = 0
 
     @property
@@ -50,17 +51,17 @@ class Pages:
         Raises MemoryError if this host has no memory for the new ones on each of its ranks.
         """
         count = whole_pages(nbytes) // PAGE_BYTES
-        lacking = count - len(self._free)
+        lacking = count - len(self.free)
         if lacking > 0:
             check_room(self.nbytes + lacking * PAGE_BYTES, self.nbytes, ranks_here())
         for _ in range(lacking):
-            self._free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu"))
+            self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu"))
             self.made += 1
-        return [self._free.pop() for _ in range(count)]
+        return [self.free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[Tensor]) -> None:
         """Add pages to the pool again; copies from and to them have to be over, or all on one stream."""
-        self._free.extend(pages)
+        self.free.extend(pages)
 
 
 def copy_to_pages(x: Tensor, pages: Sequence[Tensor]) -> None:

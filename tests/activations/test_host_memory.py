@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_tensors_are_worth_it() -> Iterator[None]:
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1):
+    with mock.patch.object(host_memory, "LEAST_BYTES", 1):
         yield
 
 
@@ -41,7 +41,7 @@ def _step(rank: int, options: dict[str, Any], wrapped: Wrapped) -> Any:
     memory = host_memory.host_memory(CPU)
     assert memory is not None
     out = layers.x.nbytes
-    assert len(memory._pages._free) == memory._pages.made, "though the loss is still there"
+    assert len(memory.pool.free) == memory.pool.made, "though the loss is still there"
     del loss
     lse = layers.x.shape[1] * 4 * 8  # heads, float64
     return _worst(layers.grads(), expected), memory.parked_bytes, memory.fetched_bytes, out, out + lse
@@ -54,7 +54,7 @@ def test_inputs_that_change_before_the_backward_pass_are_found(reentrant: bool, 
     follow_torch()
     owner = torch.nn.Identity()
     host_memory.offload_while_alive(owner)
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1 << 20):
+    with mock.patch.object(host_memory, "LEAST_BYTES", 1 << 20):
         inputs = torch.randn(8, 4, requires_grad=True), torch.ones(8, 4)
         out = checkpoint(lambda x, mask: (x.sin() * mask).cos(), *inputs, use_reentrant=reentrant)
         inputs[changed].detach().mul_(2)
@@ -86,7 +86,7 @@ def test_it_ends_with_the_ring_that_asked_for_it() -> None:
     found = []
     for _ in range(2):
         memory = HostMemory(CPU)
-        with mock.patch.dict(host_memory._BY_DEVICE, {CPU: memory}):
+        with mock.patch.dict(host_memory.BY_DEVICE, {CPU: memory}):
             REENTRANT(layer, x * 2).sum().backward()
         found.append(memory.parked_bytes)
         owner = None  # type: ignore[assignment]
@@ -96,7 +96,7 @@ def test_it_ends_with_the_ring_that_asked_for_it() -> None:
 
 
 def test_nothing_is_held_beside_the_copy() -> None:
-    assert HostMemory(CPU).park(torch.ones(3))._source is None
+    assert HostMemory(CPU).park(torch.ones(3)).source is None
 
 
 @pytest.mark.parametrize("wrapped", [REENTRANT, NON_REENTRANT], ids=["reentrant", "not reentrant"])
@@ -106,7 +106,7 @@ def test_inputs_of_checkpoints_are_gone_once_they_are_copied(wrapped: Wrapped) -
     owner = _Owner()
     host_memory.offload_while_alive(owner)
     x, storages = torch.ones(2, 4, requires_grad=True) * 2, []
-    with mock.patch.dict(host_memory._BY_DEVICE, {CPU: HostMemory(CPU)}):
+    with mock.patch.dict(host_memory.BY_DEVICE, {CPU: HostMemory(CPU)}):
         for _ in range(4):
             storages.append(StorageWeakRef(x.untyped_storage()))
             x = wrapped(torch.nn.Linear(4, 4), x)
@@ -165,7 +165,7 @@ class _Gpu:
 
     def __init__(self) -> None:
         self.memory, self.copying, self.layers = HostMemory(CPU), _Stream(), _Stream()
-        self.memory._stream = self.copying
+        self.memory.stream = self.copying
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_tensor_that_has_not_left_is_not_copied_beside_itself(gpu: _Gpu) -> No
     """As the inputs of the last layers, when the backward pass begins."""
     memory = gpu.memory
     first, last = [memory.park(_three(n)) for n in range(2)]
-    source, issued = first._source, len(gpu.copying.copies)
+    source, issued = first.source, len(gpu.copying.copies)
     memory.fetch(last)
     assert len(gpu.copying.copies) == issued + COPIES, "its own"
     assert memory.fetch(first) is source
@@ -252,7 +252,7 @@ def test_a_tensor_that_has_not_left_is_not_copied_beside_itself(gpu: _Gpu) -> No
 def test_few_tensors_are_held_because_they_are_copied(gpu: _Gpu) -> None:
     memory = gpu.memory
     parked = [memory.park(torch.ones(3)) for _ in range(6)]
-    assert [each._source is not None for each in parked] == [False] * 4 + [True] * 2
+    assert [each.source is not None for each in parked] == [False] * 4 + [True] * 2
 
 
 def test_an_input_that_changes_while_it_is_copied_is_found(gpu: _Gpu) -> None:
@@ -272,7 +272,7 @@ def test_pages_are_not_written_while_they_are_still_to_be_read(gpu: _Gpu) -> Non
         parked = gpu.memory.park(_three(n))
         fetched.append(gpu.memory.fetch(parked))
         del parked
-    assert gpu.memory._pages.made == COPIES, "the pages of the first are used again"
+    assert gpu.memory.pool.made == COPIES, "the pages of the first are used again"
     assert all(x.isnan().all() for x in fetched)
     gpu.layers.catch_up()
     assert [x.tolist() for x in fetched] == [_three(n).tolist() for n in range(4)]
@@ -283,8 +283,9 @@ def test_pages_are_kept_until_a_tensor_has_left_the_gpu(gpu: _Gpu) -> None:
     gpu.layers.is_behind = True
     for n in range(6):
         gpu.memory.park(_three(n))
-    assert gpu.memory._pages.made == COPIES * host_memory._UNDER_WAY
-    last = gpu.memory._leaving[-1]
+    assert gpu.memory.pool.made == COPIES * host_memory.MOST_IN_FLIGHT
+    last = gpu.memory.latest and gpu.memory.latest()
+    assert last is not None
     assert torch.equal(_caught_up(gpu, last), _three(5))
 
 
@@ -296,8 +297,8 @@ def _caught_up(gpu: _Gpu, parked: Parked) -> Tensor:
 
 def test_a_tensor_on_its_way_back_stays_until_it_is_there(gpu: _Gpu) -> None:
     """Also if its graph is thrown away: else other tensors would get its memory, and the copy would come later."""
-    parked = [gpu.memory.park(_three(n)) for n in range(2 + host_memory._UNDER_WAY)]
-    for _ in range(1 + host_memory._UNDER_WAY):
+    parked = [gpu.memory.park(_three(n)) for n in range(2 + host_memory.MOST_IN_FLIGHT)]
+    for _ in range(1 + host_memory.MOST_IN_FLIGHT):
         gpu.memory.fetch(parked.pop())
     assert parked[0].returning is not None
     coming = weakref.ref(parked[0].returning[0])

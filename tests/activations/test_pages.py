@@ -21,7 +21,7 @@ PAGE = 64
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PAGE_BYTES", PAGE)
-    monkeypatch.setattr(host_memory, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -29,14 +29,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
     """Where checkpoints of this process park what they keep."""
     made, owner = HostMemory(CPU), Pages(is_pinned=False)
     follow_torch()
-    monkeypatch.setitem(host_memory._BY_DEVICE, CPU, made)
+    monkeypatch.setitem(host_memory.BY_DEVICE, CPU, made)
     host_memory.offload_while_alive(owner)
     yield made
     del owner
 
 
 def _free(memory: HostMemory) -> int:
-    return len(memory._pages._free)
+    return len(memory.pool.free)
 
 
 def _drawn(*shape: int) -> Tensor:
@@ -88,8 +88,8 @@ def test_pages_of_what_is_gone_are_used_again() -> None:
         parked = memory.park(_drawn(n))
         assert _free(memory) == 0
         del parked
-        assert _free(memory) == memory._pages.made
-    assert memory._pages.made == 3, "as many as the largest takes"
+        assert _free(memory) == memory.pool.made
+    assert memory.pool.made == 3, "as many as the largest takes"
 
 
 class _Layers:
@@ -124,7 +124,7 @@ def test_steps_take_the_same_pages(memory: HostMemory, wrapped: Wrapped) -> None
         loss = layers.forward()
         assert _free(memory) == 0
         loss.backward()
-        assert memory._pages.made == _free(memory) == 14
+        assert memory.pool.made == _free(memory) == 14
 
 
 @BOTH
@@ -138,7 +138,7 @@ def test_a_graph_that_is_kept_keeps_its_pages(memory: HostMemory, wrapped: Wrapp
     loss.backward()
     assert all(map(torch.equal, layers.grads(), expected))
     del other
-    assert memory._pages.made == _free(memory) == 14 + 13
+    assert memory.pool.made == _free(memory) == 14 + 13
 
 
 @BOTH
@@ -146,7 +146,7 @@ def test_a_graph_that_is_thrown_away_gives_its_pages_back(memory: HostMemory, wr
     layers = _Layers(wrapped)
     loss = layers.forward()
     del loss
-    assert memory._pages.made == _free(memory) == 14
+    assert memory.pool.made == _free(memory) == 14
 
 
 def test_a_backward_pass_that_fails_gives_its_pages_back(memory: HostMemory) -> None:
@@ -165,7 +165,7 @@ def test_a_backward_pass_that_fails_gives_its_pages_back(memory: HostMemory) -> 
     with pytest.raises(ArithmeticError):
         layers.forward().backward()
     layers.x = first
-    assert memory._pages.made == _free(memory) == 21
+    assert memory.pool.made == _free(memory) == 21
 
 
 def test_a_host_without_room_is_refused_before_pages_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +178,6 @@ def test_a_host_without_room_is_refused_before_pages_are_made(monkeypatch: pytes
     memory.park(_drawn(48))
     with pytest.raises(MemoryError, match="offload needs at least"):
         memory.park(_drawn(96))
-    assert memory._pages.made == _free(memory) == 3
+    assert memory.pool.made == _free(memory) == 3
     monkeypatch.setattr(pages, "available_bytes", lambda: None)
     memory.park(_drawn(96))

@@ -47,7 +47,7 @@ def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool, head_chunk: i
     block: dict[str, Any] = {"head_chunk": head_chunk}
     run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None, block=block)
     kept = replace(run, checkpointing=True, block=block | {"keep_attention": "all", "offload": True})
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
+    with mock.patch.object(host_memory, "LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         found = run_ranks(_parked, 2, kept)
     for (result, parked), expected in zip(found, run_ranks(_trained, 2, run), strict=True):
         assert parked > 0
@@ -56,11 +56,11 @@ def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool, head_chunk: i
 
 
 def _parked(rank: int, run: Run) -> tuple[Result, int]:
-    with mock.patch.dict(host_memory._BY_DEVICE, {torch.device("cpu"): HostMemory(torch.device("cpu"))}):
+    with mock.patch.dict(host_memory.BY_DEVICE, {torch.device("cpu"): HostMemory(torch.device("cpu"))}):
         result = train(run, BATCHES)
-        memory = host_memory._BY_DEVICE[torch.device("cpu")]
+        memory = host_memory.BY_DEVICE[torch.device("cpu")]
         assert memory.parked_bytes == memory.fetched_bytes
-        assert memory._pages.nbytes == memory._expected, "the host was asked for what was taken"
+        assert memory.pool.nbytes == memory.expected_bytes, "the host was asked for what was taken"
         return result, memory.parked_bytes
 
 
@@ -70,7 +70,7 @@ def test_a_host_without_room_is_refused_before_the_first_layer() -> None:
     tokens = 2 * 32 // 2
     of_a_rank = 2 * tokens * 4 * (32 + 32 + 4)
     with (
-        mock.patch.object(host_memory, "_LEAST_BYTES", 1),
+        mock.patch.object(host_memory, "LEAST_BYTES", 1),
         mock.patch.object(pages, "PAGE_BYTES", 64),
         mock.patch.object(pages, "available_bytes", return_value=2 * of_a_rank - 1),
     ):
@@ -80,10 +80,10 @@ def test_a_host_without_room_is_refused_before_the_first_layer() -> None:
 def _refused(rank: int, run: Run) -> int:
     """Return how many pages a rank has made when a step is refused."""
     device = torch.device("cpu")
-    with mock.patch.dict(host_memory._BY_DEVICE, {device: HostMemory(device)}):
+    with mock.patch.dict(host_memory.BY_DEVICE, {device: HostMemory(device)}):
         with pytest.raises(MemoryError, match=r"for each of 2 ranks.*use a shorter sequence"):
             train(run, BATCHES)
-        return host_memory._BY_DEVICE[device]._pages.made
+        return host_memory.BY_DEVICE[device].pool.made
 
 
 class _Own(torch.nn.Module):

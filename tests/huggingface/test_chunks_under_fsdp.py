@@ -148,7 +148,7 @@ def _own_loss(options: dict[str, Any], groups: list[str], truth: dict[str, Tenso
     local = shard_batch(BATCH, cp)
     count = local["burst"].valid_tokens / dist.get_world_size()  # gradients are averaged over ranks
     host = HostMemory(torch.device("cpu"))
-    with mock.patch.dict(host_memory._BY_DEVICE, {torch.device("cpu"): host}):
+    with mock.patch.dict(host_memory.BY_DEVICE, {torch.device("cpu"): host}):
         output = model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False)
         output.loss.backward()
     grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
@@ -165,7 +165,7 @@ def _saving(rank: int, truth: dict[str, Tensor]) -> list[Saved]:
 
 def test_every_option_that_saves_memory_trains_as_one_rank_does() -> None:
     truth = reference(SAVING, [BATCH])
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
+    with mock.patch.object(host_memory, "LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         ranks = run_ranks(_saving, 2, truth.grads, timeout_s=120.0)
     for cases in ranks:
         for options, case in zip(OPTIONS, cases, strict=True):

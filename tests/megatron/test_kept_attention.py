@@ -66,7 +66,7 @@ def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: s
 
 @pytest.mark.parametrize("name", ["tp2_cp2", "pp2_cp2", "mtp"])
 def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
+    with mock.patch.object(host_memory, "LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         parked = run_ranks(_parked, RUNS[name].tp * RUNS[name].pp * RUNS[name].cp, RUNS[name])
     for (result, sent, parked_bytes), (expected, sent_plainly) in zip(parked, _plain(name), strict=True):
         assert sent == sent_plainly
@@ -79,12 +79,12 @@ def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
 def _parked(rank: int, run: GptRun) -> tuple[StepResult, Any, int]:
     """Run a step with everything on the host; return also how many bytes went there, all of which came back."""
     found, sent = _step(rank, replace(run, recompute="full", strategy=Strategy(keep_attention="all", offload=True)))
-    memory = host_memory._BY_DEVICE[torch.device("cpu")]
+    memory = host_memory.BY_DEVICE[torch.device("cpu")]
     assert memory.parked_bytes == memory.fetched_bytes
     if run.config.get("mtp_num_layers"):  # whose layers are not counted
-        assert memory._expected < memory._pages.nbytes
+        assert memory.expected_bytes < memory.pool.nbytes
     else:
-        assert memory._expected == memory._pages.nbytes, "the host was asked for what was taken"
+        assert memory.expected_bytes == memory.pool.nbytes, "the host was asked for what was taken"
     return found, sent, memory.parked_bytes
 
 
@@ -92,10 +92,10 @@ def _parked(rank: int, run: GptRun) -> tuple[StepResult, Any, int]:
 def test_a_host_without_room_is_refused_by_the_first_layer(name: str) -> None:
     run = replace(RUNS[name], recompute="full", strategy=Strategy(keep_attention="all", offload=True))
     with (
-        mock.patch.object(host_memory, "_LEAST_BYTES", 1),
+        mock.patch.object(host_memory, "LEAST_BYTES", 1),
         mock.patch.object(pages, "PAGE_BYTES", 64),
         mock.patch.object(pages, "available_bytes", return_value=100_000),
-        mock.patch.dict(host_memory._BY_DEVICE, clear=True),  # ranks are forked, with what other tests made
+        mock.patch.dict(host_memory.BY_DEVICE, clear=True),  # ranks are forked, with what other tests made
     ):
         assert run_ranks(_refused, 4, run) == [0] * 4, "bytes that were parked all the same"
 
@@ -109,7 +109,7 @@ def _refused(rank: int, run: GptRun) -> int:
                 forward_backward(model, run, random_tokens(run, microbatches=4))
     finally:
         leave()
-    return sum(memory.parked_bytes for memory in host_memory._BY_DEVICE.values())
+    return sum(memory.parked_bytes for memory in host_memory.BY_DEVICE.values())
 
 
 def test_a_share_is_kept() -> None:

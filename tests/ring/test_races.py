@@ -185,7 +185,7 @@ def _copied_at_once(patch: pytest.MonkeyPatch, method: str) -> None:
     original = getattr(HostMemory, method)
 
     def early(host: HostMemory, of: object) -> object:
-        with mock.patch.object(host._stream, "wait_stream", _nothing):
+        with mock.patch.object(host.stream, "wait_stream", _nothing):
             return original(host, of)
 
     patch.setattr(HostMemory, method, early)

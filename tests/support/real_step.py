@@ -177,7 +177,7 @@ def _one_step(engine: Any, batch: dict[str, Any], device: torch.device) -> dict[
         found["in_use_peak_gib"] = stats["active_bytes.all.peak"] / GIB  # with what side streams still read
         found["retries"] = stats["num_alloc_retries"]
         found["outside_gib"] = (total - free - torch.cuda.memory_reserved()) / GIB
-    found["host_pages_gib"] = sum(each._pages.nbytes for each in host_memory._BY_DEVICE.values()) / GIB
+    found["host_pages_gib"] = sum(each.pool.nbytes for each in host_memory.BY_DEVICE.values()) / GIB
     return found
 
 

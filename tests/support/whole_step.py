@@ -113,8 +113,8 @@ def _measured(shape: ModelShape, setting: Setting) -> WholeStep:
         for _ in range(_STEPS):
             engine.backward(engine(**batch, use_cache=False).loss)
             engine.step()
-    parked = host_memory._BY_DEVICE.get(GPU)
-    return WholeStep(live.peak, 0 if parked is None else parked._pages.nbytes, live.shapes)
+    parked = host_memory.BY_DEVICE.get(GPU)
+    return WholeStep(live.peak, 0 if parked is None else parked.pool.nbytes, live.shapes)
 
 
 def engine_of(shape: ModelShape, setting: Setting, kernel: str) -> Any:
