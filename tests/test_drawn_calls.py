@@ -33,7 +33,7 @@ MOST_REFUSED = 0.1  # of the cases, so that it stays attention that is drawn
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("selects", [False, True], ids=["anything", "selections"])
 def test_attention_is_exact_whatever_is_asked_for(selects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
+    monkeypatch.setattr(kernels, "warn_once", lambda text: None)  # of slow kernels
     outcomes: Counter[str] = Counter()
 
     @settings(DRAWN, max_examples=SOAK or (100 if selects else FEW))

@@ -122,7 +122,7 @@ def _warn_of_fallback(chosen: str, case: Case) -> None:
             "torch_cpu, and 10 times for causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). "
             "Leave out what you can spare: Megatron's --attention-dropout is 0.1 unless it is set"
         )
-    _warn_once(text)
+    warn_once(text)
 
 
 def _warn_of_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
@@ -134,11 +134,12 @@ def _warn_of_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
         if first > made_for.get(kernel.name, first) and KERNELS[name].limits.refuse(plain) is None
     ]
     if newer:
-        _warn_once(
+        warn_once(
             f"attention runs on {kernel.name}, which is slower than kernels made for this GPU ({'; '.join(newer)})"
         )
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning about the choice of a kernel, each text once in a process."""
     _LOG.warning(text)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -109,9 +108,9 @@ class FlashKernel(ABC):
 
     def refuse(self, case: Case) -> str | None:
         """Return why this kernel cannot do `case`; None if it can. The library is imported last, if at all."""
-        return self.limits.refuse(case) or self._refuse_library(case)
+        return self.limits.refuse(case) or self.refuse_library(case)
 
-    def _refuse_library(self, case: Case) -> str | None:
+    def refuse_library(self, case: Case) -> str | None:
         """Return why the installed library cannot do `case`; None if it can."""
         return None
 
@@ -124,21 +123,23 @@ class FlashKernel(ABC):
         return self._dims(k.shape[-1], v.shape[-1])
 
     @abstractmethod
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]."""
 
     @abstractmethod
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv; all tensors have one type, and the lse is contiguous."""
 
-    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return `_forward` of packed sequences, [T, H, D]: out [T, Hq, Dv] and lse [Hq, T]."""
+    def call_forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
+        """Return `call_forward` of packed sequences, [T, H, D]: out [T, Hq, Dv] and lse [Hq, T]."""
         raise NotImplementedError
 
-    def _backward_varlen(
+    def call_backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `_backward` of packed sequences, [T, H, D]; the lse is [Hq, T]."""
+        """Return `call_backward` of packed sequences, [T, H, D]; the lse is [Hq, T]."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ class FlashKernel(ABC):
         v_dim, (qk_dims, v_dims) = v.shape[-1], self._dims_of(k, v)
         q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
         outputs = [
-            self._forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], _ask(how, part))
+            self.call_forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], _ask(how, part))
             for part in pieces(how.band, q.shape[1], k.shape[1], self.tall)
         ]
         out, lse = (_joined([part[n] for part in outputs], dim) for n, dim in ((0, 1), (1, 2)))
@@ -185,7 +186,7 @@ class FlashKernel(ABC):
         qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
         v = fit(v, v_dims, ALIGN_BYTES).flatten(0, 1)
-        out, lse = self._forward_varlen(q, k, v, _ask_varlen(how), lengths)
+        out, lse = self.call_forward_varlen(q, k, v, _ask_varlen(how), lengths)
         return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
@@ -198,7 +199,7 @@ class FlashKernel(ABC):
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
         v, dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES).flatten(0, 1) for x in (v, queries.dout, queries.out))
         lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
-        grads = self._backward_varlen(Queries(q, dout, out, lse), k, v, _ask_varlen(how), lengths)
+        grads = self.call_backward_varlen(Queries(q, dout, out, lse), k, v, _ask_varlen(how), lengths)
         dq, dk, dv = (in_rows(grad, batch) for grad in grads)
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
@@ -212,14 +213,14 @@ class FlashKernel(ABC):
         if self.largest_dq is not None and dq > self.largest_dq:
             return False
         trial = Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic, how.band == ANTICAUSAL)
-        return _is_right(self, trial)
+        return is_right(self, trial)
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
-        """Return `_backward`, of as many batch rows at a time as `largest_dq` allows, or heads of one row."""
+        """Return `call_backward`, of as many batch rows at a time as `largest_dq` allows, or heads of one row."""
         batch, rows, heads, dim = queries.q.shape
         head = round_up(rows, DQ_ROWS) * round_up(dim, _DQ_DIMS)
         if self.largest_dq is None or head * heads * batch <= self.largest_dq or heads * batch == 1:
-            return self._backward(queries, k, v, ask)
+            return self.call_backward(queries, k, v, ask)
         if batch > 1:
             some = max(1, self.largest_dq // (head * heads))
             parts = [slice(first, first + some) for first in range(0, batch, some)]
@@ -284,11 +285,6 @@ def sequence_options(lengths: Lengths) -> dict[str, object]:
         "max_seqlen_q": max(lengths.q),
         "max_seqlen_k": max(lengths.k),
     }
-
-
-@cache
-def _is_right(kernel: FlashKernel, trial: Trial) -> bool:
-    return is_right(kernel, trial)
 
 
 def _ask_varlen(how: How) -> Ask:

@@ -27,23 +27,25 @@ class FlashAttn2Kernel(FlashAttention2):
     )
     features = FlashAttention2.features | {"softcap"}
 
-    def _refuse_library(self, case: Case) -> str | None:
+    def refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)
         if isinstance(found, str):
             return found
         version = str(getattr(library.load("flash_attn"), "__version__", "2.7"))
         return f"it needs flash-attn 2.7 or newer, not {version}" if library.older(version, (2, 7)) else None
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = library.load(_MODULE)._flash_attn_forward(q, k, v, **_options(ask), return_softmax=False)
         return out, lse
 
-    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def call_forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
         forward = library.load(_MODULE)._flash_attn_varlen_forward
         out, lse, *_ = forward(q, k, v, **sequence_options(lengths), **_options(ask), return_softmax=False)
         return out, lse
 
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         library.load(_MODULE)._flash_attn_backward(
@@ -51,7 +53,7 @@ class FlashAttn2Kernel(FlashAttention2):
         )
         return grads[0], grads[1], grads[2]
 
-    def _backward_varlen(
+    def call_backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries

@@ -55,7 +55,7 @@ class FlashAttn3Kernel(FlashKernel):
     def __init__(self, fills_up: bool | None = None) -> None:
         self._fills_up = fills_up
 
-    def _refuse_library(self, case: Case) -> str | None:
+    def refuse_library(self, case: Case) -> str | None:
         if "deterministic" in case.features and max(case.qk_dim, case.v_dim) > 192:
             return "it is deterministic for head dims up to 192 only"
         found = library.find(_MODULE)
@@ -76,22 +76,24 @@ class FlashAttn3Kernel(FlashKernel):
         takes_unlike = self._fills_up is False or _takes_unlike(k.device.type, k.dtype)
         return _UNLIKE if takes_unlike else self._dims(*dims)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
             q, k, v, **_options(ask), num_splits=1, sm_margin=_sm_margin(q, k, ask)
         )
         return out, lse
 
-    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def call_forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **sequence_options(lengths), **_options(ask), num_splits=1)
         return out, lse
 
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         return _gradients(queries, k, v, _options(ask) | {"deterministic": ask.deterministic})
 
-    def _backward_varlen(
+    def call_backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = sequence_options(lengths) | _options(ask) | {"deterministic": ask.deterministic}
@@ -126,13 +128,14 @@ def _takes_unlike(device: str, dtype: torch.dtype) -> bool:
     for kv_heads in (2, 1):
         problem = problem_of(_AS_IT_IS, _FILLED_UP, Case(device, dtype, 2, kv_heads, *_UNLIKE))
         if problem is not None:
-            _warn_once(problem)
+            warn_once(problem)
             return False
     return True
 
 
 @cache
-def _warn_once(problem: str) -> None:
+def warn_once(problem: str) -> None:
+    """Log why v is filled up, once in a process."""
     _LOG.warning("flash_attn_3 gets v filled up to the head dim of q and k, which is slower (without: %s)", problem)
 
 

@@ -47,7 +47,7 @@ class FlashAttn4Kernel(FlashKernel):
     features = FlashKernel.features | {"softcap"}
     tall = False  # no test of flash-attn-4 has gradients of a window with more rows than keys
 
-    def _refuse_library(self, case: Case) -> str | None:
+    def refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)
         if isinstance(found, str):
             return found
@@ -71,11 +71,11 @@ class FlashAttn4Kernel(FlashKernel):
         largest = round_up(max(qk_dim, v_dim, _LEAST_DIM), _DIMS)
         return (largest, largest) if largest <= 128 else (192, 128)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = library.load(_MODULE)._flash_attn_fwd(q, k, v, **_options(ask), return_lse=True)
         return out, lse
 
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries
         backward = library.load(_MODULE)._flash_attn_bwd
         dq, dk, dv, *_ = backward(q, k, v, out, dout, lse, **_options(ask), deterministic=ask.deterministic)

@@ -21,7 +21,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.types import FULL
 
 # Scores of query rows that are worked on at a time, so that memory does not grow with the square of the sequence.
-_SCORES = 2**26
+MOST_SCORES = 2**26
 _ROWS = 512  # at a time, at most
 
 
@@ -47,7 +47,7 @@ class ReferenceKernel:
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)
-        for rows in _row_slices(q, k):
+        for rows in row_slices(q, k):
             part = _rows_of(how, rows)
             scores = _scores(q[:, rows], keys, part, rows.start)[0]
             lse[:, :, rows] = torch.logsumexp(scores, -1)
@@ -70,7 +70,7 @@ class ReferenceKernel:
         dq = torch.empty_like(q, dtype=dtype)
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         dbias = torch.zeros_like(how.bias, dtype=dtype) if how.bias is not None and how.wants_dbias else None
-        for rows in _row_slices(q, k):
+        for rows in row_slices(q, k):
             part = _rows_of(how, rows)
             q_rows, dout, out = (x[:, rows].to(dtype) for x in queries[:3])
             scores, slope = _scores(q_rows, keys, part, rows.start)
@@ -97,7 +97,7 @@ def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = _by_query_head(k, q, dtype)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
-    for rows in _row_slices(q, k):
+    for rows in row_slices(q, k):
         inside = k.shape[1] if how.band.upper is None else max(0, min(k.shape[1], rows.stop + how.band.upper))
         if inside:
             part = _first_keys_of(_rows_of(how, rows), inside)
@@ -106,9 +106,10 @@ def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     return largest
 
 
-def _row_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
+def row_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of q [B, Sq, H, D] whose scores with k [B, Sk, H, D] number at most `MOST_SCORES`."""
     batch, length, heads, _ = q.shape
-    rows = max(1, min(_ROWS, _SCORES // max(1, batch * heads * k.shape[1])))
+    rows = max(1, min(_ROWS, MOST_SCORES // max(1, batch * heads * k.shape[1])))
     for start in range(0, length, rows):
         yield slice(start, min(start + rows, length))
 

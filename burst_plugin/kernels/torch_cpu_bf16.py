@@ -24,7 +24,7 @@ from burst_plugin.kernels.shaping import backward_reversed, expand_heads, sum_he
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel, flash_backward
 from burst_plugin.types import ANTICAUSAL, FULL, Band
 
-_ROWS = 1024  # queries and keys of a square
+ROWS = 1024  # queries and keys of a square
 
 
 class TorchCpuBf16Kernel(TorchCpuKernel):
@@ -62,7 +62,7 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
 
 def _squares(queries: int, keys: int, band: Band) -> Iterator[tuple[slice, slice, Band]]:
     """Yield query rows, key rows and band of the squares of a full or causal tile."""
-    for first_q, first_k in product(range(0, queries, _ROWS), range(0, keys, _ROWS)):
+    for first_q, first_k in product(range(0, queries, ROWS), range(0, keys, ROWS)):
         if band == FULL or first_k <= first_q:
-            rows, k_rows = slice(first_q, first_q + _ROWS), slice(first_k, first_k + _ROWS)
+            rows, k_rows = slice(first_q, first_q + ROWS), slice(first_k, first_k + ROWS)
             yield rows, k_rows, band if first_k == first_q else FULL

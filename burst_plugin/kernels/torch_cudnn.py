@@ -101,7 +101,7 @@ class TorchCudnnKernel:
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         rows, keys, qk_dim, v_dim = queries.q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]
-        if min(rows, keys) == 1 or _may_be_nan(rows, keys, k.device):
+        if min(rows, keys) == 1 or may_be_nan(rows, keys, k.device):
             return TorchFlashKernel().backward(queries, k, v, how)
         dims, dtype = _dims(k, v), k.dtype
         q, k = _heads_first(queries.q, dims[0]), _heads_first(k, dims[0])
@@ -113,7 +113,7 @@ class TorchCudnnKernel:
             lse = lse.clone()
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(dout, q, k, v, out, lse.unsqueeze(-1) if _statistics_have_a_dim() else lse),
+            *(dout, q, k, v, out, lse.unsqueeze(-1) if statistics_have_a_dim() else lse),
             *state,  # philox_seed, philox_offset
             *(None, None, None),  # attn_bias, cum_seq_q, cum_seq_k
             *(rows, keys, 0.0, how.band == CAUSAL),  # max_q, max_k, dropout_p, is_causal
@@ -127,16 +127,17 @@ def _version() -> int:
     return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
-def _may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
+def may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
     """Return whether gradients of such a tile may be NaN, see the top of this file; log it once."""
-    found = _is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
+    found = is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
     if found:
-        _warn_once()
+        warn_once()
     return found
 
 
 @cache
-def _warn_once() -> None:
+def warn_once() -> None:
+    """Log that PyTorch's flash-attention takes tiles from cuDNN, once in a process."""
     _LOG.warning(
         "on this GPU torch_cudnn leaves backward passes of tiles that do not fill blocks of %d rows to torch_flash, "
         "which is slower; lengths that are a multiple of %d times twice the number of ranks fill them",
@@ -145,7 +146,8 @@ def _warn_once() -> None:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a GPU of compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -168,7 +170,7 @@ def _heads_first(x: Tensor, dim: int) -> Tensor:
     return x.as_strided(x.shape, strides).transpose(1, 2)
 
 
-def _statistics_have_a_dim() -> bool:
+def statistics_have_a_dim() -> bool:
     """Return whether this PyTorch has the lse as [B, H, Sq, 1]; older ones have [B, H, Sq]."""
     return 4 in _seen_dims if _seen_dims else _described_with_a_dim()
 

@@ -22,8 +22,8 @@ _LSE_ROWS = 32
 _BIAS_COLUMNS = 16
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # sdp::CustomMaskType
 _LOWEST_BIAS = -1e38  # that stays finite if it is multiplied by log2(e)
-_LARGEST_BIAS = 2**32 - 1  # of one head: kernel_forward.h counts them in uint32 (pytorch#187227)
-_LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in int32 (pytorch#186075)
+LARGEST_BIAS = 2**32 - 1  # of one head: kernel_forward.h counts them in uint32 (pytorch#187227)
+LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in int32 (pytorch#186075)
 
 
 class TorchEfficientKernel:
@@ -110,9 +110,9 @@ def _addressable(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """Return q, k, v and bias in parts of as many heads as the forward pass can address: mostly one."""
-    if k.shape[1] * max(k.stride(1), v.stride(1)) <= _LARGEST_OFFSET:
+    if k.shape[1] * max(k.stride(1), v.stride(1)) <= LARGEST_OFFSET:
         return [(q, k, v, bias)]
-    some = max(1, _LARGEST_OFFSET // (k.shape[1] * max(k.shape[3], v.shape[3])))
+    some = max(1, LARGEST_OFFSET // (k.shape[1] * max(k.shape[3], v.shape[3])))
     heads = [slice(first, first + some) for first in range(0, k.shape[2], some)]
     return [
         (
@@ -132,9 +132,9 @@ def _mask(how: How) -> int:
 def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
     """Return slices of query rows where a bias is too large for one call, with the mask in the bias; else none."""
     columns = round_up(k.shape[1], _BIAS_COLUMNS)
-    if how.bias is None or q.shape[1] * columns <= _LARGEST_BIAS:
+    if how.bias is None or q.shape[1] * columns <= LARGEST_BIAS:
         return []
-    some = max(1, _LARGEST_BIAS // columns)
+    some = max(1, LARGEST_BIAS // columns)
     parts = [slice(first, first + some) for first in range(0, q.shape[1], some)]
     biases = (_of_rows(how.bias[:, :, rows], rows.start, how.band, q.dtype) for rows in parts)
     return [(rows, how._replace(band=FULL, bias=bias)) for rows, bias in zip(parts, biases, strict=True)]

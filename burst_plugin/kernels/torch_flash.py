@@ -34,17 +34,19 @@ class TorchFlashKernel(FlashAttention2):
     name = "torch_flash"
     limits = Limits("cuda", HALVES, dims=((256, 256),), capability=((8, 0), (12, 1)))
 
-    def _refuse_library(self, case: Case) -> str | None:
+    def refuse_library(self, case: Case) -> str | None:
         library = activated_library()
         if library is not None:  # in whichever version, and its kernel here would not know
             return f"{library} is activated in its place; torch.nn.attention.restore_flash_attention_impl() ends that"
         built = torch.backends.cuda.is_flash_attention_available()
         return None if built else "this PyTorch was built without flash-attention"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         return self._run(q, k, v, ask, (None, None, q.shape[1], k.shape[1]))
 
-    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def call_forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
         return self._run(q, k, v, ask, _sequences(lengths))
 
     @staticmethod
@@ -58,18 +60,22 @@ class TorchFlashKernel(FlashAttention2):
         )
         return out, lse
 
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
-        return self._run_backward(queries, k, v, ask, (None, None, queries.q.shape[1], k.shape[1]))
+    def call_backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        return self.run_backward(queries, k, v, ask, (None, None, queries.q.shape[1], k.shape[1]))
 
-    def _backward_varlen(
+    def call_backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._run_backward(queries, k, v, ask, _sequences(lengths))
+        return self.run_backward(queries, k, v, ask, _sequences(lengths))
 
     @staticmethod
-    def _run_backward(
+    def run_backward(
         queries: Queries, k: Tensor, v: Tensor, ask: Ask, sequences: _Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv from PyTorch's operator, of one tile or of packed sequences.
+
+        sequences: the last rows of packed sequences of queries and of keys, or None twice; their longest lengths.
+        """
         q, dout, out, lse = queries
         state = (
             torch.empty(2, dtype=torch.uint64, device=q.device),

@@ -31,11 +31,12 @@ def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
     device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else case.device
     features = case.features & _FEATURES & kernel.features & trusted.features
     tried = case._replace(features=features, new_tiles=False)
-    return _problem(kernel, trusted, torch.device(device), tried)  # type: ignore[arg-type]  # kernels have a hash
+    return problem_on_device(kernel, trusted, torch.device(device), tried)  # type: ignore[arg-type]  # kernels have a hash
 
 
 @cache
-def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> str | None:
+def problem_on_device(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> str | None:
+    """Return what `problem_of` returns, for a case with the features that are tried; once for each case."""
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             wrong = _wrong(kernel, trusted, device, case)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -119,10 +120,11 @@ class Trial(NamedTuple):
     anticausal: bool = False  # in place of full and causal sequences
 
 
+@cache
 def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
     """Return whether a batched call of a kernel on packed sequences gives the results of a call for each sequence.
 
-    If not, a warning is logged. Raises torch.OutOfMemoryError.
+    If not, a warning is logged, once. Raises torch.OutOfMemoryError.
     """
     try:
         wrong = [name for name, error in _errors(kernel, trial).items() if not error < TOLERANCE]

@@ -25,11 +25,11 @@ from burst_plugin.kernels import (
     How,
     Kernel,
     Queries,
-    _warn_once,
     choose_kernel,
     library,
     torch_cudnn,
     torch_efficient,
+    warn_once,
 )
 from burst_plugin.kernels import flash_attn_3 as flash_attn_3_module
 from burst_plugin.kernels import flash_attn_4 as flash_attn_4_module
@@ -207,7 +207,7 @@ def test_what_cudnn_has_no_kernel_for_is_left_to_flash_attention(
         agree(kernel, Problem.draw(rows, (2, 1), 8, torch.float64), How(FULL, SCALED))
     assert {call["by"] for call in calls} == {"torch_flash"}
     for faulty, noted in ((False, ["torch_cudnn"]), (True, ["torch_cudnn", "torch_flash"])):
-        monkeypatch.setattr(torch_cudnn, "_may_be_nan", lambda rows, keys, device, faulty=faulty: faulty)
+        monkeypatch.setattr(torch_cudnn, "may_be_nan", lambda rows, keys, device, faulty=faulty: faulty)
         calls.clear()
         agree(kernel, Problem.draw((5, 2), (2, 1), 8, torch.float64), How(FULL, SCALED))
         assert [call["by"] for call in calls] == noted, "of cuDNN forward passes are noted, of flash backward ones"
@@ -233,11 +233,11 @@ def test_which_cudnn_may_give_nan(
 ) -> None:
     pretend(monkeypatch, gpu, cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU[gpu])
-    monkeypatch.setattr(torch_cudnn, "_is_hopper", torch_cudnn._is_hopper.__wrapped__)
-    torch_cudnn._warn_once.cache_clear()
+    monkeypatch.setattr(torch_cudnn, "is_hopper", torch_cudnn.is_hopper.__wrapped__)
+    torch_cudnn.warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
-    assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
-    assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
+    assert torch_cudnn.may_be_nan(*shape, torch.device("cuda", 0)) == faulty
+    assert torch_cudnn.may_be_nan(*shape, torch.device("cuda", 0)) == faulty
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * faulty, "once"
 
 
@@ -301,7 +301,7 @@ def test_a_bias_of_more_than_can_be_addressed_is_worked_on_in_slices(
         for band, mask in BANDS.items():
             how = How(band, SCALED, problem.bias)
             for rows, parts in ((19, 0), (7, 3)):
-                monkeypatch.setattr(torch_efficient, "_LARGEST_BIAS", 32 * rows)
+                monkeypatch.setattr(torch_efficient, "LARGEST_BIAS", 32 * rows)
                 assert len(torch_efficient._slices(problem.q, problem.k, how)) == parts
                 found = errors(run(kernel.name, problem, how), reference(problem, mask))
                 assert all(error < 1e-13 for error in found.values()), (band, found)
@@ -317,7 +317,7 @@ def test_keys_of_more_than_can_be_addressed_are_worked_on_by_heads(
     rows, dim = problem.k.shape[1], problem.k.shape[3]
     q, k, v = (torch_efficient._whole(x, 4) for x in problem[:3])
     for largest, parts in ((4 * rows * dim, 1), (4 * rows * dim - 1, 2), (rows * dim, 4), (1, 4)):
-        monkeypatch.setattr(torch_efficient, "_LARGEST_OFFSET", largest)
+        monkeypatch.setattr(torch_efficient, "LARGEST_OFFSET", largest)
         assert len(torch_efficient._addressable(q, k, v, None)) == parts
         for band, mask in BANDS.items():
             found = errors(run(kernel.name, problem, How(band, SCALED, problem.bias)), reference(problem, mask))
@@ -404,8 +404,8 @@ def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returne
     with flash_attn_3(Calls(), returned):
         assert isinstance(kernel, FlashAttn3Kernel)
         case = Case("cpu", torch.float32, 2, 1, 64, 64)
-        why = kernel._refuse_library(case._replace(features=frozenset({"deterministic"})))
-        assert kernel._refuse_library(case) is None
+        why = kernel.refuse_library(case._replace(features=frozenset({"deterministic"})))
+        assert kernel.refuse_library(case) is None
     assert (why is not None and "newer than v2.8.3" in why) == refused
 
 
@@ -413,17 +413,17 @@ def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returne
 def test_what_a_build_of_flash_attention_3_lacks_is_refused(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one in xformers 0.0.34 lacks softcap, seen on an H100; before a message is under way."""
     kernel, asked = KERNELS["flash_attn_3"], Case("cpu", torch.float32, 2, 1, 64, 56)
-    plain_forward = FlashAttn3Kernel._forward
+    plain_forward = FlashAttn3Kernel.call_forward
 
     def forward(self: FlashAttn3Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ask: Ask) -> Any:
         if ask.softcap if feature == "softcap" else ask.left is not None:
             raise RuntimeError(f"This flash attention build does not support {feature}.")
         return plain_forward(self, q, k, v, ask)
 
-    monkeypatch.setattr(FlashAttn3Kernel, "_forward", forward)
+    monkeypatch.setattr(FlashAttn3Kernel, "call_forward", forward)
     with flash_attn_3(Calls(), 5):
-        assert kernel._refuse_library(asked) is None
-        why = kernel._refuse_library(asked._replace(features=frozenset({feature, "head dims"})))
+        assert kernel.refuse_library(asked) is None
+        why = kernel.refuse_library(asked._replace(features=frozenset({feature, "head dims"})))
     assert why == f"tried out, it fails: RuntimeError: This flash attention build does not support {feature}."
 
 
@@ -462,7 +462,7 @@ def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(version: st
     kernel = KERNELS["flash_attn_4"]
     with flash_attn_4(Calls(), 4, version):
         assert isinstance(kernel, FlashAttn4Kernel)
-        why = kernel._refuse_library(Case("cpu", torch.float32, 2, 1, 64, 64))
+        why = kernel.refuse_library(Case("cpu", torch.float32, 2, 1, 64, 64))
     assert (why is not None and "4.0.0b26" in why) == refused
 
 
@@ -574,7 +574,7 @@ def test_a_kernel_that_is_wrong_here_is_not_chosen(
 ) -> None:
     pretend(monkeypatch, "H100")
     monkeypatch.setattr(torch_cudnn, "problem_of", lambda kernel, trusted, case: f"not like {trusted.name}")
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert choose_kernel("auto", PLAIN).name == "torch_flash"
     assert "torch_cudnn: not like torch_flash" in caplog.text
@@ -583,8 +583,8 @@ def test_a_kernel_that_is_wrong_here_is_not_chosen(
 
 
 def test_the_lse_of_cudnn_has_the_shape_that_this_pytorch_has(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    assert torch_cudnn._statistics_have_a_dim()
-    monkeypatch.setattr(torch_cudnn, "_statistics_have_a_dim", lambda: False)
+    assert torch_cudnn.statistics_have_a_dim()
+    monkeypatch.setattr(torch_cudnn, "statistics_have_a_dim", lambda: False)
     problem = Problem.draw(8, (2, 1))
     with INSTALL["torch_cudnn"][1](calls), pytest.raises(AssertionError):
         run("torch_cudnn", problem, How(FULL, SCALED))
@@ -598,10 +598,10 @@ def test_flash_attention_3_fills_up_v_only_where_it_must(
     release: int, dims: tuple[int, int], v_dim: int, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A trial, before anything is sent, finds out what its backward pass takes; and is the only one."""
-    flash_attn_3_module._warn_once.cache_clear()
+    flash_attn_3_module.warn_once.cache_clear()
     case = Case("cpu", torch.float32, 2, 1, *dims)
     with flash_attn_3(calls, release), caplog.at_level(logging.WARNING):
-        assert KERNELS["flash_attn_3"]._refuse_library(case) is None
+        assert KERNELS["flash_attn_3"].refuse_library(case) is None
         calls.clear()
         problem = Problem.draw(8, (2, 1), dims)
         found = errors(run("flash_attn_3", problem, How(CAUSAL, SCALED)), reference(problem, Causal(), SCALED))
@@ -742,7 +742,7 @@ def test_a_kernel_for_earlier_gpus_says_so_once(
 ) -> None:
     """Where PyTorch comes with an older cuDNN, flash-attention 2 would run on Hopper unseen."""
     pretend(monkeypatch, gpu, cudnn)
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):  # libraries that other tests import raise it
         for _ in range(2):
             choose_kernel("auto", PLAIN)

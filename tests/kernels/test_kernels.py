@@ -99,8 +99,8 @@ def run(where: Run | str, problem: Problem, how: How) -> Result:
 def test_the_reference_works_on_as_few_rows_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, how = Problem.draw(19, (4, 2), dtype=torch.float64), How(CAUSAL, SCALED)
     expected = run("reference", problem, how)
-    monkeypatch.setattr(reference_kernel, "_SCORES", 2 * 4 * 19 * 5)
-    assert len(list(reference_kernel._row_slices(problem.q, problem.k))) == 4
+    monkeypatch.setattr(reference_kernel, "MOST_SCORES", 2 * 4 * 19 * 5)
+    assert len(list(reference_kernel.row_slices(problem.q, problem.k))) == 4
     for one, other in zip(run("reference", problem, how), expected, strict=True):
         assert one is other is None or (one is not None and torch.allclose(one, other, rtol=1e-12))
 
@@ -191,7 +191,7 @@ def test_large_tiles_with_low_scores(where: Run, shape: tuple[int, int]) -> None
 @pytest.mark.parametrize("band", BANDS, ids=["full", "causal", "anticausal"])
 @pytest.mark.parametrize("shape", [(32, 32), (35, 35)], ids=str)
 def test_squares_of_a_tile_are_added_up(shape: tuple[int, int], band: Band, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_cpu_bf16, "_ROWS", 8)
+    monkeypatch.setattr(torch_cpu_bf16, "ROWS", 8)
     problem = Problem.draw(shape, (4, 2), dtype=torch.bfloat16)
     found = errors(run("torch_cpu_bf16", problem, How(band, SCALED)), reference(problem, BANDS[band]))
     assert max(found.values()) < GPU_BOUNDS[torch.bfloat16], found
@@ -432,7 +432,7 @@ class _CountsHeads(TorchFlashKernel):
     def __init__(self) -> None:
         self.heads: list[int] = []
 
-    def _backward(self, queries: Queries, k: torch.Tensor, v: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, ...]:
+    def call_backward(self, queries: Queries, k: torch.Tensor, v: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, ...]:
         self.heads.append(queries.q.shape[2])
         total = queries.q.sum(2, keepdim=True)
         return queries.q, total, -total
@@ -444,7 +444,7 @@ def test_slices_of_the_queries_of_one_key_head_are_of_even_sizes(heads: int, cal
     kernel, q = _CountsHeads(), torch.randn(1, 8, heads, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
     queries = Queries(q, q, q, torch.zeros(1, heads, 8))
-    dq, dk, dv = kernel._backward_in_slices(queries, k, k, Ask(1.0, 0.0, None, None, False))
+    dq, dk, dv = kernel.backward(queries, k, k, How(FULL, Scores(scale=1.0)))[:3]
     assert kernel.heads == calls
     assert torch.equal(dq, q)
     if len(calls) > 1:

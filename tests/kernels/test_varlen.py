@@ -151,10 +151,10 @@ def calls() -> Calls:
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest, calls: Calls) -> Iterator[Kernel]:
     name, install = INSTALL[request.param]
-    flash_module._is_right.cache_clear()
+    flash_module.is_right.cache_clear()
     with install(calls):
         yield KERNELS[name]
-    flash_module._is_right.cache_clear()
+    flash_module.is_right.cache_clear()
 
 
 every_varlen = pytest.mark.parametrize("kernel", RAGGED, indirect=True)
@@ -219,7 +219,7 @@ def test_one_query_each_and_what_cannot_be_addressed_go_alone(
 def test_a_library_that_is_wrong_there_is_found_out(
     kernel: Kernel, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forward, backward = type(kernel)._forward_varlen, type(kernel)._backward_varlen  # type: ignore[attr-defined]
+    forward, backward = type(kernel).call_forward_varlen, type(kernel).call_backward_varlen  # type: ignore[attr-defined]
 
     def wrong_forward(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
         if fault == "raises":
@@ -231,8 +231,8 @@ def test_a_library_that_is_wrong_there_is_found_out(
         dq, dk, dv = backward(*args)
         return dq, dk.roll(1, 0) if fault == "wrong dk" else dk, dv  # type: ignore[return-value]
 
-    monkeypatch.setattr(type(kernel), "_forward_varlen", wrong_forward)
-    monkeypatch.setattr(type(kernel), "_backward_varlen", wrong_backward)
+    monkeypatch.setattr(type(kernel), "call_forward_varlen", wrong_forward)
+    monkeypatch.setattr(type(kernel), "call_backward_varlen", wrong_backward)
     problem = drawn((5, 2, 9), (5, 2, 9), 2, (8, 8))
     how = How(CAUSAL, Scores(scale=0.3), lengths=lengths_of((5, 2, 9) * 2, (5, 2, 9) * 2, CPU))
     caplog.set_level(logging.WARNING)
@@ -297,8 +297,8 @@ def test_a_ring_is_exact(name: str, backward: str, cu_seqlens: tuple[int, ...] |
     with ExitStack() as stack:
         if name in INSTALL:
             chosen, install = INSTALL[name]
-            flash_module._is_right.cache_clear()
-            stack.callback(flash_module._is_right.cache_clear)
+            flash_module.is_right.cache_clear()
+            stack.callback(flash_module.is_right.cache_clear)
             stack.enter_context(install(Calls()))
             name = chosen
         found = ring_errors(KERNELS[name], mask, Tokens(128, cu_seqlens), strategy)

@@ -194,7 +194,7 @@ def fake_driver() -> Iterator[Launches]:
     with ExitStack() as stack:
         for where, name, answer in answers:
             stack.enter_context(mock.patch.object(where, name, answer))
-        stack.enter_context(mock.patch("burst_plugin.kernels.flash._is_right", return_value=True))
+        stack.enter_context(mock.patch("burst_plugin.kernels.flash.is_right", return_value=True))
         stack.enter_context(mock.patch("burst_plugin.kernels.torch_cudnn.problem_of", return_value=None))
         yield launches
 

@@ -43,7 +43,7 @@ _IN_PLACE = {_ATEN.add_.Tensor, _ATEN.copy_.default, _ATEN.mul_.Tensor, _ATEN.ze
 _OF_VALUES = (torch.tensor, torch.as_tensor)
 _make_subclass, _empty = torch.Tensor._make_subclass, torch.empty
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_attention_backward = TorchFlashKernel._run_backward
+_attention_backward = TorchFlashKernel.run_backward
 
 
 def values() -> AbstractContextManager[Any]:
@@ -213,7 +213,7 @@ def _of_tensors() -> list[tuple[Any, str, Any]]:
         (FakeTensor, "is_meta", False),
         (FakeTensor, "data_ptr", lambda x: x.untyped_storage()._cdata),
         (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
-        (TorchFlashKernel, "_run_backward", staticmethod(_with_workspace)),
+        (TorchFlashKernel, "run_backward", staticmethod(_with_workspace)),
     ]
 
 

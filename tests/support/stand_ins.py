@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -351,10 +352,10 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
         ours.impl("fwd", forward, "CPU")
         ours.impl("bwd", backward, "CPU")
         _module(patch, "flash_attn_interface")
-        trial._problem.cache_clear()  # what another release takes says nothing of this one
+        trial.problem_on_device.cache_clear()  # what another release takes says nothing of this one
         yield
     library.find.cache_clear()
-    trial._problem.cache_clear()
+    trial.problem_on_device.cache_clear()
 
 
 @contextmanager
@@ -386,8 +387,9 @@ def flash_attn_4(calls: Calls, returned: int, version: str = "4.0.0") -> Iterato
         terms = Terms(window_4(q, k, window_size_left, window_size_right), softmax_scale, softcap)
         return gradients((dout, q, out, lse), k, v, terms)[:3]
 
+    installed = metadata.version
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burst_plugin.kernels.flash_attn_4._version", lambda: version)
+        patch.setattr(metadata, "version", lambda name: version if name == "flash-attn-4" else installed(name))
         _module(patch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
         yield
     library.find.cache_clear()

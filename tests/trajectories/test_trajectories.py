@@ -50,7 +50,7 @@ SCORES = (
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
+    monkeypatch.setattr(kernels, "warn_once", lambda text: None)  # of slow kernels
 
 
 def folded(model: TinyModel, batch: Folded, masks: tuple[Mask, Mask], scores: Scores, ring: VirtualRing) -> Given:
