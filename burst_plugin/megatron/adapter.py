@@ -95,7 +95,7 @@ def install_adapter(strategy: Strategy | None) -> MegatronAdapter:
     adapter.report += [hook_building(registry), hook_mixers(registry)]
     setattr(TransformerLayer.__init__, _MARK, adapter)
     follow_checkpoint_class(CheckpointFunction)
-    wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
+    wrap(parallel_state, "initialize_model_parallel", partial(make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report += [
         "rings are made with Megatron's groups, and forgotten with them",
@@ -119,7 +119,7 @@ def _extend_argument_parser(strategy: Strategy | None) -> str:
         from megatron.training import arguments
     except ImportError as error:  # only scripts need these packages, and will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
-    wrap(arguments, "add_megatron_arguments", _add_flags)
+    wrap(arguments, "add_megatron_arguments", add_flags)
     if hasattr(arguments, "validate_args"):
         hook_validation(arguments, None if strategy is None else strategy.layout)
     hook_skipped_steps()
@@ -129,7 +129,7 @@ def _extend_argument_parser(strategy: Strategy | None) -> str:
     )
 
 
-def _make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `initialize_model_parallel`, then make the ring, if any, on every rank.
 
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
@@ -162,6 +162,6 @@ def _forget_rings(adapter: MegatronAdapter, original: Callable[..., Any], *args:
     return original(*args, **kwargs)
 
 
-def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `add_megatron_arguments`, and add the flags of this package."""
     return add_even_microbatches_flag(add_arguments(original(*args, **kwargs)))

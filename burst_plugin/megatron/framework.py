@@ -38,7 +38,7 @@ def report(tree: str | None) -> Iterator[str]:
         return
     yield from done
     yield "refused with --cp-comm-type burst where sequences are spread over ranks:"
-    yield from _refused()
+    yield from refused_options()
 
 
 def _what_install_does() -> list[str]:
@@ -55,7 +55,8 @@ def _what_install_does() -> list[str]:
     return [f"megatron.core in {Path(core).parent}", *install().report, *left_out]
 
 
-def _refused() -> Iterator[str]:
+def refused_options() -> Iterator[str]:
+    """Yield a line for each option that this release refuses with burst attention: its name, and what to do."""
     from burst_plugin.megatron.flags.config import REFUSED, REFUSED_LATER
     from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS
 

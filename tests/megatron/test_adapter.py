@@ -280,7 +280,7 @@ def test_a_core_attention_of_ones_own_is_not_replaced_without_a_word() -> None:
 def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 
-    from burst_plugin.megatron.layers.building import _refuse_packed_mrope
+    from burst_plugin.megatron.layers.building import refuse_packed_mrope
 
     def preprocess(model: Any, input_ids: Any, packed_seq_params: Any = None) -> str:
         return "went on"
@@ -290,17 +290,17 @@ def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> N
     cut = types.SimpleNamespace(config=config, rotary_pos_emb=object.__new__(MultimodalRotaryEmbedding))
     own = types.SimpleNamespace(config=config, rotary_pos_emb=object())
     with pytest.raises(ValueError, match="position_embedding_type='mrope' is not supported with packed sequences"):
-        _refuse_packed_mrope(preprocess, cut, None, packed_seq_params=packed)
-    assert _refuse_packed_mrope(preprocess, cut, None) == "went on"
-    assert _refuse_packed_mrope(preprocess, own, None, packed) == "went on", "it cuts them itself"
+        refuse_packed_mrope(preprocess, cut, None, packed_seq_params=packed)
+    assert refuse_packed_mrope(preprocess, cut, None) == "went on"
+    assert refuse_packed_mrope(preprocess, own, None, packed) == "went on", "it cuts them itself"
 
 
 def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-    from burst_plugin.megatron.layers.building import _check_replaceable
+    from burst_plugin.megatron.layers.building import check_replaceable
 
-    _check_replaceable(
+    check_replaceable(
         ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
     )
     usual = ("megatron.core.transformer.dot_product_attention", "DotProductAttention")
@@ -311,17 +311,17 @@ def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
         with pytest.raises(
             ValueError, match="layer 3 gives its core attention options in its spec, attention_dropout"
         ):
-            _check_replaceable(given, 3)
+            check_replaceable(given, 3)
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, functools\.lru_cache"):
-        _check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)
+        check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)
     other = ("megatron.core.transformer.multi_latent_attention", "MLASelfAttention")  # DSAttention, in later releases
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, megatron\.core\."):
-        _check_replaceable(ModuleSpec(module=other), 1)
+        check_replaceable(ModuleSpec(module=other), 1)
 
 
 def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> None:
     """As the full attention of Megatron-Bridge's WAN: it computes what its spec says."""
-    from burst_plugin.megatron.layers.building import _choose_core_attention
+    from burst_plugin.megatron.layers.building import choose_core_attention
     from burst_plugin.megatron.registry import Registry
 
     def spec(core: Any = "core") -> Any:
@@ -337,10 +337,10 @@ def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> N
     layer, usual = torch.nn.Module(), {"self_attention": spec(), "cross_attention": None, "mlp": object()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _choose_core_attention(registry, init, layer, config, types.SimpleNamespace(**usual))
+        choose_core_attention(registry, init, layer, config, types.SimpleNamespace(**usual))
     submodules = types.SimpleNamespace(**usual, full_self_attention=spec("its own"))
     with pytest.warns(UserWarning, match="full_self_attention of a layer is not on the ring"):
-        _choose_core_attention(registry, init, layer, config, submodules)
+        choose_core_attention(registry, init, layer, config, submodules)
     assert built[1].self_attention.submodules.core_attention.params["original"] == "core"
     assert built[1].full_self_attention.submodules.core_attention == "its own"
 
@@ -380,31 +380,31 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them(monk
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from burst_plugin.megatron.layers import building
-    from burst_plugin.megatron.layers.building import _refuse_mamba, _refuse_other_mixers
+    from burst_plugin.megatron.layers.building import refuse_mamba, refuse_other_mixers
     from burst_plugin.megatron.registry import Registry
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     plain = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
     delta_net = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
     with pytest.raises(ValueError, match="Linear layers are not supported with hybrid_context_parallel"):
-        _refuse_other_mixers(config, "zigzag", delta_net)
-    _refuse_other_mixers(config, "zigzag", types.SimpleNamespace(self_attention=IdentityOp))
-    _refuse_other_mixers(plain, "zigzag", delta_net)
+        refuse_other_mixers(config, "zigzag", delta_net)
+    refuse_other_mixers(config, "zigzag", types.SimpleNamespace(self_attention=IdentityOp))
+    refuse_other_mixers(plain, "zigzag", delta_net)
     built = []
     for mixer in (MambaMixer, torch.nn.Linear):
         mamba = types.SimpleNamespace(mixer=ModuleSpec(module=mixer))
         with pytest.raises(
             ValueError, match=f"{mixer.__name__} layers are not supported with hybrid_context_parallel"
         ):
-            _refuse_mamba(Registry(None), lambda *given: built.append(given), None, config, mamba)
-        _refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
+            refuse_mamba(Registry(None), lambda *given: built.append(given), None, config, mamba)
+        refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
     with pytest.raises(ValueError, match="Linear layers are not supported with layout='auto'"):
-        _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
+        refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
     monkeypatch.setattr(building, "resets_attention_mask", lambda: True)
     with pytest.raises(ValueError, match="Linear layers are not supported with --reset-attention-mask"):
-        _refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
+        refuse_mamba(Registry(None), lambda *given: built.append(given), None, plain, mamba)
     mamba = types.SimpleNamespace(mixer=ModuleSpec(module=MambaMixer))
-    _refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
+    refuse_mamba(Registry(Strategy(layout="auto")), lambda *given: built.append(given), None, plain, mamba)
     assert len(built) == 3
 
 
@@ -415,9 +415,9 @@ def test_packed_sequences_on_other_ranks_than_the_layers_are_refused() -> None:
     def group(size: int) -> Any:
         return types.SimpleNamespace(size=lambda: size, rank=lambda: 0)
 
-    layer = types.SimpleNamespace(_pg_collection=types.SimpleNamespace(cp=group(1)))
+    layer = types.SimpleNamespace(pg_collection=types.SimpleNamespace(cp=group(1)))
     ring = types.SimpleNamespace(ranks=2, rank=0)
     with pytest.raises(ValueError, match="hybrid_context_parallel needs qkv_format='sbhd'"):
-        BurstCoreAttention._check_packed_group(layer, ring)  # type: ignore[arg-type]
-    layer._pg_collection.cp = group(2)
-    BurstCoreAttention._check_packed_group(layer, ring)  # type: ignore[arg-type]
+        BurstCoreAttention.check_packed_group(layer, ring)  # type: ignore[arg-type]
+    layer.pg_collection.cp = group(2)
+    BurstCoreAttention.check_packed_group(layer, ring)  # type: ignore[arg-type]

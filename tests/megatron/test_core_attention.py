@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -19,7 +20,6 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from burst_plugin import Causal, ContextParallel, key_padding
 from burst_plugin.megatron import packed_indices
-from burst_plugin.megatron.batches import packed
 from burst_plugin.megatron.batches.packed import check_known
 from burst_plugin.megatron.layers import masks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens
@@ -168,12 +168,12 @@ def _built_for(rank: int) -> tuple[int, int]:
     pairs = SimpleNamespace(cp=[dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2])
     config = replace(core.config, hierarchical_context_parallel_sizes=None)
     kind = AttnMaskType.causal
-    built = type(core)(config, 1, kind, "self", registry=core._registry, pg_collection=pairs)
-    ring = core._registry.contexts()[-1]
+    built = type(core)(config, 1, kind, "self", registry=core.registry, pg_collection=pairs)
+    ring = core.registry.contexts()[-1]
     assert ring.group is pairs.cp
     made = ring.created_groups
     built(*(_cut(x, 0, rank % 2, 2) for x in (q, k, v)), None)
-    assert core._registry.contexts()[-1] is ring
+    assert core.registry.contexts()[-1] is ring
     return len(made), len(ring.created_groups)
 
 
@@ -268,7 +268,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(found.numel())
         return found
 
-    monkeypatch.setattr(masks, "_AT_ONCE", 35)
+    monkeypatch.setattr(masks, "ELEMENTS_AT_ONCE", 35)
     monkeypatch.setattr(masks, "allowed", counted)
     return seen
 
@@ -355,7 +355,7 @@ def _seeds(rank: int) -> tuple[list[list[int]], bool]:
     for core in cores:
         seeds: list[int] = []
         drawn.append(seeds)
-        core._draw_seed = lambda draw=core._draw_seed, seeds=seeds: seeds.append(draw()) or seeds[-1]
+        core.draw_seed = lambda draw=core.draw_seed, seeds=seeds: seeds.append(draw()) or seeds[-1]
     data = batches(random_tokens(run))
     for _ in range(2):
         forward_step(data, model)
@@ -442,7 +442,13 @@ def test_batches_that_newer_releases_cut_otherwise_are_refused(name: str, value:
 
 
 def test_what_this_release_says_of_packed_sequences_is_known() -> None:
-    assert vars(PackedSeqParams()).keys() <= packed._KNOWN | packed._USUAL_CUT.keys()
+    """Each field of it is honoured, or refused if it is set."""
+    for name in vars(PackedSeqParams()):
+        params = PackedSeqParams()
+        setattr(params, name, object())
+        with warnings.catch_warnings(), suppress(ValueError):
+            warnings.simplefilter("error")
+            check_known(params)
 
 
 def test_what_newer_releases_say_of_packed_sequences_is_told() -> None:

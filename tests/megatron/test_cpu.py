@@ -209,7 +209,7 @@ def test_megatrons_own_attention_takes_values_of_another_head_dim() -> None:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.enums import AttnMaskType
 
-        wrap(DotProductAttention, "__init__", scripts._with_head_dims)
+        wrap(DotProductAttention, "__init__", scripts.with_head_dims)
         config = transformer_config(GptRun(layers=1, groups=8))
         options = {"k_channels": 8, "v_channels": 6, "softmax_scale": 0.3}
         core = DotProductAttention(config, 1, AttnMaskType.causal, "self", **options)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_mocks_in_place_of_classes_become_classes(monkeypatch: pytest.MonkeyPatc
     for module in modules:
         vars(module).update(TELinear=mock, TENorm=other, te=mock)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    scripts._have_classes_for_mocks()
+    scripts.replace_mocks_by_classes()
     one, two = (vars(module) for module in modules)
     assert isinstance(one["TELinear"], type)
     assert one["TELinear"] is two["TELinear"]
@@ -454,12 +454,12 @@ def test_layers_of_specs_are_normed_as_transformer_engines() -> None:
 
 
 def test_the_hadamard_transform_is_that_of_its_matrix() -> None:
-    from burst_plugin.megatron.cpu.mixer_kernels import _hadamard
+    from burst_plugin.megatron.cpu.mixer_kernels import hadamard_transform
 
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(4):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
     x = torch.randn(3, 2, 16, dtype=torch.float64)
-    torch.testing.assert_close(_hadamard(x, scale=0.25), x @ matrix * 0.25)
+    torch.testing.assert_close(hadamard_transform(x, scale=0.25), x @ matrix * 0.25)
     with pytest.raises(NotImplementedError, match="of 12 numbers"):
-        _hadamard(x[..., :12])
+        hadamard_transform(x[..., :12])

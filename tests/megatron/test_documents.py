@@ -212,7 +212,7 @@ def _drawn(rank: int, ranks: int, layout: str, packed: bool) -> float:
     parse(context_parallel_size=ranks, reset_attention_mask=not packed, dataloader_inter_document_masking=packed)
     model = build(replace(TWO_LAYERS, cp=ranks, cp_comm_type="burst", strategy=Strategy(layout=layout)))
     core = model.module.decoder.layers[0].self_attention.core_attention
-    registry, worst = core._registry, 0.0
+    registry, worst = core.registry, 0.0
     assert parallel_state.get_context_parallel_world_size() == ranks
     for number in range(10):
         random, generator = Random(number), torch.Generator().manual_seed(number)
@@ -255,7 +255,7 @@ def test_ten_drawn_batches_equal_float64(ranks: int, layout: str, packed: bool) 
 
 def _refused(rank: int) -> list[str]:
     """Return what each call says that cannot be right."""
-    from burst_plugin.megatron.batches.documents import _Reading
+    from burst_plugin.megatron.batches.documents import BatchReading
 
     parse()
     model = build(replace(TWO_LAYERS, cp=2, cp_comm_type="burst", strategy=Strategy(layout="auto")))
@@ -273,7 +273,7 @@ def _refused(rank: int) -> list[str]:
         lambda: core(q, k, k, attention_mask=torch.tensor([[0, 16]])),
         lambda: core(q, k, k),
         lambda: model(torch.zeros(1, 32, dtype=torch.int64), torch.arange(32)[None], None),
-        lambda: next(_Reading(iter([{"tokens": q}]), lambda bounds: None)),
+        lambda: next(BatchReading(iter([{"tokens": q}]), lambda bounds: None)),
     ):
         with pytest.raises(ValueError) as error:  # noqa: PT011
             call()
@@ -355,7 +355,7 @@ def _read_twice(rank: int) -> tuple[Any, torch.Tensor]:
     from megatron.core.datasets.utils import Split
 
     from burst_plugin.megatron import install
-    from burst_plugin.megatron.batches.documents import _Reading, rows_of
+    from burst_plugin.megatron.batches.documents import BatchReading, rows_of
 
     parse()
     install(Strategy(layout="auto"))
@@ -375,7 +375,7 @@ def _read_twice(rank: int) -> tuple[Any, torch.Tensor]:
     batch = torch.utils.data.default_collate([dataset[0], dataset[1]])
     kept: list[Any] = []
     for _ in range(2):
-        assert "burst_documents" not in next(_Reading(iter([batch]), kept.append))
+        assert "burst_documents" not in next(BatchReading(iter([batch]), kept.append))
     return rows_of(kept[1]), batch["tokens"]
 
 

@@ -20,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from burst_plugin.megatron.adapter import _add_flags, _make_ring
+from burst_plugin.megatron.adapter import add_flags, make_ring
 from burst_plugin.megatron.batches import even_microbatches
 from burst_plugin.megatron.batches.even_microbatches import assign_evenly, hook_even_microbatches, works_of
 from tests.support.ranks import run_ranks
@@ -285,7 +285,7 @@ def test_the_example() -> None:
 def test_how_even_a_step_is_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
     for size, own in ((1, "1.25"), (2, "1.12")):
-        even_microbatches._print_evenness(works, assign_evenly(works, 2, size))
+        even_microbatches.print_evenness(works, assign_evenly(works, 2, size))
         said = f"the fullest of 2 data-parallel ranks has 1.00 times the mean attention, {own} times in Megatron's"
         assert said in capsys.readouterr().out
 
@@ -313,7 +313,7 @@ def test_what_cannot_work_is_refused_before_groups_are_made(
 ) -> None:
     _parse(monkeypatch, **changes)
     with pytest.raises(SystemExit):
-        _make_ring(None, lambda: pytest.fail("groups are made"))  # type: ignore[arg-type]
+        make_ring(None, lambda: pytest.fail("groups are made"))  # type: ignore[arg-type]
     said = capsys.readouterr().err
     assert re.search(rf"--burst-even-microbatches cannot run with these flags;.*:\n  {message}", said), said
     assert scripts.build_pretraining_data_loader is scripts.original
@@ -336,6 +336,6 @@ def test_data_of_unknown_lengths_are_refused(scripts: Any) -> None:
 
 
 def test_megatrons_parser_knows_the_flag() -> None:
-    parser = _add_flags(lambda parser: parser, argparse.ArgumentParser())
+    parser = add_flags(lambda parser: parser, argparse.ArgumentParser())
     assert parser.parse_args(["--burst-even-microbatches"]).burst_even_microbatches
     assert not parser.parse_args([]).burst_even_microbatches

@@ -20,7 +20,7 @@ from burst_plugin.megatron import framework
 from burst_plugin.megatron.flags.arguments import add_arguments, parsed_arguments, parsed_strategy
 from burst_plugin.megatron.flags.config import REFUSED, REFUSED_LATER
 from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
-from burst_plugin.megatron.layers.building import _choose_core_attention, _refuse_whole_sequences
+from burst_plugin.megatron.layers.building import choose_core_attention, refuse_whole_sequences
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
@@ -157,10 +157,10 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
     with pytest.raises(ValueError, match="--sft is not supported"):
         refuse_flags()
-    assert any("  sft: before 0.18" in line for line in framework._refused())
+    assert any("  sft: before 0.18" in line for line in framework.refused_options())
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
-    assert not any("sft" in line for line in framework._refused()), "`burst doctor` lists what is refused here"
+    assert not any("sft" in line for line in framework.refused_options()), "`burst doctor` lists what is refused here"
     _parse(sft=True, hybrid_context_parallel=True)
     with pytest.raises(
         ValueError, match="--sft with --hybrid-context-parallel runs on one ring, which needs --cp-com"
@@ -331,7 +331,7 @@ def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
         _parse(cp_comm_type=cp_comm_type)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            _choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
+            choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
         return said
 
     (said,) = build(["burst"])
@@ -345,20 +345,20 @@ def test_a_model_that_did_not_ask_is_told_where_no_flags_were_read(kind: str | N
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type=kind, hybrid_context_parallel=False)
     layer = argparse.Namespace(modules=list)
     with pytest.warns(UserWarning, match=f"not asked for by a model's TransformerConfig.*cp_comm_type={kind!r}"):
-        _choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
+        choose_core_attention(REGISTRY, lambda *args: None, layer, config, None)
 
 
 def test_a_misspelt_kind_is_refused_when_a_layer_is_built() -> None:
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type="brust", hybrid_context_parallel=False)
     with pytest.raises(ValueError, match="cp_comm_type='brust' is not known: write cp_comm_type='burst'"):
-        _choose_core_attention(REGISTRY, lambda *args: None, argparse.Namespace(), config, None)
+        choose_core_attention(REGISTRY, lambda *args: None, argparse.Namespace(), config, None)
 
 
 def test_attention_of_megatron_that_has_no_context_parallelism_says_what_to_write() -> None:
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type="p2p")
     message = "context_parallel_size=2 with cp_comm_type='p2p' is not possible .* write cp_comm_type='burst', or"
     with pytest.raises(ValueError, match=message):
-        _refuse_whole_sequences(lambda *args: None, None, config)
+        refuse_whole_sequences(lambda *args: None, None, config)
     _parse(cp_comm_type=["p2p"])
     with pytest.raises(ValueError, match=r"--cp-comm-type p2p is not possible .* write --cp-comm-type burst, or"):
-        _refuse_whole_sequences(lambda *args: None, None, config)
+        refuse_whole_sequences(lambda *args: None, None, config)

@@ -337,7 +337,8 @@ def test_the_server_runs_on_rank_0_and_finds_its_length(monkeypatch: pytest.Monk
     monkeypatch.setattr(static_context, "parsed_arguments", lambda: args)
     static_context.patch_server()  # of a script without a server
     assert not hasattr(args, "inference_max_sequence_length")
-    monkeypatch.setitem(sys.modules, static_context._SERVER, SimpleNamespace(MegatronServer=server))  # type: ignore[misc]
+    module = "megatron.core.inference.text_generation_server.text_generation_server"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(MegatronServer=server))  # type: ignore[misc]
     for rank in range(2):
         monkeypatch.setattr(static_context.dist, "get_rank", lambda rank=rank: rank)
         static_context.patch_server()

@@ -119,7 +119,7 @@ def _layer(kind: str = "ColumnParallelLinear", **changes: Any) -> Any:
     ],
 )
 def test_projections_that_are_known(layer: Any, problem: str) -> None:
-    found = mla._problem(layer)
+    found = mla.problem_of_latents(layer)
     assert problem in found
     assert bool(found) == bool(problem)
 
@@ -134,4 +134,4 @@ def test_a_norm_in_the_projection_is_computed(monkeypatch: pytest.MonkeyPatch, z
     layer.linear_kv_up_proj.zero_centered_gamma, layer.linear_kv_up_proj.eps = zero_centered, 1e-5
     x = torch.randn(3, 2, 6)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
-    torch.testing.assert_close(mla._of_all_ranks(layer, x), expected)
+    torch.testing.assert_close(mla.gather_latents(layer, x), expected)

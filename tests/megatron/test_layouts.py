@@ -109,9 +109,9 @@ def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
 
 
 def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
-    from burst_plugin.megatron.batches.layouts import _LayoutHooks
+    from burst_plugin.megatron.batches.layouts import LayoutHooks
 
-    _LayoutHooks.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
+    LayoutHooks.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
     return _step(rank, run)
 
 
@@ -392,7 +392,7 @@ def test_hidden_states_are_rolled_with_the_gradient_of_one_rank(layout: str) -> 
 
 def _rolled_without_sum(rank: int) -> list[Any]:
     join(over(TWO_LAYERS, "striped", cp=2))
-    cuts, seen = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
+    cuts, seen = layouts.LayoutHooks(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
 
     def roll_tensor(
         tensor: Any,
@@ -420,24 +420,24 @@ def test_sums_of_what_is_rolled_are_left_out_on_request() -> None:
 
 def _mixed_hidden_states(rank: int) -> list[str]:
     """Return what is said of hidden states that Megatron rolls inside ranks that hold other tokens than in zigzag."""
-    from burst_plugin.megatron.layers.building import _refuse_local_rolls
+    from burst_plugin.megatron.layers.building import refuse_local_rolls
 
     join(over(TWO_LAYERS, "striped", cp=2))
     config = types.SimpleNamespace(mtp_hsm=True, sequence_parallel=True)
-    cuts, group = layouts._LayoutHooks(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
+    cuts, group = layouts.LayoutHooks(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
 
     def in_own_tokens(packed_seq_params: Any, local_seq_length: int, cp_group: Any, tp_group: Any) -> None:
         """Stand in for Megatron's function of main."""
 
     said = []
     for call in (
-        lambda: _refuse_local_rolls(config, "striped"),
+        lambda: refuse_local_rolls(config, "striped"),
         lambda: cuts.local_documents(in_own_tokens, None, 4, cp_group=group, tp_group=None),
     ):
         with pytest.raises(ValueError, match=r"mtp_hsm=True") as error:
             call()
         said.append(str(error.value))
-    _refuse_local_rolls(config, "zigzag")
+    refuse_local_rolls(config, "zigzag")
     return said
 
 
@@ -451,7 +451,7 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.layers.building import _refuse_other_attention, _refuse_other_mixers
+    from burst_plugin.megatron.layers.building import refuse_other_attention, refuse_other_mixers
 
     run = over(TWO_LAYERS, "striped", cp=2)
     build(run)
@@ -459,8 +459,8 @@ def _refused(rank: int) -> list[str]:
     mixer = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
     found = []
     for call in (
-        lambda: _refuse_other_attention(config, "striped"),
-        lambda: _refuse_other_mixers(config, "striped", mixer),
+        lambda: refuse_other_attention(config, "striped"),
+        lambda: refuse_other_mixers(config, "striped", mixer),
         lambda: cut_batch(next(batches(random_tokens(replace(run, seq_length=33))))),
         lambda: YarnRotaryEmbedding(8).get_cached_cos_sin(8, packed_seq=True),
         lambda: packed_indices((0, 5, 7), 2, rank),
@@ -468,8 +468,8 @@ def _refused(rank: int) -> list[str]:
         with pytest.raises(ValueError) as error:  # noqa: PT011
             call()
         found.append(str(error.value))
-    _refuse_other_attention(config, "zigzag")
-    _refuse_other_mixers(config, "zigzag", mixer)
+    refuse_other_attention(config, "zigzag")
+    refuse_other_mixers(config, "zigzag", mixer)
     return found
 
 

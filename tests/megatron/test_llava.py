@@ -205,8 +205,8 @@ def _encoded(rank: int, shares: bool) -> tuple[list[int], StepResult]:
         return forward(tower, x, *args, **kwargs)
 
     CLIPViTModel.forward = counting
-    can_share = llava._can_share if shares else lambda *_: False
-    with mock.patch.object(llava, "_can_share", can_share):
+    can_share = llava.can_share_tiles if shares else lambda *_: False
+    with mock.patch.object(llava, "can_share_tiles", can_share):
         return counts, one_step(rank, over(2))
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer import multi_token_prediction
 
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.registry import Registry
-from burst_plugin.megatron.repairs.losses import _main_loss, _PredictionLoss
+from burst_plugin.megatron.repairs.losses import PredictionLoss, scaled_main_loss
 from tests.megatron.test_interplay import assert_same
 from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -125,7 +125,7 @@ def _reported(rank: int, is_evaluation: bool) -> Any:
         return loss_func(output_tensor)
 
     with torch.set_grad_enabled(not is_evaluation):
-        *values, reported = _main_loss(Registry(None), calculate, model, loss, loss_func, config)
+        *values, reported = scaled_main_loss(Registry(None), calculate, model, loss, loss_func, config)
     assert values == [loss, count]
     return {name: x.tolist() for name, x in reported.items()}
 
@@ -182,7 +182,7 @@ def _predict(
 
 def _predicted(rows: slice, group: Any) -> dict[tuple[str, str, bool], tuple[torch.Tensor, torch.Tensor]]:
     """Return logged losses and losses for gradients of some ranks' tokens, with the plugin where there is a group."""
-    prediction = _PredictionLoss(Registry(None))
+    prediction = PredictionLoss(Registry(None))
     process: Any = _predict if group is None else partial(prediction.process, _predict)
     roll = _roll_rows if group is None else partial(prediction.roll, _roll_rows)
     found = {}

@@ -22,11 +22,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.megatron import cpu, packed_indices
-from burst_plugin.megatron.cpu import repairs as cpu_repairs
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
 from burst_plugin.megatron.layers.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
-from burst_plugin.megatron.repairs import batches, faults
+from burst_plugin.megatron.repairs import batches
 from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
 from tests.megatron.test_interplay import EXPERTS
@@ -49,11 +48,18 @@ pytestmark = pytest.mark.megatron
 VERSION = parse_version(__version__)
 EVERY = (*REPAIRS, *CPU_REPAIRS)
 NAMES = [repair.name for repair in EVERY]
+FILLS_UP = "_prepare_mla_core_attention_value"  # of Megatron, since 0.18
 
 
 def status(name: str, version: tuple[int, int, int]) -> str:
     (repair,) = [repair for repair in EVERY if repair.name == name]
     return repair.status(version)
+
+
+def apply_one(name: str) -> None:
+    """Apply a repair, whatever the release."""
+    (chosen,) = [each for each in EVERY if each.name == name]
+    chosen.apply()
 
 
 def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +81,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     for name in batches.CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
-    monkeypatch.delattr(multi_latent_attention, faults._FILLS_UP, raising=False)
+    monkeypatch.delattr(multi_latent_attention, FILLS_UP, raising=False)
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in EVERY)
     lines = apply_repairs(fakes, (0, 17, 1))
     assert done == [
@@ -131,7 +137,7 @@ def test_each_layer_reads_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError
 
     monkeypatch.setattr(TransformerLayer, "__init__", init)
-    faults._count_layers_from_one()
+    apply_one("layer_cp_comm_type")
     listed = ["p2p", "burst", "a2a"]
     config = types.SimpleNamespace(cp_comm_type=listed)
     for number in (1, 2):
@@ -287,7 +293,7 @@ def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own
 
     monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
-    cpu_repairs._count_steps_of_pytorchs_adam()
+    apply_one("resume_without_te")
     inner = types.SimpleNamespace(state={})
     optimizer = types.SimpleNamespace(optimizer=inner)
     DistributedOptimizer.state_dict(optimizer)
@@ -310,7 +316,7 @@ def test_float32_parameters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
     with pytest.raises(RuntimeError, match="in-place"):
         DistributedOptimizer.load_state_dict(None, {})
-    cpu_repairs._load_without_gradients()
+    apply_one("resume_in_float32")
     DistributedOptimizer.load_state_dict(None, {})
     assert weight.tolist() == [1.0, 1.0, 0.0, 0.0]
 
@@ -326,7 +332,7 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     with pytest.raises(NameError):
         moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     monkeypatch.setattr(moe_utils, "te_general_gemm", "to be set", raising=False)
-    cpu_repairs._route_without_gemm()
+    apply_one("router_without_te")
     logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     torch.testing.assert_close(logits, inputs @ weight.T)
     assert status("router_without_te", (0, 16, 1)) == "not needed here"
@@ -423,17 +429,17 @@ def test_values_are_filled_up_for_other_core_attention_only(monkeypatch: pytest.
         missing = query.shape[-1] - value.shape[-1]
         return torch.nn.functional.pad(value, [0, missing]), True, value.shape[-1], query.shape[-1]
 
-    monkeypatch.setattr(multi_latent_attention, faults._FILLS_UP, filled_up, raising=False)
+    monkeypatch.setattr(multi_latent_attention, FILLS_UP, filled_up, raising=False)
     assert status("packed_mla_values", (0, 18, 2)) == "applied"
-    faults._leave_values_as_they_are()
-    prepare = getattr(multi_latent_attention, faults._FILLS_UP)
+    apply_one("packed_mla_values")
+    prepare = getattr(multi_latent_attention, FILLS_UP)
     query, value = torch.zeros(4, 2, 24), torch.zeros(4, 2, 16)
     ours = types.SimpleNamespace(core_attention=object.__new__(BurstCoreAttention))
     assert prepare(ours, query, value, "packed") == (value, False, 16, 16)
     assert prepare(ours, query, None, "packed") == (None, False, None, None)
     other, *rest = prepare(types.SimpleNamespace(core_attention=object()), query, value, "packed")
     assert (other.shape[-1], rest) == (24, [True, 16, 24])
-    monkeypatch.delattr(multi_latent_attention, faults._FILLS_UP)
+    monkeypatch.delattr(multi_latent_attention, FILLS_UP)
     assert status("packed_mla_values", (0, 16, 1)) == "not needed here"
 
 
@@ -489,7 +495,7 @@ def test_a_gpus_random_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = types.SimpleNamespace(_warmup_jit_function=lambda: (torch.rand(3), torch.rand(3, generator=gpu)))
     monkeypatch.setitem(sys.modules, "megatron.training.initialize", scripts)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    faults._keep_random_states()
+    apply_one("weights_at_start")
     for _ in range(2):  # groups may be made again
         assert parallel_state.initialize_model_parallel() == "groups"
         before = torch.get_rng_state(), gpu.get_state()
@@ -502,5 +508,5 @@ def test_without_scripts_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert status("weights_at_start", VERSION) == "not needed here"
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    faults._keep_random_states()
+    apply_one("weights_at_start")
     assert parallel_state.initialize_model_parallel() == "groups"

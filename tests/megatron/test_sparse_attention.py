@@ -65,7 +65,7 @@ MORE_RINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "distributed optimizer": ("selected", {"cp": 2, "distributed_optimizer": True}),
     "not trained": ("not trained", {"cp": 2, "config": {**RUN.config, "dsa_indexer_loss_coeff": None}}),
 }
-if sparse_attention._SINCE_0_19:  # since 0.19 layers refuse one of these, and have hidden states in checkpoints
+if sparse_attention.SINCE_0_19:  # since 0.19 layers refuse one of these, and have hidden states in checkpoints
     del MORE_RINGS["tensor parallel"]
     MORE_RINGS["core attention recomputed"] = ("selected", {"cp": 2, "recompute": "selective"})
 
@@ -87,7 +87,7 @@ def _noted() -> Iterator[list[torch.Tensor]]:
     name = "fused_qk_topk_naive"  # from 0.17 on
     owner: Any = dsa if hasattr(dsa, name) else dsa.DSAIndexer
     name = name if owner is dsa else "forward_with_scores"
-    own, ring = getattr(owner, name), BurstSparseAttention._selected
+    own, ring = getattr(owner, name), BurstSparseAttention.selected_keys
 
     def of_one_rank(*args: Any, **kwargs: Any) -> Any:
         scores, found = own(*args, **kwargs)
@@ -104,12 +104,12 @@ def _noted() -> Iterator[list[torch.Tensor]]:
         return found
 
     setattr(owner, name, of_one_rank)
-    BurstSparseAttention._selected = of_ring
+    BurstSparseAttention.selected_keys = of_ring
     try:
         yield noted
     finally:
         setattr(owner, name, own)
-        BurstSparseAttention._selected = ring
+        BurstSparseAttention.selected_keys = ring
 
 
 Found = dict[str, tuple[StepResult, list[torch.Tensor], float, list[str]]]
@@ -168,7 +168,7 @@ def _check(result: StepResult, expected: StepResult, trained: bool = True) -> No
 
 
 def test_hybrid_models_equal_megatrons_own_on_one_rank() -> None:
-    if not sparse_attention._SINCE_0_19:
+    if not sparse_attention.SINCE_0_19:
         pytest.skip("Megatron has no sparse attention in hybrid models until 0.19")
     by_name = replace(RUN, layers=4, pattern="D-D-")
     by_pattern = replace(by_name, config={**RUN.config, "experimental_attention_variant": None})
@@ -214,7 +214,7 @@ def test_what_sparse_attention_does_not_have_is_refused_by_name() -> None:
             "config": {**RUN.config, "apply_rope_fusion": True}
         },
     }
-    if not sparse_attention._SINCE_0_19:
+    if not sparse_attention.SINCE_0_19:
         expected["recompute_modules has core_attn"] = {"recompute": "selective"}
     wrong = {message: replace(cp2, **changes) for message, changes in expected.items()}
     for found in run_ranks(_refused, 2, wrong):
@@ -259,7 +259,7 @@ def _packed_step(data: Any, model: Any) -> Any:
 
 @pytest.mark.parametrize("by_token", [True, False])
 def test_packed_documents_equal_megatrons_own_on_one_rank(by_token: bool) -> None:
-    if not sparse_attention._SINCE_0_19:
+    if not sparse_attention.SINCE_0_19:
         pytest.skip("Megatron has no packed sequences here until 0.19")
     run = replace(PACKED, per_token_loss=by_token)
     runs = {"one rank": run, "two": replace(run, cp=2), "four": replace(run, cp=4)}
@@ -271,7 +271,7 @@ def test_packed_documents_equal_megatrons_own_on_one_rank(by_token: bool) -> Non
 
 
 def test_packed_documents_are_refused_by_releases_without_them() -> None:
-    if sparse_attention._SINCE_0_19:
+    if sparse_attention.SINCE_0_19:
         pytest.skip("Megatron has packed sequences here since 0.19")
 
     def refused(rank: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from burst_plugin.megatron.flags.config import HONOURED, REFUSED, REFUSED_LATER
 from burst_plugin.megatron.flags.flag_checks import REFUSED_FLAGS
-from burst_plugin.megatron.inference.checks import _REFUSED as REFUSED_IN_INFERENCE
+from burst_plugin.megatron.inference.checks import REFUSED_IN_INFERENCE
 from tests.support.megatron_lm import ROOT, TAGS, checkout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import pytest
+import torch
 
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import Strategy
@@ -75,13 +76,14 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.megatron
-def test_megatron_knows_all_before_its_model_is_built() -> None:
-    from burst_plugin.megatron.memory.chosen_options import _SIZES, _chosen, in_words, with_chosen
+def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_plugin.megatron.memory.chosen_options import in_words, with_chosen
 
     def chosen(gpu_gib: float | None, strategy: Strategy = NOTHING_SET, **changes: Any) -> Strategy:
-        sizes = {**dict.fromkeys(_SIZES), **ARGUMENTS, **changes}
-        values = tuple((name, sizes[name]) for name in _SIZES)
-        return _chosen(strategy, values, None if gpu_gib is None else gpu_gib * GIB)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_gib is not None)
+        gpu = argparse.Namespace(total_memory=(gpu_gib or 0) * GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+        return with_chosen(strategy, argparse.Namespace(**ARGUMENTS | changes))
 
     roomy = chosen(80)
     assert (roomy.loss_chunk, roomy.keep_attention, roomy.offload) == (4096, "all", False)

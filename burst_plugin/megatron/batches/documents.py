@@ -247,14 +247,14 @@ def _add_to_samples() -> None:
     wrap(gpt_dataset.GPTDataset, "__getitem__", sample)
 
 
-class _Reading:
+class BatchReading:
     """The batches of a data iterator; `keep` gets the bounds of documents of each."""
 
     def __init__(self, batches: Iterator[dict[str, Any]], keep: Callable[[Tensor], None]) -> None:
         self._batches = batches
         self._keep = keep
 
-    def __iter__(self) -> _Reading:
+    def __iter__(self) -> BatchReading:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _keep_what_is_read(registry: Any, original: Any, *args: Any, **kwargs: Any) 
     call = bind(original, *args, **kwargs)
     batches = call.arguments.get("data_iterator")
     if batches is not None:
-        call.arguments["data_iterator"] = _Reading(batches, partial(registry.documents.keep, registry.identity))
+        call.arguments["data_iterator"] = BatchReading(batches, partial(registry.documents.keep, registry.identity))
     return original(*call.args, **call.kwargs)
 
 

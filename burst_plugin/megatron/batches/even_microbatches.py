@@ -130,7 +130,7 @@ def _evened_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, da
             works = works_of(dataset, samples)
             assigned = assign_evenly(works, width // size, size)
             if consumed == sampler.consumed_samples and dist.is_initialized() and dist.get_rank() == 0:
-                _print_evenness(works, assigned)
+                print_evenness(works, assigned)
             yield from ([samples[item] for item in microbatch] for microbatch in assigned[first // size])
         if len(step[-1]) < width:  # the end of the data, if it is not dropped
             yield step[-1][first : first + size]
@@ -200,7 +200,7 @@ def _assign(works: Sequence[int], bins: int) -> list[list[int]]:
     return assigned
 
 
-def _print_evenness(works: Sequence[int], assigned: Assignment) -> None:
+def print_evenness(works: Sequence[int], assigned: Assignment) -> None:
     """Print how even a step is over data-parallel ranks, and how even it would be in Megatron's order."""
     ranks, size, mean = len(assigned), len(assigned[0][0]), sum(works) / len(assigned)
     fullest = max(sum(works[sample] for sample in chain(*rank)) for rank in assigned)

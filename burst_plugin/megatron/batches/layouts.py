@@ -44,7 +44,7 @@ def hook_layouts(registry: Registry) -> str:
     too. registry: the rings, whose `layout` is looked up for every batch. Returns a line for the report of
     `install()`.
     """
-    hooks = _LayoutHooks(registry)
+    hooks = LayoutHooks(registry)
     for name in functions_that_cut():
         wrap_everywhere(utils, name, hooks.packed_batch if name in WANT_TE else hooks.batch)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", hooks.rotary_embedding)
@@ -64,7 +64,7 @@ def hook_layouts(registry: Registry) -> str:
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
 
 
-class _LayoutHooks:
+class LayoutHooks:
     """Functions in place of Megatron's, which cut over its groups in zigzag: these cut as `registry` says."""
 
     def __init__(self, registry: Registry) -> None:

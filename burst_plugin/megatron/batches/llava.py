@@ -140,7 +140,7 @@ class _LlavaHooks:
         if cp is None:
             return original(model, *args, **kwargs)
         arguments, shares = call.arguments, None
-        if _can_share(model, arguments):
+        if can_share_tiles(model, arguments):
             images = arguments["images"]
             shares = shared_out([1.0] * len(images), cp.ranks)
             if arguments.get("num_image_tiles") is None:
@@ -230,7 +230,7 @@ class _LlavaHooks:
         return self._registry.tokens_of_batch(x.shape[1], cp.ranks), x
 
 
-def _can_share(model: Any, arguments: dict[str, Any]) -> bool:
+def can_share_tiles(model: Any, arguments: dict[str, Any]) -> bool:
     """Return whether ranks can encode some tiles each: with images, all alike, without tags between tiles.
 
     Experts of a tower balance their load over all tiles, and what a tower draws at random depends on their order.

@@ -161,7 +161,7 @@ def _l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def _hadamard(x: Tensor, scale: float = 1.0) -> Tensor:
+def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
     """Return the Walsh-Hadamard transform of the last dimension of x, a power of two, times `scale`."""
     size = x.shape[-1]
     if size & (size - 1):
@@ -191,7 +191,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.l2norm": {"l2norm": _l2norm},
     "fla.modules.convolution": {"causal_conv1d": _convolve},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _delta_rule},
-    "fast_hadamard_transform": {"hadamard_transform": _hadamard},
+    "fast_hadamard_transform": {"hadamard_transform": hadamard_transform},
 }
 
 _PACKAGES = ("mamba_ssm", "fla", "fast_hadamard_transform")

@@ -52,8 +52,8 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
         present = {module: name for module, name in unneeded.items() if _exists(module)}
         for module, name in present.items():
             vars(importlib.import_module(module))[name] = _nothing
-        wrap(importlib.import_module(_LOCAL_ATTENTION).DotProductAttention, "__init__", _with_head_dims)
-    _have_classes_for_mocks()
+        wrap(importlib.import_module(_LOCAL_ATTENTION).DotProductAttention, "__init__", with_head_dims)
+    replace_mocks_by_classes()
     return [
         f"megatron: {', '.join(present.values())} do nothing",
         "megatron: layers of Transformer Engine are Megatron's own, or empty classes; DotProductAttention takes head "
@@ -65,7 +65,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing, in place of functions that compile or warm up CUDA code."""
 
 
-def _with_head_dims(
+def with_head_dims(
     original: Callable[..., None],
     core: Any,
     *args: Any,
@@ -79,7 +79,7 @@ def _with_head_dims(
         core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
 
 
-def _have_classes_for_mocks() -> None:
+def replace_mocks_by_classes() -> None:
     """Put an empty class in place of each mock that stands for a class, so that `isinstance` takes it.
 
     Without Transformer Engine, Megatron has mocks in place of classes that would be derived from that package's.

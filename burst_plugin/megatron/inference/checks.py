@@ -25,7 +25,7 @@ _ARGUMENTS = frozenset(
 )
 
 # Fields of TransformerConfig that training may have, and inference may not.
-_REFUSED: Mapping[str, Rule] = MappingProxyType(
+REFUSED_IN_INFERENCE: Mapping[str, Rule] = MappingProxyType(
     {
         "sequence_parallel": Rule(off, "Megatron's static inference has it in experts only; switch it off"),
         "expert_model_parallel_size": Rule(
@@ -125,7 +125,7 @@ def check_inference(model: Any, context: Any, arguments: Mapping[str, Any]) -> N
         reasons.append(f"{type(context).__name__} is not supported: {_STATIC}")
     if model.training:
         reasons.append("the model is in training mode: call model.eval()")
-    reasons += unsupported(_REFUSED, config)
+    reasons += unsupported(REFUSED_IN_INFERENCE, config)
     if is_hybrid(config):
         hybrid, size = option_of("hybrid_context_parallel"), option_of("context_parallel_size")
         reasons.append(f"{hybrid} is not supported: use {size}")

@@ -48,19 +48,19 @@ def hook_building(registry: Registry) -> str:
     attention whatever its spec says, or raises ValueError. registry: the rings. Returns a line for the report of
     `install()`.
     """
-    wrap(TransformerLayer, "__init__", partial(_choose_core_attention, registry))
-    wrap(MambaLayer, "__init__", partial(_refuse_mamba, registry))
-    wrap(DotProductAttention, "__init__", _refuse_whole_sequences)
+    wrap(TransformerLayer, "__init__", partial(choose_core_attention, registry))
+    wrap(MambaLayer, "__init__", partial(refuse_mamba, registry))
+    wrap(DotProductAttention, "__init__", refuse_whole_sequences)
     hook_latents()
     hook_sparse_config()
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
-    wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
+    wrap(GPTModel, "_preprocess", refuse_packed_mrope)
     wrap(GPTModel, "_preprocess", _refuse_cut_mrope)
     return 'layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says'
 
 
-def _choose_core_attention(
+def choose_core_attention(
     registry: Registry,
     original: Callable[..., None],
     layer: Any,
@@ -78,11 +78,11 @@ def _choose_core_attention(
             raise ValueError(f"{asked} is not known: write {right}")
         if not asks_for_burst(config) and burst_is_possible():
             _warn_of_another_kind(config.cp_comm_type)
-    _refuse_other_attention(config, registry.layout)
+    refuse_other_attention(config, registry.layout)
     if asks_for_burst(config):
         submodules = copy.copy(submodules)
-        _refuse_local_rolls(config, registry.layout)
-        _refuse_other_mixers(config, registry.layout, submodules)
+        refuse_local_rolls(config, registry.layout)
+        refuse_other_mixers(config, registry.layout, submodules)
         for name, spec in vars(submodules).items():
             if name in ("self_attention", "cross_attention"):
                 setattr(submodules, name, _with_choice(spec, registry))
@@ -145,12 +145,12 @@ class ChosenCoreAttention:
                 return BurstSparseAttention(*args, submodules=submodules, registry=registry, **kwargs)
             # Megatron does not tell layers their cp_comm_type with hybrid context parallelism.
             if kwargs.get("cp_comm_type") == "burst" or is_hybrid(config):
-                _check_replaceable(original, kwargs.get("layer_number"))
+                check_replaceable(original, kwargs.get("layer_number"))
             return BurstCoreAttention(*args, registry=registry, **kwargs)
         return build_module(original, *args, **kwargs)
 
 
-def _check_replaceable(original: Any, layer_number: int | None) -> None:
+def check_replaceable(original: Any, layer_number: int | None) -> None:
     """Raise ValueError for a core attention other than Megatron's usual ones, which may compute something else."""
     kind: Any = original
     options: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def _warn_of_another_kind(cp_comm_type: Any) -> None:
     )
 
 
-def _refuse_other_attention(config: Any, layout: str) -> None:
+def refuse_other_attention(config: Any, layout: str) -> None:
     """Raise ValueError for layers on Megatron's own context parallelism, which is always in zigzag."""
     if spreads_sequences(config) and layout != MEGATRONS_OWN and set(kinds_of(config.cp_comm_type)) != {"burst"}:
         raise ValueError(
@@ -197,7 +197,7 @@ def _refuse_other_attention(config: Any, layout: str) -> None:
         )
 
 
-def _refuse_local_rolls(config: Any, layout: str) -> None:
+def refuse_local_rolls(config: Any, layout: str) -> None:
     """Raise ValueError for hidden states that Megatron rolls inside ranks whose tokens are not consecutive."""
     if getattr(config, "mtp_hsm", False) and config.sequence_parallel and layout != MEGATRONS_OWN:
         raise ValueError(
@@ -206,14 +206,14 @@ def _refuse_local_rolls(config: Any, layout: str) -> None:
         )
 
 
-def _refuse_other_mixers(config: Any, layout: str, submodules: Any) -> None:
+def refuse_other_mixers(config: Any, layout: str, submodules: Any) -> None:
     """Raise ValueError for layers that rely on which tokens a rank holds, where it holds others."""
     mixer = submodules.self_attention
     if getattr(getattr(mixer, "submodules", None), "core_attention", None) is None:
         _refuse_mixer(mixer, config, layout)
 
 
-def _refuse_mamba(
+def refuse_mamba(
     registry: Registry,
     original: Callable[..., None],
     layer: Any,
@@ -228,7 +228,7 @@ def _refuse_mamba(
     original(layer, config, submodules, *args, **kwargs)
 
 
-def _refuse_whole_sequences(original: Callable[..., None], core: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_whole_sequences(original: Callable[..., None], core: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Build Megatron's own core attention, or raise ValueError where it would take shards for whole sequences."""
     if config.context_parallel_size > 1:
         size, kind = option_of("context_parallel_size", config.context_parallel_size), config.cp_comm_type
@@ -294,7 +294,7 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
     original(*args, **kwargs)
 
 
-def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `GPTModel._preprocess`, or raise ValueError for packed sequences that Megatron would rotate as one."""
     packed = bind(original, model, *args, **kwargs).arguments.get("packed_seq_params")
     rotary = type(getattr(model, "rotary_pos_emb", None))

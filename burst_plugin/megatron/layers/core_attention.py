@@ -75,7 +75,7 @@ class BurstCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self._registry = registry
+        self.registry = registry
         self.pg_collection = pg_collection
         skip = getattr(config, "window_attn_skip_freq", None)
         windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
@@ -106,7 +106,7 @@ class BurstCoreAttention(MegatronModule):
 
     def _check(self, config: Any, windowed: bool, attention_type: str) -> None:
         reasons = problems(config, windowed, attention_type) + flag_problems()
-        strategy = self._registry.asked()
+        strategy = self.registry.asked()
         if config.deterministic_mode and not (strategy.deterministic or torch.are_deterministic_algorithms_enabled()):
             reasons.append(
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
@@ -191,7 +191,7 @@ class BurstCoreAttention(MegatronModule):
         cp = self.context(arguments.packed_seq_params)
         packed = is_packed(arguments.packed_seq_params)
         if packed:
-            self._check_packed_group(cp)
+            self.check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         allowed = self._masks.read(arguments, cp, q, k)
         terms: dict[str, Any] = {
@@ -224,7 +224,7 @@ class BurstCoreAttention(MegatronModule):
 
         It is made on first use, which is then collective.
         """
-        return self._registry.context(self.config, self._pg_collection, packed_seq_params)
+        return self.registry.context(self.config, self._pg_collection, packed_seq_params)
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None) -> Tensor:
         """Return attention of new tokens [n, B, heads, dim] to these and to what is cached, [n, B, heads * Dv]."""
@@ -241,11 +241,11 @@ class BurstCoreAttention(MegatronModule):
     def _tag(self, cp: ContextParallel, packed_seq_params: Any) -> tuple[object, ...]:
         """Return the name of an attention call, which ranks compare to find out whether all are in one call."""
         own_group = is_hybrid(self.config) or getattr(packed_seq_params, "cp_group", None) is not None
-        return self._registry.identity.of_call(cp, self, self.layer_number, own_group)
+        return self.registry.identity.of_call(cp, self, self.layer_number, own_group)
 
-    def _check_packed_group(self, cp: ContextParallel) -> None:
+    def check_packed_group(self, cp: ContextParallel) -> None:
         """Raise ValueError for packed sequences on other ranks than the layer's, by which Megatron rotates them."""
-        usual = group_of(self._pg_collection)
+        usual = group_of(self.pg_collection)
         if (usual.size(), usual.rank()) != (cp.ranks, cp.rank):
             raise ValueError(
                 f"packed_seq_params has a cp_group of {cp.ranks} ranks for packed sequences (thd), which Megatron "
@@ -263,9 +263,9 @@ class BurstCoreAttention(MegatronModule):
         """Return the scores with a new seed for dropout in training, and without dropout in evaluation."""
         if not self._scores.dropout:
             return self._scores
-        return replace(self._scores, seed=self._draw_seed()) if self.training else replace(self._scores, dropout=0.0)
+        return replace(self._scores, seed=self.draw_seed()) if self.training else replace(self._scores, dropout=0.0)
 
-    def _draw_seed(self) -> int:
+    def draw_seed(self) -> int:
         """Draw 63 bits from Megatron's generator for tensor-parallel regions.
 
         All context-parallel ranks draw the same; other tensor-parallel ranks, layers and microbatches draw others.

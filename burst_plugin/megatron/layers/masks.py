@@ -26,7 +26,7 @@ BY_TYPE: Mapping[str, Mask] = MappingProxyType(
     }
 )
 
-_AT_ONCE = 2**24  # elements of a mask
+ELEMENTS_AT_ONCE = 2**24  # of a mask that is read
 
 
 def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
@@ -136,7 +136,7 @@ def _expected(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Iterat
     q_len, kv_len = attention_mask.shape[2] * cp.ranks, attention_mask.shape[3]
     keys = torch.arange(kv_len, device=attention_mask.device)
     positions = cp.positions(q_len, attention_mask.device)
-    some = max(1, _AT_ONCE // kv_len)
+    some = max(1, ELEMENTS_AT_ONCE // kv_len)
     for rows, queries in zip(torch.split(attention_mask, some, 2), torch.split(positions, some), strict=True):
         yield rows.bool(), allowed(mask, (q_len, kv_len), queries, keys)
 

@@ -43,14 +43,14 @@ def _with_latents(original: Callable[..., Any], layer: Any, *args: Any, **kwargs
         return original(layer, *args, **kwargs)
     given = bind(original, layer, *args, **kwargs).arguments
     in_inference = given.get("inference_context") is not None or given.get("inference_params") is not None
-    if in_inference or not sends_latents(core.context(given.get("packed_seq_params")), _problem(layer)):
+    if in_inference or not sends_latents(core.context(given.get("packed_seq_params")), problem_of_latents(layer)):
         core.up_projection = ()
         return original(layer, *args, **kwargs)
     with _asleep(layer.linear_kv_up_proj) as noted:
         query, key, _, *others = original(layer, *args, **kwargs)
     core.up_projection = (layer.linear_kv_up_proj,)  # no module of the core attention's own
     shared = key[..., :1, layer.config.qk_head_dim :]
-    return query, _of_all_ranks(layer, noted[0]).unsqueeze(-2), shared, *others
+    return query, gather_latents(layer, noted[0]).unsqueeze(-2), shared, *others
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _asleep(projection: Any) -> Iterator[list[Tensor]]:
         del projection.forward
 
 
-def _of_all_ranks(layer: Any, latents: Tensor) -> Tensor:
+def gather_latents(layer: Any, latents: Tensor) -> Tensor:
     """Return latents, normalised, of all tensor-parallel ranks, whose gradients add up."""
     projection, group = layer.linear_kv_up_proj, layer.tp_group
     if type(projection).__name__ == _WITH_NORM:
@@ -87,7 +87,7 @@ def _of_all_ranks(layer: Any, latents: Tensor) -> Tensor:
     return whole
 
 
-def _problem(layer: Any) -> str:
+def problem_of_latents(layer: Any) -> str:
     """Return what keeps a layer from sending latents; "" if nothing."""
     projection, config, name = layer.linear_kv_up_proj, layer.config, type(layer).__name__
     kind = type(projection).__name__

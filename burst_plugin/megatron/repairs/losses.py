@@ -35,8 +35,8 @@ def hook_loss_weights(registry: Registry) -> str:
     It wraps the functions that compute the main loss and that of multi-token prediction. registry: the rings. Returns
     a line for the report of `install()`.
     """
-    wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, registry))
-    prediction = _PredictionLoss(registry)
+    wrap_everywhere(schedules, "forward_step_calc_loss", partial(scaled_main_loss, registry))
+    prediction = PredictionLoss(registry)
     if hasattr(multi_token_prediction, _PREDICTS):
         wrap_everywhere(multi_token_prediction, _PREDICTS, prediction.process)
         wrap(multi_token_prediction, "roll_tensor", prediction.roll)
@@ -50,7 +50,7 @@ def _group_of(model: Any) -> dist.ProcessGroup:
     return group_of(getattr(unwrap_model(model), "pg_collection", None))
 
 
-def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
+def scaled_main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a loss by `forward_step_calc_loss`, scaled so that Megatron's division of it comes out right.
 
     Raises ValueError for a loss function that returns two values where Megatron would make wrong gradients.
@@ -144,7 +144,7 @@ def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any)
     return values
 
 
-class _PredictionLoss:
+class PredictionLoss:
     """The loss of multi-token prediction, which Megatron divides by a rank's own tokens, per token or not."""
 
     def __init__(self, registry: Registry) -> None:

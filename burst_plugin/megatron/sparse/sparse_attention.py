@@ -33,7 +33,7 @@ from burst_plugin.sparse import Indexed, Teacher, indexer_loss, select_keys
 # What Megatron's layers give sparse attention that the ring does not need: positions, since those of a batch are its
 # layout's; and a weight that Megatron's layer applies by itself.
 _OF_MEGATRON = ("position_ids", "up_v_weight")
-_SINCE_0_19 = hasattr(dsa, "dsa_layout")
+SINCE_0_19 = hasattr(dsa, "dsa_layout")  # whether this Megatron is 0.19 or newer
 
 
 class BurstSparseAttention(BurstCoreAttention):
@@ -91,7 +91,7 @@ class BurstSparseAttention(BurstCoreAttention):
         assert x is not None, "it is checked"
         assert qr is not None, "Megatron gives it with x"
         given = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
-        call.terms["selection"] = self._selected(given, call)
+        call.terms["selection"] = self.selected_keys(given, call)
         out = self._compute(call)
         if not self.training or not torch.is_grad_enabled():
             return out
@@ -102,7 +102,7 @@ class BurstSparseAttention(BurstCoreAttention):
         if self.attend is not None:
             raise ValueError("inference on a ring keeps no keys of indexers: generate with context_parallel_size=1")
         packed = is_packed(packed_seq_params)
-        if packed and not _SINCE_0_19:
+        if packed and not SINCE_0_19:
             raise ValueError(
                 "packed sequences (thd) are not supported by the sparse attention of this release of Megatron; use "
                 "batches of whole sequences, or Megatron-core 0.19"
@@ -127,7 +127,7 @@ class BurstSparseAttention(BurstCoreAttention):
         call.terms["weight"] = None
         return call
 
-    def _selected(self, given: Indexed, call: CoreCall) -> Tensor:
+    def selected_keys(self, given: Indexed, call: CoreCall) -> Tensor:
         """Return the keys that each query of this rank selects, int32 [B, S/CP, top k]."""
         terms, tokens = call.terms, call.terms["tokens"]
         assert given.weights is not None, "an indexer has weights"
@@ -179,7 +179,7 @@ class BurstSparseAttention(BurstCoreAttention):
         config, (group, ranks) = self.config, (call.cp.group, call.cp.ranks)
         by_token = config.calculate_per_token_loss
         log = dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker
-        if by_token and _SINCE_0_19:
+        if by_token and SINCE_0_19:
             log(total, self.layer_number, config.num_layers, reduce_group=group)
             return total
         selection = call.terms["selection"]
@@ -192,7 +192,7 @@ class BurstSparseAttention(BurstCoreAttention):
         scaled = config.experimental_attention_variant == SPARSE or (
             getattr(config, "experimental_attention_variant_loss_scale_func", None) is not None
         )  # not in hybrid models that have such layers by their pattern alone
-        return mean if by_token or (_SINCE_0_19 and scaled) else mean * ranks
+        return mean if by_token or (SINCE_0_19 and scaled) else mean * ranks
 
     def _teacher(self, call: CoreCall) -> Teacher:
         """Return what attends, for the indexer's loss."""
