@@ -27,13 +27,13 @@ def main(arguments: list[str] | None = None) -> None:
     `arguments` are options, the script and its arguments, as on the command line; None for `sys.argv[1:]`. Raises
     SystemExit where there is no such file, or it cannot be told which framework the script uses.
     """
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     script = Path(options.script)
     if not script.is_file():
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
     sys.argv = [options.script, *options.passed_on, *options.arguments]
     directory = script.resolve().parent
-    chosen = framework(options.framework or _framework_of(script, options.arguments))
+    chosen = framework(options.framework or framework_of(script, options.arguments))
     sys.path.insert(0, str(directory))
     if options.cpu:
         chosen.prepare_cpu(directory)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
 
 
-def _framework_of(script: Path, arguments: list[str]) -> str:
+def framework_of(script: Path, arguments: list[str]) -> str:
     """Return the name of the framework that a script uses, by the first sign that points to one of them alone.
 
     The signs are the launcher, a checkout around the script, installed frameworks, and words in the script or its
@@ -83,7 +83,11 @@ def _nothing_installed(script: Path) -> str:
     )
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of the launcher, the script, and the script's own arguments.
+
+    Raises SystemExit for options that the launcher does not have.
+    """
     everything = all_frameworks()
     parser = argparse.ArgumentParser(
         prog="python -m burst_plugin.run",

@@ -137,7 +137,7 @@ def test_the_module_for_workers_installs_the_plugin() -> None:
 
 def test_options_on_the_page_exist() -> None:
     from burst_plugin import Strategy
-    from burst_plugin.run import _parse
+    from burst_plugin.run import parse_arguments
 
     call: Any = re.search(r"ContextParallel\(group, (.*)\)", _block_with("python", "fully_shard"))
     assert eval(f"Strategy({call.group(1)})", {"Strategy": Strategy})
@@ -147,7 +147,7 @@ def test_options_on_the_page_exist() -> None:
     for line in commands:
         words = shlex.split(line)
         if "burst_plugin.run" in words:
-            options = _parse(words[words.index("burst_plugin.run") + 1 :])
+            options = parse_arguments(words[words.index("burst_plugin.run") + 1 :])
             assert options.framework in ("deepspeed", "megatron")
             assert options.script.endswith(".py")
     assert sum("burst_plugin.run" in line for line in commands) == 3

@@ -32,11 +32,11 @@ from burst_plugin.types import BOTH, SIDES, Side
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 _CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time
-_MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
+MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
 # In pairs of a query and a key: what a row costs, with four query heads to one of keys and 400 TFLOP/s.
-_VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
-_SENT_INTER = 2000  # at 50 GB/s
-_SENT_INTRA = 250  # at 400 GB/s
+VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
+SENT_INTER = 2000  # at 50 GB/s
+SENT_INTRA = 250  # at 400 GB/s
 _NOTICED = 0.1  # of what a rank computes
 _BARE = 0.5  # of computing or sending, whichever is shorter, is not hidden behind the other
 
@@ -47,7 +47,7 @@ def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[i
     table: the topology and strategy of the ring. attending: the tokens of both sides, and the mask between them,
     whose work is added up over batch rows if their masks differ.
     """
-    return _shares(table, attending.of(local), _work(attending, local))
+    return work_of_shares(table, attending.of(local), summed_work(attending, local))
 
 
 def _staying(table: RouteTable, mask: Mask) -> tuple[Side, ...]:
@@ -141,24 +141,24 @@ class _ByToken:
     @cached_property
     def _work(self) -> dict[Side, Tensor]:
         plain = Attending(Tokens(self.length), Tokens(self.length), self.mask)
-        return {local: _work(plain, local) for local in _staying(self.table, self.mask)}
+        return {local: summed_work(plain, local) for local in _staying(self.table, self.mask)}
 
     def shares(self, tokens: Tokens) -> list[list[float]]:
         """Return the work of every rank, by side, averaged over batch rows."""
         batch = self.mask.rows or 1
-        return [[share / batch for share in _shares(self.table, tokens, work)] for work in self._work.values()]
+        return [[share / batch for share in work_of_shares(self.table, tokens, work)] for work in self._work.values()]
 
     def time(self, tokens: Tokens) -> float:
         """Return how long the slowest rank computes and sends, in units of the time that one pair takes to compute.
 
         A pair is a query and a key that attend to each other.
         """
-        return _time(self.table, Attending(tokens, tokens, self.mask), self._work)
+        return estimated_time(self.table, Attending(tokens, tokens, self.mask), self._work)
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
         """Yield more and more chunks, by work alone, and then with documents inside nodes."""
         ring, ranks = self.table.ring_topology, self.table.cp_ranks
-        finest = max(_CHUNKS[0], min(self.length // _SHORTEST, _MOST_CHUNKS) // ranks)
+        finest = max(_CHUNKS[0], min(self.length // _SHORTEST, MOST_CHUNKS) // ranks)
         numbers = [number for number in _CHUNKS if number <= finest]
         for documents in dict.fromkeys((None, self.mask.documents if ring.nodes > 1 else None)):
             chunks = (assign_chunks(self._work, ring, ranks // ring.ranks, number, documents) for number in numbers)
@@ -192,7 +192,7 @@ class _ByDocument:
         A pair is a query and a key that attend to each other.
         """
         costs, ring = self._of(tokens), self.table.ring_topology
-        computes = (costs.work().amax(0) + _VISITED * costs.rows_visited()).max()
+        computes = (costs.work().amax(0) + VISITED * costs.rows_visited()).max()
         most = max(map(token_count, self.table.runs(tokens)))
         all_rows = (most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1))  # if blocks go to all
         return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
@@ -207,35 +207,38 @@ class _ByDocument:
         few_cuts = assign_documents(self.documents, self.length, ring, degree)
         yield iter((few_cuts,))
         costs = self._of(few_cuts)
-        crossing = _SENT_INTER * costs.most_rows_moved()[0]
+        crossing = SENT_INTER * costs.most_rows_moved()[0]
         if min(ring.nodes, ring.ranks_per_node) > 1 and crossing > _NOTICED * costs.work().max():
             yield iter((assign_documents(self.documents, self.length, ring, degree, spread=True),))
 
 
-def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
-    """Return for how long the slowest rank computes and sends, in pairs of a query and a key."""
+def estimated_time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
+    """Return for how long the slowest rank computes and sends, in pairs of a query and a key.
+
+    work: the work of all tokens before each by side, as `summed_work` returns it, for the sides that may stay.
+    """
     batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
-    shares = zip(*(_shares(table, attending.of(local), work[local]) for local in work), strict=True)
+    shares = zip(*(work_of_shares(table, attending.of(local), work[local]) for local in work), strict=True)
     computes = 0.0
     for by_side, visited in zip(shares, table.rows_visited(attending), strict=True):
-        computes = max(computes, max(by_side) / batch + _VISITED * visited)
+        computes = max(computes, max(by_side) / batch + VISITED * visited)
     return _duration(computes, *table.most_rows_moved(attending))
 
 
 def _duration(computes: float, inter: int, intra: int) -> float:
     """Return for how long a rank computes so many pairs, and sends so many rows, in pairs."""
-    shorter, longer = sorted((computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)))
+    shorter, longer = sorted((computes, max(SENT_INTER * inter, SENT_INTRA * intra)))
     return longer + _BARE * shorter
 
 
-def _work(attending: Attending, local: Side) -> Tensor:
-    """Return the work of all tokens before each, [S + 1]."""
+def summed_work(attending: Attending, local: Side) -> Tensor:
+    """Return the work of all tokens before each, int64 [S + 1], in pairs, if side `local` stays."""
     lengths = (attending.q.length, attending.kv.length)
     return torch.nn.functional.pad(work_by_token(attending.mask, lengths, local).cumsum(0), (1, 0))
 
 
-def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
-    """Return the work of every rank."""
+def work_of_shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
+    """Return the work of every rank, in pairs. work: of all tokens before each, [S + 1]."""
     shares = []
     for runs in table.runs(tokens):
         if any(run.stride > 1 for run in runs):

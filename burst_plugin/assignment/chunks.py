@@ -43,13 +43,13 @@ def assign_chunks(
     """
     per_group, length = per_rank * degree, len(work["q"]) - 1
     count = topology.ranks * per_group
-    weights = torch.stack([_work_by_chunk(of_side, count) for of_side in work.values()])
+    weights = torch.stack([work_by_chunk(of_side, count) for of_side in work.values()])
     chunks = list(range(count))
     if cu_seqlens is None or topology.nodes == 1:
         groups = _by_work(chunks, topology.ranks, weights)
     else:
         early = topology.ranks * degree if length % count else 0  # tokens by which chunks may begin sooner than here
-        nodes = _by_document(_chunks_of_documents(chunks, cu_seqlens, length, early), topology.nodes, weights)
+        nodes = _by_document(chunks_of_documents(chunks, cu_seqlens, length, early), topology.nodes, weights)
         groups = [group for held in nodes for group in _by_work(held, topology.ranks_per_node, weights)]
     ranks = [0] * count
     for group, held in enumerate(groups):
@@ -76,7 +76,7 @@ def _by_work(chunks: Sequence[int], count: int, weights: Tensor) -> list[list[in
     return held
 
 
-def _chunks_of_documents(
+def chunks_of_documents(
     chunks: Sequence[int], cu_seqlens: Sequence[int], length: int, early: int = 0
 ) -> list[list[int]]:
     """Return the chunks of every document that has any: a chunk belongs to the document in which it begins.
@@ -124,6 +124,6 @@ def _ends_first(document: Sequence[int]) -> list[int]:
     return order
 
 
-def _work_by_chunk(work: Tensor, chunks: int) -> Tensor:
-    """Return the work of every chunk."""
+def work_by_chunk(work: Tensor, chunks: int) -> Tensor:
+    """Return the work of every chunk, [chunks], from the work of all tokens before each, [S + 1]."""
     return work[torch.arange(chunks + 1, device=work.device) * (len(work) - 1) // chunks].diff()

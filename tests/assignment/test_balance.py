@@ -121,10 +121,10 @@ def test_auto_takes_no_longer_than_any_layout(seed: int, scale: int, topology: T
     starts = tuple(scale * start for start in long_tailed(seed))
     mask, table = Causal() & Documents(starts), RouteTable(topology, Strategy(layout="auto"))
     plain = Attending(Tokens(starts[-1]), Tokens(starts[-1]), mask)
-    work = {side: balance._work(plain, side) for side in SIDES}
+    work = {side: balance.summed_work(plain, side) for side in SIDES}
 
     def time(tokens: Tokens) -> float:
-        return balance._time(table, Attending(tokens, tokens, mask), work)
+        return balance.estimated_time(table, Attending(tokens, tokens, mask), work)
 
     others = [Tokens(starts[-1], starts, "zigzag"), *(Tokens(starts[-1], layout=layout) for layout in LAYOUTS)]
     others += [
@@ -189,14 +189,14 @@ def test_batch_rows_of_unlike_documents_count_as_one() -> None:
     assert choose_tokens(table, starts[-1], one) == choose_tokens(table, starts[-1], many)
     plain = Tokens(starts[-1], layout="contiguous")
     times = [
-        balance._time(table, attending, {side: balance._work(attending, side) for side in SIDES})
+        balance.estimated_time(table, attending, {side: balance.summed_work(attending, side) for side in SIDES})
         for attending in (Attending(plain, plain, one), Attending(plain, plain, many))
     ]
     assert times[0] == times[1]
 
 
 def test_fewer_tokens_than_chunks() -> None:
-    assert chunks._work_by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
+    assert chunks.work_by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -232,16 +232,16 @@ def test_what_is_hidden_counts_a_little() -> None:
     mask = SlidingWindow(1000) & Documents((0, 1 << 15, 1 << 16))
     table = RouteTable(Topology(2, 2), Strategy(layout="auto"))
     plain = Attending(Tokens(1 << 16), Tokens(1 << 16), mask)
-    work = {side: balance._work(plain, side) for side in SIDES}
+    work = {side: balance.summed_work(plain, side) for side in SIDES}
     near, far = (Tokens(1 << 16, holders=holders) for holders in ((0, 1, 2, 3), (0, 2, 1, 3)))
-    near_time, far_time = (balance._time(table, Attending(each, each, mask), work) for each in (near, far))
-    computing = max(balance._shares(table, near, work["q"]))
+    near_time, far_time = (balance.estimated_time(table, Attending(each, each, mask), work) for each in (near, far))
+    computing = max(balance.work_of_shares(table, near, work["q"]))
     assert computing < near_time < far_time < 1.5 * computing
 
 
 def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who meets whom has to be found out."""
-    monkeypatch.setattr(balance, "_MOST_CHUNKS", 4 * 8)
+    monkeypatch.setattr(balance, "MOST_CHUNKS", 4 * 8)
     starts = tuple(8 * start for start in long_tailed(0))
     mask = PrefixLM(8) & Documents(starts)
     with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:

@@ -87,7 +87,7 @@ def test_a_chunk_goes_with_the_document_in_which_it_begins() -> None:
         ((0, 9, 11, 64), [2, 6]),
         ((0, 1, 2, 64), [1, 7]),
     ):
-        assert [len(held) for held in chunks._chunks_of_documents(range(8), starts, 64)] == expected
+        assert [len(held) for held in chunks.chunks_of_documents(range(8), starts, 64)] == expected
 
 
 def test_chunks_that_begin_sooner_do_not_begin_in_the_document_before() -> None:
@@ -103,7 +103,7 @@ def test_chunks_that_begin_sooner_do_not_begin_in_the_document_before() -> None:
         )
         nominal = [chunk * length // len(holders) for chunk in range(len(holders))]
         assert all(any(0 <= place - begin <= 8 for place in nominal) for begin in begins)
-        cut = chunks._chunks_of_documents(range(len(holders)), starts, length, 8)
+        cut = chunks.chunks_of_documents(range(len(holders)), starts, length, 8)
         assert nominal[cut[1][0]] - 8 >= boundary
 
 

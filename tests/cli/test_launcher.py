@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,20 +33,20 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_what_lies_beside_the_script_decides(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "deepspeed")
     (script.parent / "megatron").mkdir()
-    assert run._framework_of(script, ["--deepspeed"]) == "megatron"
+    assert run.framework_of(script, ["--deepspeed"]) == "megatron"
 
 
 def test_deepspeeds_launcher_decides(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "megatron", "deepspeed")
     monkeypatch.setenv("CROSS_SIZE", "1")
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    assert run._framework_of(script, []) == "deepspeed"
+    assert run.framework_of(script, []) == "deepspeed"
 
 
 @pytest.mark.parametrize("name", ["megatron", "deepspeed"])
 def test_the_only_one_installed_is_taken(script: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install(monkeypatch, name)
-    assert run._framework_of(script, []) == name
+    assert run.framework_of(script, []) == name
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_of_two_the_one_named_by_the_script_or_its_flags_is_taken(
 ) -> None:
     install(monkeypatch, "megatron", "deepspeed")
     script.write_text(text)
-    assert run._framework_of(script, arguments) == name
+    assert run.framework_of(script, arguments) == name
 
 
 @pytest.mark.parametrize("text", ["", "import deepspeed, megatron"])
@@ -71,13 +72,13 @@ def test_a_script_that_could_use_either_is_refused(script: Path, monkeypatch: py
     install(monkeypatch, "megatron", "deepspeed")
     script.write_text(text)
     with pytest.raises(SystemExit, match="put --framework megatron or --framework deepspeed before it"):
-        run._framework_of(script, [])
+        run.framework_of(script, [])
 
 
 def test_nothing_installed_is_told(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(SystemExit, match="neither megatron-core nor deepspeed is installed"):
-        run._framework_of(script, [])
+        run.framework_of(script, [])
 
 
 @pytest.fixture
@@ -117,15 +118,17 @@ def test_a_framework_is_registered_by_its_name_only(
     assert shown.endswith("\nThe Other\n  looked at here\n")
     assert "DeepSpeed" not in shown, "others were not asked about"
     install(monkeypatch, "deepspeed", "other")
-    script.write_text("import other")
-    assert run._framework_of(script, []) == "other"
-    monkeypatch.setattr(run, "_execute", lambda script, *, bare_children: print(sys.argv[1:]))
-    monkeypatch.setattr(run, "_leave", lambda: None)
+    script.write_text("import sys\nprint(sys.argv[1:])  # import other")
+    assert run.framework_of(script, []) == "other"
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the script takes the place of
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(sys, "argv", ["run"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     run.main(["--cpu", "--other-rank=3", str(script), "--steps", "2"])
     shown = capsys.readouterr().out
     assert shown == f"prepared for {script.parent.name}\nthe other is installed\n['--other-rank=3', '--steps', '2']\n"
+    assert left == [0]
     with pytest.raises(SystemExit):
         run.main(["--help"])
     assert "The Other" in capsys.readouterr().out

@@ -130,7 +130,7 @@ def check_over(run: GptRun, one: GptRun, reset: bool = False) -> None:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
-    for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
+    for price in ("SENT_INTER", "SENT_INTRA", "VISITED"):
         monkeypatch.setattr(balance, price, 0)
     table = RouteTable(Topology(2, 2), Strategy())
     for rows in ENDS:

@@ -200,7 +200,7 @@ packed_step = partial(packed_forward_step, starts=STARTS, real=REAL)  # zigzag d
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
-    for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
+    for price in ("SENT_INTER", "SENT_INTRA", "VISITED"):
         monkeypatch.setattr(balance, price, 0)
     table, mask = RouteTable(Topology(2, 2), Strategy()), Causal() & Documents(STARTS)
     assert balance.choose_tokens(table, STARTS[-1], mask, alike=True).holders
