@@ -246,7 +246,7 @@ def follow_torch(needed: bool = False) -> None:
     follow_checkpoint_class(checkpoint.CheckpointFunction)
     park_inputs_of_frames()
     _follow_not_reentrant()
-    if needed and not _are_followed():
+    if needed and not are_followed():
         raise ValueError(
             f"keep_attention and offload are not supported with torch {torch.__version__}, whose checkpoints are "
             "made in a way that is not known here: nothing would be kept; leave both out, or use torch 2.11 to 2.14"
@@ -256,11 +256,11 @@ def follow_torch(needed: bool = False) -> None:
 def attention_can_be_kept() -> bool:
     """Return whether checkpoints of this release of PyTorch can keep attention, after patching them."""
     follow_torch()
-    return _are_followed()
+    return are_followed()
 
 
 @functools.cache
-def _are_followed() -> bool:
+def are_followed() -> bool:
     """Return whether checkpoints that are not reentrant are followed: PyTorch may give their parts other names."""
     before, inside = len(_THREAD.runs), list[int]()
 

@@ -122,19 +122,19 @@ class BufferPool:
 
     A lease takes the smallest free memory that is large enough. Where none is, a free one that is too small is given
     up for a larger one, so that there are never more than were in use at the same time, whatever their lengths.
-    `allocated_bytes` counts the bytes of all of them.
+    `allocated_bytes` counts the bytes of all of them; `leased` has the memory of each buffer that is out.
     """
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Memory]] = {}
-        self._leased: dict[Buffer, Memory] = {}
+        self.leased: dict[Buffer, Memory] = {}
         self.allocated_bytes = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """Return a `Buffer` of `nbytes` bytes, 1 or more, on `device`; its contents are undefined."""
         memory = self._take(nbytes, device)
         buffer = memory.buffer(nbytes)
-        self._leased[buffer] = memory
+        self.leased[buffer] = memory
         return buffer
 
     def _take(self, nbytes: int, device: torch.device) -> Memory:
@@ -155,7 +155,7 @@ class BufferPool:
 
     def release(self, buffer: Buffer) -> None:
         """Take back a buffer that `lease` returned, for later leases. Raise KeyError if it is not leased."""
-        memory = self._leased.pop(buffer)
+        memory = self.leased.pop(buffer)
         self._free[memory.device].append(memory)
 
 

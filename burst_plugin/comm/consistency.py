@@ -57,6 +57,7 @@ class ConsistencyCheck:
     """A means for the ranks of `group` to compare their next actions; all methods that send are collective.
 
     rank: this rank's number in the group. global_ranks: the global rank of each rank of the group.
+    in_one: whether all ranks compare in one collective call, as on NCCL.
 
     On gloo all rings of the same ranks compare over the group of the first of them, so that ranks that are about to
     use different rings get an error, instead of waiting for each other on two groups. Threads of a process, which may
@@ -67,7 +68,7 @@ class ConsistencyCheck:
         self.is_on_cpu = group_device(group).type == "cpu"
         self.board: Board | None = None  # where this rank notes which one it waits for, or misses
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
-        self._in_one = launches_batches(group)
+        self.in_one = launches_batches(group)
         self._key = tuple(global_ranks)
         self._shared: dist.ProcessGroup | None = None  # that this ring compares over, once its ranks have met
         self._transports: dict[dist.ProcessGroup, DistributedTransport] = {}
@@ -80,7 +81,7 @@ class ConsistencyCheck:
         It is empty with NCCL, where ranks may have different names for a group that was split off another, but
         compare over that group only.
         """
-        return "" if self._in_one else str(self._group.group_name)
+        return "" if self.in_one else str(self._group.group_name)
 
     @cached_property
     def device(self) -> torch.device:
@@ -141,8 +142,8 @@ class ConsistencyCheck:
         text says `when` it was missed. With NCCL, which cannot tell, and holds megabytes for every pair that is
         connected, they are exchanged in one all-gather.
         """
-        mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8)
-        if self._in_one:
+        mine = torch.frombuffer(bytearray(encode(text)), dtype=torch.uint8)
+        if self.in_one:
             received = self._gathered(mine)
         elif self._shared is not None or not _in_main_thread():
             received = self._between_pairs(self._usable(self._shared), mine, when)
@@ -150,7 +151,7 @@ class ConsistencyCheck:
             received = self._first_between_pairs(mine, text, when)
         if all(each is mine or torch.equal(each, mine) for each in received):  # mostly
             return [text] * self._ranks
-        return [_decode(bytes(each.tolist())) for each in received]
+        return [decode(bytes(each.tolist())) for each in received]
 
     def forget_shared_group(self) -> None:
         """Have the next ring of these ranks compare over its own group, as the shared one may have messages left."""
@@ -256,13 +257,14 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _encode(text: str) -> bytes:
+def encode(text: str) -> bytes:
+    """Return the `EXCHANGE_BYTES` that are sent of a text: its beginning, and a digest of all of it."""
     data = text.encode()
     room = EXCHANGE_BYTES - _DIGEST_BYTES
     return data[:room].ljust(room, b"\0") + blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _decode(data: bytes) -> str:
+def decode(data: bytes) -> str:
     """Return the text, followed by its digest if it was cut, so that texts that differ behind the cut still do."""
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
@@ -270,7 +272,7 @@ def _decode(data: bytes) -> str:
 
 
 def _is_cut(text: str) -> bool:
-    """Return whether a text from `_decode` was too long, or has a value in it whose text is."""
+    """Return whether a text from `decode` was too long, or has a value in it whose text is."""
     return SUMMARY in text
 
 

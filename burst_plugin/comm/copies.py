@@ -27,7 +27,7 @@ from burst_plugin.topology import Traffic
 class CopyNetwork(InProcessNetwork):
     """A network between ranks of this process that copies a message as soon as both its ends are posted.
 
-    device: the device of all messages.
+    device: the device of all messages. streams: the CUDA streams on which ranks receive, by rank; none on CPUs.
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
@@ -35,16 +35,16 @@ class CopyNetwork(InProcessNetwork):
         self._device = device
         streams = range(ranks) if device.type == "cuda" else ()
         # They go before kernels that are queued already, as the streams of NCCL's communicators do.
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in streams]  # type: ignore[no-untyped-call]
+        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in streams]  # type: ignore[no-untyped-call]
 
-    def _posted(self, parcel: Parcel) -> None:
-        if not self._streams:
+    def note_posted(self, parcel: Parcel) -> None:
+        if not self.streams:
             if parcel.is_whole:
                 parcel.deliver()
             return
         parcel.events.append(torch.cuda.current_stream(self._device).record_event())
         if parcel.is_whole:
-            stream = self._streams[parcel.route[1]]
+            stream = self.streams[parcel.route[1]]
             with torch.cuda.stream(stream):
                 for event in parcel.events:
                     stream.wait_event(event)
@@ -84,7 +84,7 @@ class NullTransport(Transport):
         self._sent: dict[tuple[Traffic, int], Tensor] = {}
         self._label = label
 
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         if sends and sends[0].data.device.type == "cpu":
             self._label = sends[0].data[-LABEL_BYTES:].clone()
         for sent in sends:

@@ -15,9 +15,9 @@ from burst_plugin.comm.call_identity import Progress, by_rank
 
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
-_PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
+PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
 _END_S = 2.0  # for which the end of the process waits for watches, whose stores may be gone
-_SHORT_S = 5.0  # waits that are too short to be published
+SHORT_S = 5.0  # waits that are too short to be published
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Board:
         """
         waiting = self.progress.waiting
         waited = 0.0 if waiting is None else monotonic() - waiting[1]
-        self._count(waits or waited >= min(_SHORT_S, self.late_after))
+        self._count(waits or waited >= min(SHORT_S, self.late_after))
         if self.store.add(_WAITS, 0) > 0:
             self.store.set(_place_key(self.rank), f"{self.store.add(_EPOCH, 0)} {self.progress}")
         if waiting is not None and waited >= self.late_after and waiting != self._reported:
@@ -144,7 +144,7 @@ class FailureWatch:
         fault: Callable[[], str] = lambda: "",
     ) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
-        period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
+        period_s = min(period_s or PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
         _Watcher(self._closed, board, period_s, end, fault, self._seen).start()
 
     def some_gave_up(self) -> bool:

@@ -84,11 +84,11 @@ class InProcessNetwork(ABC):
         else:
             parcel = Parcel(route, source, target)
             queue.append(parcel)
-        self._posted(parcel)
+        self.note_posted(parcel)
         return parcel
 
     @abstractmethod
-    def _posted(self, parcel: Parcel) -> None:
+    def note_posted(self, parcel: Parcel) -> None:
         """Note that an end of this message has been posted."""
 
     @abstractmethod
@@ -106,27 +106,30 @@ class InProcessTransport(Transport):
         super().__init__(pool)
         self._network, self._rank, self._asked = network, rank, 0
 
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         put, rank = self._network.put, self._rank
         parcels = [put((m.peer, rank, m.channel), None, m.data) for m in recvs]
         parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
-        return [_InProcessPending((*recvs, *sends), self._network, parcels)]
+        return [InProcessPending((*recvs, *sends), self._network, parcels)]
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
         """Return whether waiting for these messages would end at once: with their data, or with an error."""
-        parcels = [parcel for each in in_flight if isinstance(each, _InProcessPending) for parcel in each.parcels]
+        parcels = [parcel for each in in_flight if isinstance(each, InProcessPending) for parcel in each.parcels]
         is_whole = all(parcel.is_whole for parcel in parcels)
         self._asked = 0 if is_whole else self._asked + 1
         return is_whole or self._asked > _MOST_ASKED
 
 
 @dataclass
-class _InProcessPending:
+class InProcessPending:
+    """Messages of a rank that are in flight on a network of this process, with the network's record of each."""
+
     messages: Sequence[Message]
     network: InProcessNetwork
     parcels: Sequence[Parcel]
 
     def wait(self, waited: Waited | None = None) -> None:
+        """Have the network deliver all messages, and give them to `waited`."""
         self.network.collect(self.parcels)
         if waited is not None:
             waited(self.messages)
@@ -143,7 +146,7 @@ class HostileNetwork(InProcessNetwork):
         self._random = random.Random(seed)
         self._in_flight: list[Parcel] = []
 
-    def _posted(self, parcel: Parcel) -> None:
+    def note_posted(self, parcel: Parcel) -> None:
         if parcel.is_whole:
             self._in_flight.append(parcel)
 

@@ -18,7 +18,7 @@ from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending
 from burst_plugin.topology import Link
 
 
-class _DistributedPending:
+class DistributedPending:
     """Messages, held on to, since gloo reads and writes them until waited for; `timeout` instead of the group's."""
 
     def __init__(
@@ -27,6 +27,7 @@ class _DistributedPending:
         self.messages, self.works, self.progress, self.timeout = messages, works, progress, timeout
 
     def wait(self, waited: Waited | None = None) -> None:
+        """Wait for all messages; raise PeerLostError if one does not arrive. `waited` gets them as they are done."""
         try:
             self._wait(waited)
         finally:
@@ -43,12 +44,12 @@ class _DistributedPending:
             except torch.AcceleratorError:  # a fault of this rank's own GPU, noticed here
                 raise
             except RuntimeError as error:
-                raise PeerLostError(messages[0].peer, _reason(error)) from error
+                raise PeerLostError(messages[0].peer, reason_of(error)) from error
             if waited is not None:
                 waited(messages)
 
 
-class _Communicator:
+class Communicator:
     """A process group that a ring posts to.
 
     Backends that launch a batch as one get it by `batch_isend_irecv`. With other backends it would post one message
@@ -79,7 +80,7 @@ class _Communicator:
             raise
         except RuntimeError as error:
             failed = [*recvs, *sends][len(works)]  # of a batch the first, as any may be the one
-            raise PeerLostError(failed.peer, _reason(error)) from error
+            raise PeerLostError(failed.peer, reason_of(error)) from error
         return works
 
     def _rank_of(self, peer: int) -> int:
@@ -114,16 +115,16 @@ class DistributedTransport(Transport):
         self._progress = Progress()  # until there is a board
         self._groups = communicators
         self._global_ranks = global_ranks
-        self._communicators: dict[dist.ProcessGroup, _Communicator] = {}
-        self._by_channel: dict[Channel, _Communicator] = {}
+        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self._by_channel: dict[Channel, Communicator] = {}
 
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Start these messages, in one batch per communicator, receives before sends.
 
         Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
         at their first message, and holds up the host until both are there.
         """
-        batches: dict[_Communicator, tuple[list[Message], list[Message]]] = {}
+        batches: dict[Communicator, tuple[list[Message], list[Message]]] = {}
         for number, posted in enumerate((recvs, sends)):
             for message in posted:
                 communicator = self._by_channel.get(message.channel) or self._communicator(message.channel)
@@ -135,7 +136,7 @@ class DistributedTransport(Transport):
         in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
         for communicator, (to_receive, to_send) in in_order:
             works = communicator.post(to_send, to_receive)
-            pending.append(_DistributedPending(to_receive + to_send, works, self.progress, self._timeout))
+            pending.append(DistributedPending(to_receive + to_send, works, self.progress, self._timeout))
         return pending
 
     @property
@@ -157,11 +158,11 @@ class DistributedTransport(Transport):
         """Return the record of where this rank is in its program, with the peers that it waits for."""
         return self._progress if self.board is None else self.board.progress
 
-    def _communicator(self, channel: Channel) -> _Communicator:
+    def _communicator(self, channel: Channel) -> Communicator:
         """Return the communicator of a channel, which several channels may share."""
         group = self._groups[channel]
         if group not in self._communicators:
-            self._communicators[group] = _Communicator(group, self._global_ranks, self._tag)
+            self._communicators[group] = Communicator(group, self._global_ranks, self._tag)
         self._by_channel[channel] = self._communicators[group]
         return self._by_channel[channel]
 
@@ -172,12 +173,12 @@ class DistributedTransport(Transport):
         self._by_channel.clear()
 
 
-def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:
+def _first_channel(batch: tuple[Communicator, tuple[list[Message], list[Message]]]) -> Channel:
     """Return the first channel of a communicator's batch; no two communicators of a ring share one."""
     return min(message.channel for messages in batch[1] for message in messages)
 
 
-def _reason(error: RuntimeError) -> str:
+def reason_of(error: RuntimeError) -> str:
     """Return the sentence of a backend's error that says what happened, without source file and advice."""
     sentence = str(error).splitlines()[0].split("] ", 1)[-1]
     return sentence.split(". This is typically", 1)[0]

@@ -1,7 +1,7 @@
 """Transports: how bytes get from rank to rank. `post(sends, recvs)` starts, `Pending.wait()` finishes.
 
 Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of all messages that read
-or write it. A new kind is a subclass of `Transport` with a `_start` of its own.
+or write it. A new kind is a subclass of `Transport` with a `start` of its own.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Transport(ABC):
         """
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
-        return self._start(sends, recvs)
+        return self.start(sends, recvs)
 
     @abstractmethod
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Start these messages, as one batch per communicator; return the messages in flight."""
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:

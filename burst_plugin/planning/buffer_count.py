@@ -141,7 +141,7 @@ class CountingPool(BufferPool):
 class _NullTransport(Transport):
     """Carries nothing: every message has arrived when it is posted."""
 
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         return []
 
 

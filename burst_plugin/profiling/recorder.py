@@ -140,7 +140,7 @@ class _WatchedTransport(Transport):
         super().__init__(transport.pool, transport.board)
         self._transport, self._log = transport, log
 
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()
         return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
 

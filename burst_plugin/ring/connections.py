@@ -96,7 +96,7 @@ class Connections:
                 peers = self.rank_state.link_peers(each, apart=launches_batches(self.group))
                 self.communicators.connect(peers, each, self.rank_state.ring_id)
                 if launches_batches(self.group):
-                    self._meet_neighbours(peers, each)
+                    self.meet_neighbours(peers, each)
 
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
@@ -123,7 +123,7 @@ class Connections:
         self.watch = FailureWatch(board, end=end if self._aborts else None, fault=self.communicators.fault)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
-    def _meet_neighbours(self, link_peers: Mapping[Link, tuple[int, ...]], by_link: bool) -> None:
+    def meet_neighbours(self, link_peers: Mapping[Link, tuple[int, ...]], by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
 
         NCCL connects two ranks at their first message, and would wait for ever for one that is lost by then.

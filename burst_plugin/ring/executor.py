@@ -189,7 +189,7 @@ class RingPass:
         label: Tensor | None = None,
         log: PassLog | None = None,
     ) -> None:
-        self._send_recv, self._schedule = send_recv, send_recv.schedule
+        self.send_recv, self._schedule = send_recv, send_recv.schedule
         self._parts = parts
         self._moving, self._direction, self._device = send_recv.moving, send_recv.direction, send_recv.device
         self._label = label
@@ -197,7 +197,7 @@ class RingPass:
         self._on_gpu = self._device.type == "cuda"
         self._unnamed: AbstractContextManager[None] = nullcontext()
         self._log = log
-        self._transport = transport if self._log is None else self._log.watch(transport)
+        self.transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, Tensors] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
         self._lease = partial(_labelled, transport.pool, self._device, label)  # holds nothing of this pass
@@ -218,11 +218,11 @@ class RingPass:
         for number, step in enumerate(self._schedule.steps):
             self._step = number
             if self._log is None:
-                self._move(step)
+                self.move(step)
             else:
                 self._log.step = number
                 with self._log.timed("move"):
-                    self._move(step)
+                    self.move(step)
             yield None if step.visit is None else self._visit(step.visit, step.is_tail)
 
     def _visit(self, block: int, is_tail: bool) -> Visit:
@@ -234,8 +234,8 @@ class RingPass:
 
     def _in_flight(self) -> InFlight:
         """Return the messages under way during the work of this step, which take something from kernels on GPUs."""
-        nbytes = self._send_recv.in_flight[self._step]
-        return InFlight(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_IN_FLIGHT
+        nbytes = self.send_recv.in_flight[self._step]
+        return InFlight(self.transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_IN_FLIGHT
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Return a context for the work of `visit`: it notes an event in a profile, and on GPUs an NVTX range."""
@@ -245,7 +245,7 @@ class RingPass:
             named = torch.cuda.nvtx.range(name)
         return named if self._log is None else self._log.timed("kernel", named)
 
-    def _move(self, step: Step) -> None:
+    def move(self, step: Step) -> None:
         """Wait for messages that end before this step, release buffers no longer needed, and post its messages."""
         ending = self._endings.pop(self._step, None)
         if ending is not None:
@@ -255,24 +255,24 @@ class RingPass:
                 except PeerLostError as lost:
                     self._give_up(lost)
             for buffer in ending.leaving:
-                self._transport.pool.release(buffer)
+                self.transport.pool.release(buffer)
             for post, buffer in ending.arriving:
                 self._arrive(post, buffer)
         for block in step.drop:
             self._operands.pop(block, None)
             if block in self._buffers:
-                self._transport.pool.release(self._buffers.pop(block))
+                self.transport.pool.release(self._buffers.pop(block))
         if step.issue:
             self._post()
 
     def _post(self) -> None:
         """Post this step's messages; messages that are due together form one batch per communicator."""
-        for due, posts, awaited in self._send_recv.batches[self._step]:
+        for due, posts, awaited in self.send_recv.batches[self._step]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
-            arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
+            arriving = [(post, self.transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
             recvs = [Message(post.peer, post.channel, buffer.data) for post, buffer in arriving]
             try:
-                posted = self._transport.post(sends, recvs)
+                posted = self.transport.post(sends, recvs)
             except PeerLostError as lost:
                 self._give_up(lost)
             self._endings[due].pending.extend(posted)
@@ -283,7 +283,7 @@ class RingPass:
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
             return self._released_at(due, self._results.leave(block))
-        if post.transfer.rows != self._send_recv.rows.get(block):  # some of those here, for one peer alone
+        if post.transfer.rows != self.send_recv.rows.get(block):  # some of those here, for one peer alone
             return self._released_at(due, self._packed(post))
         if block not in self._buffers:  # the rank's own block, sent for the first time
             self._buffers[block] = self._packed(post)
@@ -314,8 +314,8 @@ class RingPass:
         self._operands[post.transfer.block] = buffer.views(post.packing)
 
     def _give_up(self, lost: PeerLostError) -> NoReturn:
-        rank = self._send_recv.peers[self._schedule.rank]
-        raise lost_peer_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
+        rank = self.send_recv.peers[self._schedule.rank]
+        raise lost_peer_error(self.transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 
 class Moving(Protocol):

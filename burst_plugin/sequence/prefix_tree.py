@@ -30,7 +30,7 @@ from burst_plugin.sequence.mask import Region, TreeMask
 _NO_PARENT = -1
 
 
-class _Node(NamedTuple):
+class PrefixNode(NamedTuple):
     """Tokens `start:stop` of a node, from logical position `depth` on; its subtree ends at `end`."""
 
     start: int
@@ -117,7 +117,7 @@ class PrefixTree(TreeMask):
         return (*roots, self.length)
 
     @cached_property
-    def _nodes(self) -> tuple[_Node, ...]:
+    def _nodes(self) -> tuple[PrefixNode, ...]:
         starts = [0, *accumulate(self.lengths)]
         depths: list[int] = []
         for parent in self.parents:
@@ -126,7 +126,7 @@ class PrefixTree(TreeMask):
         for node in range(len(ends) - 1, 0, -1):  # children before their parents
             if self.parents[node] != _NO_PARENT:
                 ends[self.parents[node]] = max(ends[self.parents[node]], ends[node])
-        return tuple(map(_Node, starts, starts[1:], ends, depths))
+        return tuple(map(PrefixNode, starts, starts[1:], ends, depths))
 
     def logical(self, positions: Tensor) -> Tensor:
         """Return the logical positions of tokens at `positions` of the sequence, int64, of the same shape."""

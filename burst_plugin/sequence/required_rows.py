@@ -17,8 +17,8 @@ from burst_plugin.sequence.mask import Region
 from burst_plugin.sequence.tiles import Regions, RunIndex, key_rows
 from burst_plugin.types import Rows, merged, row_count
 
-_MOST_MEETINGS = 200_000  # of runs, above which required rows are not worked out; so many take half a second
-_MOST_ROWS = 0.4  # causal masks in zigzag require half of a block, or more, if it has some tokens
+MOST_MEETINGS = 200_000  # of runs, above which required rows are not worked out; so many take half a second
+MOST_ROWS = 0.4  # causal masks in zigzag require half of a block, or more, if it has some tokens
 
 Shards = Sequence[Sequence[Run]]  # by rank: the runs that it holds
 RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `schedule.Required`
@@ -37,10 +37,10 @@ def find_required_rows(regions: Sequence[Regions], local: Shards, moving: Shards
     """
     samples = [local[rank] for rank in dict.fromkeys((0, len(local) // 2, len(local) - 1))]
     try:
-        sampled = _Meetings(regions, moving, _MOST_MEETINGS * len(samples) // len(local))
+        sampled = Meetings(regions, moving, MOST_MEETINGS * len(samples) // len(local))
         if all(sampled.are_most(sampled.of(held)) for held in samples):
             return None
-        meetings = _Meetings(regions, moving, _MOST_MEETINGS)
+        meetings = Meetings(regions, moving, MOST_MEETINGS)
         return [meetings.of(held) for held in local]
     except _TooManyError:
         return None
@@ -50,7 +50,7 @@ class _TooManyError(Exception):
     """More runs meet than are looked at."""
 
 
-class _Meetings:
+class Meetings:
     """The runs of moving blocks that meet given ones; raises _TooManyError after `most` of them in all."""
 
     def __init__(self, regions: Sequence[Regions], moving: Shards, most: int) -> None:
@@ -118,6 +118,6 @@ class _Meetings:
     def are_most(self, required: Mapping[int, Rows]) -> bool:
         """Return whether these are most rows of every block."""
         return all(
-            row_count(required.get(owner, ())) >= _MOST_ROWS * token_count(block)
+            row_count(required.get(owner, ())) >= MOST_ROWS * token_count(block)
             for owner, block in enumerate(self._blocks)
         )

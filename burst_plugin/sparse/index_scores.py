@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 
 _MOST_QUERIES = 512  # in a tile of few heads
 _BLOCK = 192  # a whole number of what processors compute at once: 4, 6, 8, 12, 16, 24, 32, 48, 64 or 96
-_SHAPES = {"cpu": (960, 192)}  # rows (queries by heads) and columns (keys) of a product
-_USUAL_SHAPE = (8064, 960)  # 30 MiB of float32
+SHAPES = {"cpu": (960, 192)}  # rows (queries by heads) and columns (keys) of a product
+USUAL_SHAPE = (8064, 960)  # on other devices: 30 MiB of float32
 _LOG = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class ScoreTiles:
     """
 
     def __init__(self, heads: int, dtype: torch.dtype, device: torch.device) -> None:
-        rows, self.keys = _SHAPES.get(device.type, _USUAL_SHAPE)
+        rows, self.keys = SHAPES.get(device.type, USUAL_SHAPE)
         self.queries = max(1, min(_MOST_QUERIES, rows // heads))
         self._rows = -(-self.queries * heads // _BLOCK) * _BLOCK
         self.dtype = dtype

@@ -386,7 +386,7 @@ def test_checkpoints_of_a_release_that_is_not_known_are_refused(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with torch 2.14 before it was known: what is followed was there, and no longer used."""
-    monkeypatch.setattr(kept_attention, "_are_followed", kept_attention._are_followed.__wrapped__)
+    monkeypatch.setattr(kept_attention, "are_followed", kept_attention.are_followed.__wrapped__)
     ContextParallel(**options).close()
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda function, x, **_: function(x))
     with pytest.raises(ValueError, match=r"keep_attention and offload are not supported with torch \d"):

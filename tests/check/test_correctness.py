@@ -105,24 +105,24 @@ def test_a_ring_names_the_rank_that_raises_and_ends_the_section() -> None:
 
 def _without_a_wait(rank: int) -> list[Finding]:
     """The first rings of two ranks: the first sends late, and the second goes on without waiting for it."""
-    post, wait, forgotten = torch_distributed._Communicator.post, torch_distributed._DistributedPending._wait, []
+    post, wait, forgotten = torch_distributed.Communicator.post, torch_distributed.DistributedPending.wait, []
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.02)
         return post(*arguments)
 
-    def not_yet(self: Any, waited: Any) -> None:
+    def not_yet(self: Any, waited: Any = None) -> None:
         if self.messages[0].data.nbytes < 4096:  # of a comparison
             wait(self, waited)
             return
         for work in forgotten:  # before its buffer is used again
             work.wait()
-        forgotten[:], self.works = self.works, []
+        messages, forgotten[:], self.works = self.messages, self.works, []
         wait(self, waited)
         if waited is not None:
-            waited(self.messages)
+            waited(messages)
 
-    fault: tuple[str, Any] = ("_DistributedPending._wait", not_yet) if rank else ("_Communicator.post", late)
+    fault: tuple[str, Any] = ("DistributedPending.wait", not_yet) if rank else ("Communicator.post", late)
     with joined((rank, 2, rank), 6.0) as world, mock.patch(f"{torch_distributed.__name__}.{fault[0]}", fault[1]):
         return list(islice(check_rings(world, QUICK), 2))
 

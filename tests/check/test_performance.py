@@ -22,7 +22,7 @@ from tests.support.netns import EmulatedCluster
 from tests.support.ranks import run_ranks
 
 QUICK = Settings(quick=True)
-_start = DistributedTransport._start
+_start = DistributedTransport.start
 
 
 def _late(transport: DistributedTransport, sends: Any, recvs: Any) -> Any:
@@ -37,7 +37,7 @@ def _with_a_slow_link(rank: int) -> list[Finding]:
     with joined((rank, 3, rank), 20.0) as world:
         if rank != 1:
             return list(check_performance(world, QUICK))
-        with mock.patch.object(DistributedTransport, "_start", _late):
+        with mock.patch.object(DistributedTransport, "start", _late):
             return list(check_performance(world, QUICK))
 
 

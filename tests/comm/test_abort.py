@@ -118,7 +118,7 @@ def _given_up(rank: int, launches: bool, options: dict[str, Any]) -> tuple[str, 
             in_time.set()
 
     with (
-        mock.patch.object(watch, "_PERIOD_S", 0.05),
+        mock.patch.object(watch, "PERIOD_S", 0.05),
         mock.patch.object(dist.ProcessGroup, "abort", abort),
         mock.patch.object(connections, "launches_batches", return_value=launches),  # as NCCL does
     ):
@@ -154,7 +154,7 @@ def _stopped(rank: int) -> str:
     found = ErrorType.SUCCESS if rank else ErrorType.TIMEOUT
     nccl = SimpleNamespace(name=lambda: "nccl", get_error=lambda: found)
     with (
-        mock.patch.object(watch, "_PERIOD_S", 0.05),
+        mock.patch.object(watch, "PERIOD_S", 0.05),
         mock.patch.object(dist.ProcessGroup, "abort", side_effect=in_time.set),
         mock.patch.object(connections, "launches_batches", return_value=True),
     ):

@@ -27,7 +27,7 @@ from burst_plugin import (
     SlidingWindow,
     burst_attention,
 )
-from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, Constants, _decode, _encode
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, Constants, decode, encode
 from burst_plugin.comm.differences import TensorValues, differences
 from burst_plugin.sequence.mask import Region
 from tests.support.ranks import as_on_gpus, run_ranks
@@ -48,7 +48,7 @@ def found_by(said: Sequence[Mapping[str, object]]) -> tuple[list[str], int]:
     def run(rank: int) -> None:
         def tell(text: str) -> list[str]:
             exchanges[rank] += 1
-            board[rank] = _decode(_encode(text))
+            board[rank] = decode(encode(text))
             barrier.wait()
             told = [*board]
             barrier.wait()
@@ -170,7 +170,7 @@ def _compares(rank: int, masks: dict[int, Mask], in_one: bool) -> tuple[str, int
     """The error of one call, how many exchanges it took, and the sizes of all messages."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
     assert cp.agreement.consistency is not None
-    cp.agreement.consistency._in_one = in_one  # as with NCCL
+    cp.agreement.consistency.in_one = in_one  # as with NCCL
     x, message = torch.zeros(1, 1000, 1, 1), ""
     with mock.patch.object(
         ConsistencyCheck, "exchange", autospec=True, side_effect=ConsistencyCheck.exchange
@@ -179,7 +179,7 @@ def _compares(rank: int, masks: dict[int, Mask], in_one: bool) -> tuple[str, int
             burst_attention(x, x, x, cp, mask=masks.get(rank, Causal()))
         except ValueError as error:
             message = str(error)
-    return message, exchange.call_count, {len(_encode(call.args[1])) for call in exchange.mock_calls}
+    return message, exchange.call_count, {len(encode(call.args[1])) for call in exchange.mock_calls}
 
 
 @pytest.mark.parametrize("in_one", [False, True])

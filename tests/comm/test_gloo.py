@@ -146,12 +146,12 @@ def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> Non
         assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
 
 
-_meet_neighbours = connections.Connections._meet_neighbours
+_meet_neighbours = connections.Connections.meet_neighbours
 
 
 def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str, int]) -> tuple[float, bool]:
     """What a ring does besides where the backend launches batches of messages as one."""
-    meet = mock.patch.object(connections.Connections, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
+    meet = mock.patch.object(connections.Connections, "meet_neighbours", autospec=True, side_effect=_meet_neighbours)
     with mock.patch.object(connections, "launches_batches", return_value=True), meet as met:
         cp = ContextParallel(dist.group.WORLD, **options)
         worst = max(errors(train_step(cp, problem), truth).values())
@@ -639,7 +639,7 @@ def test_among_several_ranks_a_group_is_asked_for() -> None:
 
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
     consistency = ConsistencyCheck(dist.group.WORLD, rank, [0, 1])
-    consistency._in_one = in_one  # as with NCCL
+    consistency.in_one = in_one  # as with NCCL
     compared = {"length": "x" * 5000, "rank": rank if differ else 0}
     try:
         consistency.compare("a test", compared, "")

@@ -148,7 +148,7 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     problem = Problem.draw(32, (2, 2))
     ring = VirtualRing(Topology(2, 2))
     assert relative(ring.attention(*problem[:3])[0], reference(problem, Causal()).out) < 2e-6
-    original = RingPass._move
+    original = RingPass.move
 
     def damaged(self: RingPass, step: Step) -> None:
         if damage is _forget_to_wait:
@@ -157,7 +157,7 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
         if damage is _release_too_early:
             _release_too_early(self, self.step)
 
-    monkeypatch.setattr(RingPass, "_move", damaged)
+    monkeypatch.setattr(RingPass, "move", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
         VirtualRing(Topology(2, 2)).attention(*problem[:3])
     monkeypatch.setattr(Buffer, "has_label", lambda buffer, label: True)
@@ -175,7 +175,7 @@ def test_every_buffer_is_given_back(schedule: str, moving: str, mask: Mask) -> N
         q, k, v = (x.requires_grad_() for x in Problem.draw(32, (2, 2))[:3])
         ring.attention(q, k, v, mask=mask)[0].sum().backward()
         pools = [member.transport.pool for member in ring.rank_states]
-        assert not any(pool._leased for pool in pools)
+        assert not any(pool.leased for pool in pools)
         allocated.append([pool.allocated_bytes for pool in pools])
     assert allocated[1] == allocated[2]
 
@@ -186,7 +186,7 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     monkeypatch: pytest.MonkeyPatch, schedule: str, moving: str
 ) -> None:
     """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
-    monkeypatch.setattr(required_rows, "_MOST_MEETINGS", 0)
+    monkeypatch.setattr(required_rows, "MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
     strategy = Strategy(schedule=schedule, forward=moving, backward=moving, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])

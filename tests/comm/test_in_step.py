@@ -175,7 +175,7 @@ def _logged_lines() -> list[str]:
 
 def _waits(rank: int) -> str:
     """Rank 1 leaves out the backward pass of call 5, which is not compared on GPUs, and waits elsewhere."""
-    mock.patch.multiple(watch, _SHORT_S=0.3, _PERIOD_S=0.2).start()  # until the process ends
+    mock.patch.multiple(watch, SHORT_S=0.3, PERIOD_S=0.2).start()  # until the process ends
     lines = _logged_lines()
     cp = as_on_gpus(ContextParallel(dist.new_group([0, 1], timeout=timedelta(seconds=2)), late_after=1.0))
     for step in range(5):

@@ -137,7 +137,7 @@ def _closed(cp: ContextParallel) -> tuple[int, int]:
 
 def _given_up(rank: int) -> tuple[int, int]:
     """Rank 1 gives up between two calls, and lives on; then, once the other knows, all close."""
-    with mock.patch.object(watch, "_PERIOD_S", 0.05):
+    with mock.patch.object(watch, "PERIOD_S", 0.05):
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
         burst_attention(X, X, X, cp)
     assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())

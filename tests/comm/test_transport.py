@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.process_groups import group_device
-from burst_plugin.comm.torch_distributed import DistributedTransport, _reason
+from burst_plugin.comm.torch_distributed import DistributedTransport, reason_of
 from burst_plugin.comm.transport import Channel, Message, PeerLostError
 from burst_plugin.topology import Link, Traffic
 
@@ -150,4 +150,4 @@ def test_communicators_follow_one_order_whatever_a_rank_sends_and_receives() -> 
 
 def test_a_backends_error_is_cut_to_what_happened() -> None:
     said = "[../pair.cc:553] Connection closed by peer. This is typically a crash\nat line 3"
-    assert _reason(RuntimeError(said)) == "Connection closed by peer"
+    assert reason_of(RuntimeError(said)) == "Connection closed by peer"

@@ -158,9 +158,9 @@ def _no_times_ranks() -> None:
 
 
 def _no_windows() -> None:
-    from burst_plugin.sequence.prefix_tree import _Node
+    from burst_plugin.sequence.prefix_tree import PrefixNode
 
-    mock.patch.object(_Node, "shift", 0).start()
+    mock.patch.object(PrefixNode, "shift", 0).start()
 
 
 @pytest.mark.parametrize(("plant", "case"), [(_no_times_ranks, Case()), (_no_windows, Case("gemma3"))])

@@ -171,8 +171,8 @@ def test_exact(mask: str, options: dict[str, Any], is_gpu_like: bool, monkeypatc
 def test_all_rows_are_moved_at_once_as_on_gpus(is_gpu_like: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal lengths, a bias that heads share: its rows are gathered, and its gradient is added up."""
     at_once = []
-    begin = MeshExchange._begin_at_once
-    monkeypatch.setattr(MeshExchange, "_begin_at_once", lambda *args: at_once.append(args) or begin(*args))
+    begin = MeshExchange.begin_at_once
+    monkeypatch.setattr(MeshExchange, "begin_at_once", lambda *args: at_once.append(args) or begin(*args))
     if is_gpu_like:
         monkeypatch.setattr(Plan, "label", lambda *_: None)
     problem = Problem.draw(64, (4, 2), dtype=torch.float64).with_bias((2, 1))

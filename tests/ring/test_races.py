@@ -93,7 +93,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _no_wait(patch: pytest.MonkeyPatch) -> None:
     """What was received is read at once."""
-    patch.setattr(torch_distributed._DistributedPending, "wait", _nothing)
+    patch.setattr(torch_distributed.DistributedPending, "wait", _nothing)
     patch.setattr(CopyNetwork, "collect", _nothing)
 
 
@@ -104,10 +104,10 @@ def _operands_released_early(patch: pytest.MonkeyPatch) -> None:
     def arrived(ring: RingPass, post: P2POp, buffer: Buffer) -> None:
         arrive(ring, post, buffer)
         if post.transfer.traffic is Traffic.GATHER:
-            ring._transport.pool.release(buffer)
+            ring.transport.pool.release(buffer)
 
     def released(pool: BufferPool, buffer: Buffer) -> None:
-        if buffer in pool._leased:
+        if buffer in pool.leased:
             release(pool, buffer)
 
     patch.setattr(RingPass, "_arrive", arrived)
@@ -118,7 +118,7 @@ def _results_released_early(patch: pytest.MonkeyPatch) -> None:
     """Partial results that leave give their buffer back when they are posted."""
 
     def released(ring: RingPass, step: int, buffer: Buffer) -> Buffer:
-        ring._transport.pool.release(buffer)
+        ring.transport.pool.release(buffer)
         return buffer
 
     patch.setattr(RingPass, "_released_at", released)
@@ -131,30 +131,30 @@ def _other_stream(patch: pytest.MonkeyPatch) -> None:
 
 def _last_sends_left_alone(patch: pytest.MonkeyPatch) -> None:
     """Once a pass has posted its last messages, only what is received is waited for."""
-    move, wait = RingPass._move, in_process._InProcessPending.wait
+    move, wait = RingPass.move, in_process.InProcessPending.wait
 
-    def received(pending: in_process._InProcessPending, _: object = None) -> None:
+    def received(pending: in_process.InProcessPending, _: object = None) -> None:
         both = zip(pending.messages, pending.parcels, strict=True)
         pending.network.collect([parcel for message, parcel in both if parcel.target is message.data])
 
     def moved(ring: RingPass, step: Step) -> None:
-        is_last = not any(ring._send_recv.batches[ring.step :])
-        patch.setattr(in_process._InProcessPending, "wait", received if is_last else wait)
+        is_last = not any(ring.send_recv.batches[ring.step :])
+        patch.setattr(in_process.InProcessPending, "wait", received if is_last else wait)
         move(ring, step)
 
-    patch.setattr(RingPass, "_move", moved)
+    patch.setattr(RingPass, "move", moved)
 
 
 def _no_event(patch: pytest.MonkeyPatch, of: Callable[[Parcel], bool]) -> None:
     """An end of a message is posted without an event on the current stream."""
-    posted = CopyNetwork._posted
+    posted = CopyNetwork.note_posted
 
     def forgotten(network: CopyNetwork, parcel: Parcel) -> None:
         posted(network, parcel)
         if of(parcel):
             parcel.events.pop()
 
-    patch.setattr(CopyNetwork, "_posted", forgotten)
+    patch.setattr(CopyNetwork, "note_posted", forgotten)
 
 
 def _no_event_of_sender(patch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, moving:
     if moving == "q":
         allowed, regions = allowed.T, regions.transposed
     held = [positions(runs) for runs in table.runs(tokens)]
-    meetings = required_rows._Meetings([regions], pairs.runs["kv"], 10**6)
+    meetings = required_rows.Meetings([regions], pairs.runs["kv"], 10**6)
     for rank in range(14):
         expected = [allowed[held[rank]][:, held[owner]].any(0).nonzero()[:, 0].tolist() for owner in range(14)]
         found = meetings.of(pairs.runs["q"][rank])
@@ -165,7 +165,7 @@ def test_of_many_ranks_only_those_near_by_are_looked_at(
 
 
 def test_where_too_many_meet_blocks_go_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(required_rows, "_MOST_MEETINGS", 2000)
+    monkeypatch.setattr(required_rows, "MOST_MEETINGS", 2000)
     table = RouteTable(Topology(8, 40), Strategy(schedule="flat_ring"))
     attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(50))
     assert table.pairs(attending).required("kv") is None
@@ -179,7 +179,7 @@ def test_packed_documents_that_need_everything_are_not_looked_through() -> None:
     table = RouteTable(Topology(2, 8), Strategy())
     attending = Attending(tokens, tokens, mask)
     with mock.patch.object(
-        required_rows._Meetings, "of", autospec=True, side_effect=required_rows._Meetings.of
+        required_rows.Meetings, "of", autospec=True, side_effect=required_rows.Meetings.of
     ) as looked_at:
         assert table.route(3, PassKey(attending, "kv", True)).schedule.name == "two_level_ring"
     assert looked_at.call_count == 3

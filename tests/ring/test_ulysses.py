@@ -158,7 +158,7 @@ def test_all_messages_are_filled_at_once_as_on_gpus(
 ) -> None:
     """The same bits and buffers, by four launches per tensor: to the ranks before and after, two with an index."""
     at_once, written = [], _Written()
-    begin, finish = HeadExchange._begin_at_once, HeadExchange._finish_at_once
+    begin, finish = HeadExchange.begin_at_once, HeadExchange.finish_at_once
 
     def begun(exchange: HeadExchange, *args: Any) -> Any:
         at_once.append(len(args[1]))
@@ -169,8 +169,8 @@ def test_all_messages_are_filled_at_once_as_on_gpus(
         with written:
             finish(exchange, *args)
 
-    monkeypatch.setattr(HeadExchange, "_begin_at_once", begun)
-    monkeypatch.setattr(HeadExchange, "_finish_at_once", finished)
+    monkeypatch.setattr(HeadExchange, "begin_at_once", begun)
+    monkeypatch.setattr(HeadExchange, "finish_at_once", finished)
     terms = {name: options.pop(name) for name in ("mask", "tokens") if name in options}
     problem, shape = Problem.draw(64, heads, dtype=torch.float64), options.pop("bias", None)
     found = []

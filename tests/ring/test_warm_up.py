@@ -69,7 +69,7 @@ def test_every_tile_of_a_call_is_worked_on_and_nothing_else_happens(options: dic
         assert {which for which, _ in state.warmed_up} == {plan.forward, plan.backward}
         for transport in (state.transport, state.ulysses_transport):
             assert not transport.sent_bytes
-            assert not transport.pool._leased
+            assert not transport.pool.leased
         assert not state.expected_bytes
         assert (state.passes_digest, str(state.progress), state.is_broken) == (0, "before the first call", False)
         assert state.transport.pool.allocated_bytes > 0

@@ -48,7 +48,7 @@ def test_required_rows_are_the_rows_of_the_tiles(data: st.DataObject, ranks: int
     pairs = Pairs(Attending(tokens, tokens, mask), {"q": runs, "kv": runs})
     side: Side
     for side in SIDES:
-        with mock.patch.object(required_rows, "_MOST_ROWS", 2.0):  # not even all of them
+        with mock.patch.object(required_rows, "MOST_ROWS", 2.0):  # not even all of them
             found = pairs.required(side)
         visits = [[pairs.of_visit(side, owner, rank) for owner in range(ranks)] for rank in range(ranks)]
         assert found == [

@@ -196,7 +196,7 @@ def test_nothing_is_as_large_as_queries_by_keys() -> None:
     given = selection.Indexed(torch.zeros(1, rows, heads, 32), torch.zeros(1, rows, 32))
     held = selection.key_shards({}, state, (Tokens(length), Tokens(length)), Causal())
     call = selection.SelectionCall(held, Tokens(length), Causal(), count, 1.0, given, asked)
-    with mock.patch.dict(index_scores._SHAPES, {"cpu": index_scores._USUAL_SHAPE}):
+    with mock.patch.dict(index_scores.SHAPES, {"cpu": index_scores.USUAL_SHAPE}):
         part = blocks.BlockSelection(state, call, given)
     for owner in (3, 0):  # what fake tensors cannot tell is known by then
         part.parts(owner)

@@ -58,7 +58,7 @@ def test_no_step_of_a_call_needs_numbers_of_the_device(name: str) -> None:
     counts = []
     with (
         mock.patch.object(index_scores, "warn_unless_alike"),  # which looks at numbers once for all calls
-        mock.patch.dict(index_scores._SHAPES, {"meta": index_scores._SHAPES["cpu"]}),
+        mock.patch.dict(index_scores.SHAPES, {"meta": index_scores.SHAPES["cpu"]}),
         mock.patch("torch.is_autocast_enabled", return_value=False),  # which knows no such device
     ):
         for length in LENGTHS:

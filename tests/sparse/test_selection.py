@@ -195,7 +195,7 @@ def test_nothing_is_as_large_as_queries_by_keys() -> None:
     ranks, length, heads, count = 8, 131_072, 4, 2048
     state, rows = VirtualRing(Topology(1, ranks)).rank_states[3], length // ranks
     with (
-        mock.patch.dict(index_scores._SHAPES, {"cpu": index_scores._USUAL_SHAPE}),
+        mock.patch.dict(index_scores.SHAPES, {"cpu": index_scores.USUAL_SHAPE}),
         FakeTensorMode(),
         LiveBytes() as live,
     ):

@@ -96,7 +96,7 @@ class Drawn:
     upstream: str = "out"
     seed: int = 0
     at_once: int = 1
-    most_rows: float = required_rows._MOST_ROWS
+    most_rows: float = required_rows.MOST_ROWS
 
     def __repr__(self) -> str:
         """As Python, without what is as usual."""
@@ -155,7 +155,7 @@ class Drawn:
         options["selection"] = problem.selection
         with (
             mock.patch.object(sums, "fan_in", return_value=self.at_once),
-            mock.patch.object(required_rows, "_MOST_ROWS", self.most_rows),
+            mock.patch.object(required_rows, "MOST_ROWS", self.most_rows),
         ):
             out, lse = ring.attention(q, k, v, sink=sink, bias=bias, **options)
             pairs = [(out, problem.dout)] if self.upstream != "lse" else []

@@ -33,15 +33,15 @@ class LateNetwork(CopyNetwork):
         self._random = random.Random(seed)
         self._ends = 0  # of messages, posted so far
 
-    def _posted(self, parcel: Parcel) -> None:
+    def note_posted(self, parcel: Parcel) -> None:
         copies_are_late = self._ends // (2 * _MESSAGES) % 2 == 0
         self._ends += 1
-        if self._streams and copies_are_late and parcel.is_whole:
-            with torch.cuda.stream(self._streams[parcel.route[1]]):
+        if self.streams and copies_are_late and parcel.is_whole:
+            with torch.cuda.stream(self.streams[parcel.route[1]]):
                 self._sleep(_LATE_COPY)
-        if self._streams and not copies_are_late:
+        if self.streams and not copies_are_late:
             self._sleep(_LATE_WORK)
-        super()._posted(parcel)
+        super().note_posted(parcel)
 
     def _sleep(self, most: int) -> None:
         if self._random.random() < 0.5:  # else what comes next may be early

@@ -109,7 +109,7 @@ def one_of(topology: Topology, device: torch.device) -> Iterator[None]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # which makes the backend known
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=topology.ranks)
-    answers = [*answers_of_other_ranks(topology), (torch_distributed._Communicator, "post", _brings_what_is_sent)]
+    answers = [*answers_of_other_ranks(topology), (torch_distributed.Communicator, "post", _brings_what_is_sent)]
     answers.append((dist, "reduce_scatter_tensor", _scattered(dist.reduce_scatter_tensor)))
     if device.type == "cpu":  # of which a group that is not gloo's is taken for one of GPUs; labels are other ranks'
         modules = [m for name, m in sys.modules.items() if name.startswith("burst_plugin")]

@@ -115,7 +115,7 @@ class _Op(NamedTuple):
     op: Callable[..., Any]
     tensor: Tensor
     peer: int
-    group: _Communicator
+    group: Communicator
 
 
 class _Work(NamedTuple):
@@ -145,7 +145,7 @@ class NcclNetwork:
         return [DistributedTransport(_Communicators(rank), everyone) for rank in everyone]  # type: ignore[arg-type]
 
 
-class _Communicator(Stream):
+class Communicator(Stream):
     """The stream of a rank's communicator; messages of a batch are on `lanes`, which have no order."""
 
     def __init__(self, name: str) -> None:
@@ -153,17 +153,17 @@ class _Communicator(Stream):
         self.lanes: list[Stream] = []
 
 
-class _Communicators(dict[Channel, _Communicator]):
+class _Communicators(dict[Channel, Communicator]):
     """The communicators of a rank, which are those of `process_groups.Communicators`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._named: dict[str, _Communicator] = {}
+        self._named: dict[str, Communicator] = {}
 
-    def __missing__(self, channel: Channel) -> _Communicator:
+    def __missing__(self, channel: Channel) -> Communicator:
         link = f" over {channel.link.value}" if channel.by_link or channel.link is Link.INTER else ""
         name = f"rank {self._rank}'s NCCL stream of {channel.traffic.value}{link}"
-        return self._named.setdefault(name, _Communicator(name))
+        return self._named.setdefault(name, Communicator(name))
 
 
 class PlainKernel:

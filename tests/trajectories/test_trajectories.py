@@ -206,7 +206,7 @@ def test_positions_in_the_folded_sequence_would_be_found(kind: str, monkeypatch:
     truth = alone(model, rollouts, masks, scores)
     assert folded(model, batch, masks, scores, VirtualRing(Topology(1, 2))).error(truth) < 1e-12
     if kind == "window":
-        monkeypatch.setattr(prefix_tree._Node, "shift", 0)
+        monkeypatch.setattr(prefix_tree.PrefixNode, "shift", 0)
     else:
         monkeypatch.setattr(PrefixTree, "logical", lambda self, positions: positions)
     assert folded(model, batch, masks, scores, VirtualRing(Topology(1, 2))).error(truth) > 1e-3

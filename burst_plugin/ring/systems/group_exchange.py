@@ -161,7 +161,7 @@ class GroupExchange:
                 if rows is None:
                     leased, in_flight = self._begin(transport, pieces, packings)
                 else:
-                    leased, in_flight = self._begin_at_once(transport, pieces, packings[0], rows)
+                    leased, in_flight = self.begin_at_once(transport, pieces, packings[0], rows)
             yield
             while not transport.has_met(in_flight):  # rings of other places may take more steps
                 yield
@@ -171,7 +171,7 @@ class GroupExchange:
                 if rows is None:
                     self._finish(transport, pieces, packings, leased)
                 else:
-                    self._finish_at_once(transport, pieces, packings[0], rows, leased[0])
+                    self.finish_at_once(transport, pieces, packings[0], rows, leased[0])
         except PeerLostError as lost:
             rank = self.group.peers[self.group.place]
             raise lost_peer_error(transport, rank, self.what, lost) from lost
@@ -206,7 +206,7 @@ class GroupExchange:
             piece.stay(group.place)
         return leased, in_flight
 
-    def _begin_at_once(
+    def begin_at_once(
         self, transport: Transport, pieces: Sequence[ExchangedTensor], packing: Packing, rows: Sequence[Tensor]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
         """Pack and send all messages in a few launches for each tensor, in one buffer each way."""
@@ -226,7 +226,7 @@ class GroupExchange:
             piece.stay_at(here, group.place)
         return [(leaving, arriving)], in_flight
 
-    def _finish_at_once(
+    def finish_at_once(
         self,
         transport: Transport,
         pieces: Sequence[ExchangedTensor],
