@@ -140,7 +140,7 @@ def test_it_takes_hardly_more_memory_than_what_kernels_are_given(
     dout[:, ::5] = 0
     dlse[..., ::3] = 0
     expected = online_softmax.with_lse_grad(out, dout, lse, dlse)
-    monkeypatch.setattr(online_softmax, "_AT_ONCE", out.numel() // 64)
+    monkeypatch.setattr(online_softmax, "NUMBERS_AT_ONCE", out.numel() // 64)
     with LiveBytes() as live:
         found = online_softmax.with_lse_grad(out, dout, lse, dlse)
     for ours, theirs in zip(found, expected, strict=True):

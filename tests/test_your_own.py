@@ -31,7 +31,7 @@ def test_files_and_names_on_the_page_are_there() -> None:
     named = {"HONOURED": "flags/config", "REFUSED": "flags/config", "Scores(scale=": "layers/core_attention"}
     named = {name: f"megatron/{file}" for name, file in named.items()}
     named |= {
-        "_EVERY_SCHEDULE": "schedule/rings",
+        "EVERY_SCHEDULE": "schedule/rings",
         "MIXERS": "huggingface/recurrent/families",
         "INDEXERS": "huggingface/indexers",
     }

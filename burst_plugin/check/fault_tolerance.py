@@ -119,12 +119,12 @@ def check_fault_tolerance(settings: Settings, ranks: int, device: torch.device) 
             stack.enter_context(processes)
         for way, processes in cases.items():
             with nullcontext() if at_once else processes:
-                finding = _outcome(way, processes, ranks, settings.sizes(device).dead_s)
+                finding = outcome_of(way, processes, ranks, settings.sizes(device).dead_s)
             yield replace(finding, seconds=time.monotonic() - start)
             start = time.monotonic()
 
 
-def _outcome(way: str, processes: RankProcesses, ranks: int, limit_s: float) -> Finding:
+def outcome_of(way: str, processes: RankProcesses, ranks: int, limit_s: float) -> Finding:
     """Return whether all ranks but the last end within `limit_s` of its failure, and name it."""
     victim, others = ranks - 1, range(ranks - 1)
     failed_at: float | None = None

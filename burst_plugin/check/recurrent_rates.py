@@ -102,7 +102,7 @@ def _draw(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randn(1, *shape, generator=source, device="cpu").to(device, dtype)
 
 
-def _found(module: str, name: str, device: torch.device) -> Any:
+def library_function(module: str, name: str, device: torch.device) -> Any:
     """Return a function of a library of kernels for GPUs; None without a GPU, or where it cannot be imported."""
     if device.type != "cuda":
         return None
@@ -118,7 +118,7 @@ def _delta_rule(tokens: int, device: torch.device) -> _TimedMixer:
     v, gates = _draw((tokens, *values), device), _draw((tokens, values[0]), device)
     given = _leaves((q, k, v, F.logsigmoid(gates.float()), gates.sigmoid()))
     mixer = mixers.delta_rule(hidden=1, keys=keys, values=values, width=1)
-    library = _found("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", device)
+    library = library_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", device)
     if library is None:
         return _TimedMixer(mixer, _PYTORCH, given, lambda *xs: delta_rule(*xs)[0])
     return _TimedMixer(
@@ -135,7 +135,7 @@ def _state_space(tokens: int, device: torch.device) -> _TimedMixer:
     B, C = (_draw((tokens, groups, size), device) for _ in range(2))
     A = -torch.ones(heads, device=device)
     mixer = mixers.state_space(hidden=1, heads=heads, head_dim=dim, groups=groups, size=size, width=1)
-    library = _found("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", device)
+    library = library_function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", device)
     given = _leaves((x, dt, A, B, C))
     if library is None:
         return _TimedMixer(mixer, _PYTORCH, given, lambda *xs: state_space(*xs)[0])

@@ -97,7 +97,7 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
         yield from (Finding(section, NOT_SHOWN, "GPUs of their own", text) for section in timed)
         untimed = tuple(section for section in settings.sections if section in _UNTIMED)
         settings = replace(settings, sections=untimed)
-    yield from _spawned(settings, asked)
+    yield from spawned(settings, asked)
 
 
 def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Finding]:
@@ -112,21 +112,23 @@ def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Fi
             yield Finding(PERFORMANCE, NOT_SHOWN, "ranks of their own speed", text)
 
 
-def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:
+def spawned(settings: Settings, ranks: int) -> Iterator[Finding]:
     """Run the sections in processes that are spawned here."""
     if any(section in _TOGETHER for section in settings.sections):
-        yield from _in_processes(settings, ranks)
-    if CORRECTNESS in settings.sections and ranks > 1 and _kind().type == "cuda":
-        yield from _in_processes(settings, ranks, is_bound=True)
+        yield from in_processes(settings, ranks)
+    if CORRECTNESS in settings.sections and ranks > 1 and device_kind().type == "cuda":
+        yield from in_processes(settings, ranks, is_bound=True)
     if FAULT_TOLERANCE in settings.sections:
-        yield from check_fault_tolerance(settings, ranks, _kind())
+        yield from check_fault_tolerance(settings, ranks, device_kind())
 
 
-def _kind() -> torch.device:
+def device_kind() -> torch.device:
+    """Return the kind of device that ranks of a check run on: GPUs if torch sees any."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _in_processes(settings: Settings, ranks: int, *, is_bound: bool = False) -> Iterator[Finding]:
+def in_processes(settings: Settings, ranks: int, *, is_bound: bool = False) -> Iterator[Finding]:
+    """Yield the findings of sections in new processes. is_bound: whether their groups are bound to their GPUs."""
     start, section, last = time.monotonic(), CORRECTNESS if is_bound else settings.sections[0], ""
     with RankProcesses(ranks, spawned_rank, settings, is_bound, limit_s=_LIMIT_S) as processes:
 
@@ -153,7 +155,7 @@ def spawned_rank(
     directory: a folder in which the ranks find each other. is_bound: whether to bind the process group to the rank's
     GPU, and check rings alone. Raises MissedError if another rank met an error first.
     """
-    timeout_s = settings.sizes(_kind()).timeout_s
+    timeout_s = settings.sizes(device_kind()).timeout_s
     with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node, is_bound=is_bound) as world:
         try:
             findings = check_rings(world, settings, is_bound=True) if is_bound else run_sections(world, settings)
@@ -192,7 +194,7 @@ def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
 def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> Iterator[Finding]:
     """Run the sections in the ranks of a launcher; fault tolerance in further processes on the first node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
-    with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
+    with joined(place, settings.sizes(device_kind()).timeout_s, None, settings.ranks_per_node) as world:
         try:
             yield from run_sections(world, settings)
         except Exception as error:  # of this rank, or of one that it missed; the others meet theirs

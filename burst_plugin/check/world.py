@@ -196,7 +196,7 @@ def joined(
     A process group that is there already is used, and not left.
     """
     rank, size, local = place
-    device = _device(local)
+    device = device_of_rank(local)
     shares_gpu = directory is not None and share_gpus(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)) if device.type == "cpu" else 1)
     # Autograd's thread makes its CUDA context with its first product of matrices, and PyTorch warns of that.
@@ -233,7 +233,8 @@ def share_gpus(rank: int, ranks: int) -> bool:
     return True
 
 
-def _device(local: int) -> torch.device:
+def device_of_rank(local: int) -> torch.device:
+    """Return the device of the rank of this number on its node, and make a GPU the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local % torch.cuda.device_count())

@@ -153,7 +153,7 @@ def new_group_like(
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
         if max_ctas and hasattr(options.config, "max_ctas") and not ctas_of(group):
             options.config.max_ctas = max(max_ctas, options.config.min_ctas)  # NCCL refuses a most below the least
-    with _created_by_members_alone(name):
+    with created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),
             timeout=existing._timeout,
@@ -229,7 +229,7 @@ def warm_up(group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def _created_by_members_alone(name: str) -> Iterator[None]:
+def created_by_members_alone(name: str) -> Iterator[None]:
     """Keep two things in torch's `new_group(use_local_synchronization=True)` from needing other ranks.
 
     It names a group after its ranks and the number of groups that this rank is in, so that ranks in different numbers

@@ -86,13 +86,15 @@ class Accumulator:
         combine: how contributions are combined, `SUM` or `SOFTMAX`.
         storage: where tensors come from; it has the number of token rows.
         tensors: results so far; None for none.
+
+    waiting: the contributions that wait, oldest first.
     """
 
     def __init__(self, combine: Combine, storage: Storage, tensors: Tensors | None = None) -> None:
         self.combine, self.storage = combine, storage
         self._length = storage.length  # token rows
         self._tensors = tensors
-        self._waiting: list[_Contribution] = []
+        self.waiting: list[_Contribution] = []
 
     @property
     def tensors(self) -> Tensors:
@@ -103,7 +105,7 @@ class Accumulator:
 
     def make_room(self) -> None:
         """Add up waiting contributions before a kernel makes another one, unless both can be added up at once."""
-        if self._waiting and fan_in(self._waiting[0].tensors) == 1:
+        if self.waiting and fan_in(self.waiting[0].tensors) == 1:
             self._add_up()
 
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
@@ -116,10 +118,10 @@ class Accumulator:
         if tile.batch is not None or (several == 1 and self._tensors is not None):
             self.combine.add([rows_of(x, rows, tile.batch) for x in self.tensors], [contribution], True)
             return
-        if 1 < several <= len(self._waiting):
+        if 1 < several <= len(self.waiting):
             self._add_up()
-        may_be_all = self._tensors is None and not self._waiting and rows == slice(0, self._length)
-        self._waiting.append(_Contribution(rows, contribution))
+        may_be_all = self._tensors is None and not self.waiting and rows == slice(0, self._length)
+        self.waiting.append(_Contribution(rows, contribution))
         if several == 1 and not may_be_all:
             self._add_up()
 
@@ -129,22 +131,22 @@ class Accumulator:
         rows: row ranges of this accumulator; `other` has just these rows, one range after another. Its results are
             added at once, since they lie in a message.
         """
-        may_keep = bool(self._waiting)
+        may_keep = bool(self.waiting)
         if rows is None:
             if other._tensors is not None:
-                self._waiting.append(_Contribution(slice(0, self._length), other._tensors))
-            self._waiting += other._waiting
+                self.waiting.append(_Contribution(slice(0, self._length), other._tensors))
+            self.waiting += other.waiting
         else:
             offset = 0
             for start, stop in rows:
                 within = slice(offset, offset + stop - start)
-                self._waiting.append(_Contribution(slice(start, stop), [rows_of(x, within) for x in other.tensors]))
+                self.waiting.append(_Contribution(slice(start, stop), [rows_of(x, within) for x in other.tensors]))
                 offset += stop - start
         self._add_up(may_keep)
 
     def settle(self) -> None:
         """Add up all waiting contributions, and fill rows that got none, before the result is sent or read."""
-        if self._waiting or self._tensors is None:
+        if self.waiting or self._tensors is None:
             self._add_up()
 
     def rounded(self) -> Tensors:
@@ -152,21 +154,21 @@ class Accumulator:
 
         Nothing may be added after that.
         """
-        if not self._waiting:
+        if not self.waiting:
             return self.tensors
-        first = self._waiting[0]
-        if len(self._waiting) == 1 and self._tensors is None and first.rows == slice(0, self._length):
+        first = self.waiting[0]
+        if len(self.waiting) == 1 and self._tensors is None and first.rows == slice(0, self._length):
             return tuple(map(_owned, first.tensors))
         if fan_in(first.tensors) == 1:
             return self.tensors
         result = Accumulator(self.combine, Given(tuple(_of_length(x, self._length) for x in first.tensors)))
         result.join(self, None)
-        self._waiting, self._tensors = [], None  # nothing is added any more, and the other side may need memory
+        self.waiting, self._tensors = [], None  # nothing is added any more, and the other side may need memory
         return result.tensors
 
     def _add_up(self, may_keep: bool = True) -> None:
         """Add all that waits to the tensors; the first contribution may become these if `may_keep`."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         filled = self._tensors is not None
         if may_keep and not filled and waiting and waiting[0].rows == slice(0, self._length):
             first = waiting[0].tensors

@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _LEAST_DOUT = {torch.float32: 2.0**-40, torch.float64: 2.0**-70}  # of a row beside the gradient of its lse
 _LEAST_ROOT = 2.0**-62  # of a row beside the root of that gradient, by whose square a sum of its size is divided
 _LEAST_DLSE = 2.0**-100  # smaller gradients of lse count as none
-_AT_ONCE = 2**22  # numbers of a gradient whose rows are worked on together
+NUMBERS_AT_ONCE = 2**22  # numbers of a gradient whose rows are worked on together
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
@@ -116,7 +116,7 @@ def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple
 
     Some tokens are worked on at a time, so that hardly any memory is taken but for what is returned.
     """
-    size = max(1, _AT_ONCE // max(1, dout[:, :1].numel()))
+    size = max(1, NUMBERS_AT_ONCE // max(1, dout[:, :1].numel()))
     made: list[Tensor] = []
     for start in range(0, max(1, dout.shape[1]), size):
         rows = slice(start, start + size)

@@ -36,23 +36,26 @@ NO_POSITIONS = VisitPositions()
 
 
 class RowTable:
-    """A cache of int64 tensors, positions or row numbers of tokens, by a key; emptied when it grows too large."""
+    """A cache of int64 tensors, positions or row numbers of tokens, by a key; emptied when it grows too large.
+
+    known: the tensors by their keys.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Tensor] = {}
+        self.known: dict[Hashable, Tensor] = {}
 
     def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor known as `key`, made by `make` at the first call.
 
         The table is emptied before it holds more than `most` elements in all.
         """
-        found = self._known.get(key)
+        found = self.known.get(key)
         if found is None:
             with torch.inference_mode(False):  # other calls use them, too
                 found = make()
-            if found.numel() + sum(each.numel() for each in self._known.values()) > most:
-                self._known.clear()
-            self._known[key] = found
+            if found.numel() + sum(each.numel() for each in self.known.values()) > most:
+                self.known.clear()
+            self.known[key] = found
         return found
 
 

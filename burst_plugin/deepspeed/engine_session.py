@@ -237,10 +237,10 @@ class Session:
         if training and whole.requires_grad and self.cp.group is not None:
             self._trained_losses += 1
             if self._trained_losses & (self._trained_losses - 1) == 0:
-                whole.register_hook(self._check_weight)  # type: ignore[no-untyped-call]
+                whole.register_hook(self.check_weight)  # type: ignore[no-untyped-call]
         return whole
 
-    def _check_weight(self, grad: Tensor) -> None:
+    def check_weight(self, grad: Tensor) -> None:
         """Raise ValueError on every rank if ranks have put unlike weights on the loss of a batch; collective.
 
         Loops for DeepSpeed's Ulysses do: there a loss is that of a rank's tokens, and is weighed by their number.

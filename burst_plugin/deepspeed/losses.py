@@ -205,7 +205,7 @@ def _with(output: Any, place: Any, loss: Tensor) -> Any:
 
 _TOKENS_AT_ONCE = 1024
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
-_LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
+LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 def check_form_of_loss(model_name: str, output: Any) -> None:
@@ -312,4 +312,4 @@ def tolerance_of(logits: Tensor) -> float:
 
     It is 1e-4 for logits in float32 or float64, 1e-2 in other types.
     """
-    return _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
+    return _LOSS_TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)

@@ -244,7 +244,7 @@ class ModelHooks:
         if self._checked_losses & (self._checked_losses - 1):
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
-        self._check_labels(labels, kwargs[SHARD_KEY])
+        self.check_labels(labels, kwargs[SHARD_KEY])
         if isinstance(logits, LazyLogits):  # of a loss in chunks, which is this package's own
             self._session.cp.agree({"loss": "checked"})  # as ranks do on which something has read logits before
             return
@@ -273,7 +273,7 @@ class ModelHooks:
             )
         self._session.cp.agree({"loss": "checked"}, problem)
 
-    def _check_labels(self, labels: Any, shard: SequenceShard) -> None:
+    def check_labels(self, labels: Any, shard: SequenceShard) -> None:
         """Raise ValueError on every rank if the ring has not as many labels as when the batch was cut; collective.
 
         The loss is divided by the number that was counted then.

@@ -48,9 +48,9 @@ def rollout_log_probs(
         found = of_model(engine, rollouts, session.cp, **options)
     if options.get("own"):  # the gradient is that of all ranks' losses already
         return found
-    log_probs, entropies = ([_with_gradient_of_ring(x, session) for x in each] for each in found[:2])
+    log_probs, entropies = ([with_gradient_of_ring(x, session) for x in each] for each in found[:2])
     in_ring = found._replace(log_probs=log_probs, entropies=entropies)
-    in_ring.router_loss = None if found.router_loss is None else _with_gradient_of_ring(found.router_loss, session)
+    in_ring.router_loss = None if found.router_loss is None else with_gradient_of_ring(found.router_loss, session)
     return in_ring
 
 
@@ -70,10 +70,10 @@ def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: Sequen
         raise ValueError(f'got {shown(shard)}; give the entry "burst" of a batch that was cut with a tree')
     of_logits = Head(lambda rows: rows, chunk=_CHUNK, parameters=[])
     found = edge_log_probs_of_hidden(logits, of_logits, edges, shard.cp, tokens=shard.tokens)
-    return _with_gradient_of_ring(found[0], session), _with_gradient_of_ring(found[1], session)
+    return with_gradient_of_ring(found[0], session), with_gradient_of_ring(found[1], session)
 
 
-def _with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:
+def with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:
     """Return `x` with as many times its gradient as a ring has ranks; by a hook, which leaves -inf as it is."""
     if not x.requires_grad:
         return x

@@ -48,12 +48,12 @@ def install_trainer(adapter: Adapter) -> list[str]:
 
     warn_if_untested("transformers", _TESTED)
     wrap(PartialState, "__init__", _count_processes)
-    wrap(DeepSpeedPlugin, "fill_match", _leave_block_alone)
+    wrap(DeepSpeedPlugin, "fill_match", leave_block_alone)
     ulysses = ulysses_sp.UlyssesSPAttentionHF
     if not hasattr(trainer, "deepspeed_sp_compute_loss"):
         wrap(ulysses, "register_with_transformers", _refuse_earlier_trainer)
         return [f"transformers {version('transformers')}: Trainer is not patched; rings need {_OLDEST} or newer"]
-    wrap(ulysses, "register_with_transformers", _requested_size)
+    wrap(ulysses, "register_with_transformers", requested_size)
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "__init__", partial(_init_trainer, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
@@ -81,7 +81,7 @@ def _of(adapter: Adapter, trainer: Any) -> Session | None:
 # -------------------------------------------------------------------------------------------------------- Accelerate
 
 
-def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace `UlyssesSPAttentionHF.register_with_transformers`: return the `mpu` that Accelerate gives DeepSpeed.
 
     Raises ValueError for what Ulysses refuses where the block is off, and says why there are no rings.
@@ -142,9 +142,7 @@ def _count_processes(original: Callable[..., Any], state: Any, *args: Any, **kwa
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
 
 
-def _leave_block_alone(
-    original: Callable[..., Any], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
-) -> None:
+def leave_block_alone(original: Callable[..., Any], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
     """Replace `DeepSpeedPlugin.fill_match`, which would fill in "auto" in the block, also in one by another name."""
     blocks = (BLOCK, *near_misses(plugin.hf_ds_config.config))
     if not any(ds_key_long.startswith(f"{name}.") for name in blocks):
@@ -181,7 +179,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     session = _of(adapter, trainer)
     if session is None:
         return batches, items
-    _check_mean(session, trainer, items)
+    check_mean(session, trainer, items)
     if session.cp.ranks > 1:
         _check_options(trainer)
     count_once(session, trainer, batches)
@@ -215,7 +213,7 @@ def _count_flops(adapter: Adapter, original: Callable[..., Any], trainer: Any, i
     return original(trainer, whole if "input_ids" in whole else inputs) // session.cp.ranks
 
 
-def _check_mean(session: Session, trainer: Any, items: Any) -> None:
+def check_mean(session: Session, trainer: Any, items: Any) -> None:
     """Raise ValueError for a mean that Trainer does not compute: it divides by the tokens of a step itself."""
     rings = session.ranks // session.cp.ranks
     if session.cp.ranks > 1 and session.loss == MEAN_OF_RANKS:

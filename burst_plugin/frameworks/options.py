@@ -93,7 +93,7 @@ def broken_rules(rules: Mapping[str, Rule], options: Any) -> Iterator[tuple[str,
 
 
 _KEY = "burst_plugin/refused"
-_PATIENCE = timedelta(seconds=10)  # ranks have met already, and rank 0 refuses what all of them refuse
+PATIENCE = timedelta(seconds=10)  # ranks have met already, and rank 0 refuses what all of them refuse
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _tell_once(message: str) -> None:
             store.set(_KEY, "")
         return
     try:
-        store.wait([_KEY], _PATIENCE)
+        store.wait([_KEY], PATIENCE)
     except dist.DistNetworkError:  # the store has gone with rank 0, which had said so before
         return
     except RuntimeError:

@@ -102,7 +102,7 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     is_first, _LONGEST[model] = model not in _LONGEST, tokens
     choose_chunks(cp, model, is_first=False)
     before, was_chosen = cp.strategy, "keep_attention" in cp.chosen
-    step = _step(model, shard, tokens)
+    step = next_step(model, shard, tokens)
     is_open = was_chosen or not (before.kept_share or before.offload)
     if is_open and recomputes(model) and attention_can_be_kept():
         place = SHARES.index(_share(model, step, tokens))
@@ -155,7 +155,7 @@ def _most(cp: ContextParallel, rank: int) -> int:
     return int(most)
 
 
-def _step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
+def next_step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
     """Return the step that is about to be trained; None for a model that the planner does not know."""
     rows = max(1, tokens * shard.cp.ranks // shard.tokens.length)
     cp, states = shard.cp, _STATES.get(shard.cp, HeldStates())

@@ -12,7 +12,7 @@ import torch
 from burst_plugin.batch import SequenceShard
 from burst_plugin.huggingface.mask_recipes import shard_among
 
-_SHARD = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's forward
+SHARD_ATTRIBUTE = "_burst_plugin_shard"  # of an indexer, in the middle of its layer's forward
 
 
 def watch_layer(layer: torch.nn.Module) -> None:
@@ -24,16 +24,16 @@ def watch_layer(layer: torch.nn.Module) -> None:
 
 def shard_of_indexer(indexer: torch.nn.Module) -> SequenceShard | None:
     """Return the shard that the layer around an indexer has been called with; None for a whole batch."""
-    return vars(indexer).get(_SHARD)
+    return vars(indexer).get(SHARD_ATTRIBUTE)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_shard(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell an indexer the shard that its layer is given, also where a checkpoint computes it again."""
-    setattr(layer.indexer, _SHARD, shard_among(args, kwargs))
+    setattr(layer.indexer, SHARD_ATTRIBUTE, shard_among(args, kwargs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forget_shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
     """Note the end of a layer, also of one that failed."""
-    vars(layer.indexer).pop(_SHARD, None)
+    vars(layer.indexer).pop(SHARD_ATTRIBUTE, None)

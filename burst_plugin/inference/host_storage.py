@@ -36,7 +36,7 @@ class HostRowStore(RowStore):
         stored = self._tensors()
         with torch.inference_mode(False):  # a turn outside may write to what one inside has fetched
             self._fetched = tuple(torch.empty_like(x, device=self.device) for x in stored)
-        stream = _stream(self.device)
+        stream = copy_stream(self.device)
         if stream is None:
             self._copy(stored)
             return
@@ -104,6 +104,6 @@ class HostRowStore(RowStore):
 
 
 @cache
-def _stream(device: torch.device) -> Any:
+def copy_stream(device: torch.device) -> Any:
     """Return the stream of copies to a device; None for CPUs."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -291,6 +291,11 @@ class TensorCache:
         self._clock = clock
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
+    @property
+    def count(self) -> int:
+        """Return how many memories of tensors have values that are kept."""
+        return len(self._known)
+
     def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int | None = None) -> _T:
         """Return the value that `read()` got from `tensor` for `question`; it is read again once it has expired.
 

@@ -29,7 +29,7 @@ from burst_plugin.topology import Link, Topology
 from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
 
 _SMALLEST = 8  # nodes of a cluster that stands for a larger one: enough for two in a row to do the same
-_FEW_RANKS = 32  # whose schedule under a window is drawn in a moment; it takes time in proportion to their square
+FEW_RANKS = 32  # whose schedule under a window is drawn in a moment; it takes time in proportion to their square
 _MOST_RANKS = 160  # for which it is drawn, which takes about a second
 
 
@@ -194,7 +194,7 @@ def _windowed_price(
     four times as long as the window. Where this part has too many ranks, whole blocks going to all ranks are priced.
     """
     strategy, width = Strategy(schedule=schedule, ranks_per_node=topology.ranks_per_node), topology.ranks_per_node
-    nodes = max(2, _FEW_RANKS // width, math.ceil(4 * window / (load.rows * width)))
+    nodes = max(2, FEW_RANKS // width, math.ceil(4 * window / (load.rows * width)))
     part = replace(topology, nodes=min(nodes, topology.nodes))
     if part.ranks > _MOST_RANKS:
         tokens = load.rows * topology.ranks

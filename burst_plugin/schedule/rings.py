@@ -229,8 +229,8 @@ class Draw(Protocol):
         """Return the schedule; with `drawn`, only visits and blocks of so many first ranks, see `sample`."""
 
 
-_EVERY_SCHEDULE = (flat_ring, two_level_ring, direct, tasp)
-SCHEDULES: Mapping[str, Draw] = MappingProxyType({schedule.__name__: schedule for schedule in _EVERY_SCHEDULE})
+EVERY_SCHEDULE = (flat_ring, two_level_ring, direct, tasp)
+SCHEDULES: Mapping[str, Draw] = MappingProxyType({schedule.__name__: schedule for schedule in EVERY_SCHEDULE})
 # Drawn from what is required, and may send less than the default where a mask leaves little; others are only pruned.
 SPARSE = (direct.__name__,)
 # Drawn from nodes with equally many ranks: where there are none they would be another schedule without saying so.

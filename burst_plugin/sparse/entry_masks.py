@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from burst_plugin.sequence.mask import Mask, Region
 
-_LEAF = 8  # windows whose queries get a region each
+LEAF = 8  # windows whose queries get a region each
 _COARSE_LEAF = 1024  # windows that get one region, where a selection sees to the rest
 
 
@@ -67,7 +67,7 @@ class EntryMask(Mask):
     def _inside(self, part: Stairs) -> Iterator[Region]:
         """Yield the regions of `part` for queries from its first window's end to where a further one would end."""
         end, slot, count, _ = part
-        if count > (_LEAF if self.exact else _COARSE_LEAF):
+        if count > (LEAF if self.exact else _COARSE_LEAF):
             half = count // 2
             later = part._replace(end=end + self.rate * half, slot=slot + half, windows=count - half)
             yield from self._inside(part._replace(windows=half))

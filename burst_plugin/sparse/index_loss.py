@@ -23,7 +23,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sparse.selection import Indexed
 
-_NUMBERS = 2**25  # that are made for queries which are worked on together: 128 MiB of float32
+NUMBERS_AT_ONCE = 2**25  # that are made for queries which are worked on together: 128 MiB of float32
 _LEAST = 1e-10  # below it, a share of attention counts as this much in logarithms
 
 
@@ -109,7 +109,7 @@ class LossTiles:
         if self._selection is not None:
             length = self._selection.shape[2]
             each += self._teacher.k.shape[2:].numel() + dim
-        size = max(1, _NUMBERS // (length * each))
+        size = max(1, NUMBERS_AT_ONCE // (length * each))
         for start in range(0, held, size):
             yield slice(start, min(held, start + size))
 

@@ -163,7 +163,7 @@ class _ToHolders(torch.autograd.Function):
         ctx.passes, ctx.plans, ctx.call = passes, plans, call
         parts = torch.split_with_sizes(x, [plan.rows for plan in plans])
         programs = [
-            _moved(plan.rank_state, call, "forward", part, plan.sends, plan.recvs, plan.held)
+            move_rows(plan.rank_state, call, "forward", part, plan.sends, plan.recvs, plan.held)
             for plan, part in zip(plans, parts, strict=True)
         ]
         return torch.cat(passes.run("forward", call, programs, x.device))
@@ -172,13 +172,13 @@ class _ToHolders(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parts = torch.split_with_sizes(grad, [plan.held for plan in ctx.plans])
         programs = [
-            _moved(plan.rank_state, ctx.call, "backward", part, plan.recvs, plan.sends, plan.rows)
+            move_rows(plan.rank_state, ctx.call, "backward", part, plan.recvs, plan.sends, plan.rows)
             for plan, part in zip(ctx.plans, parts, strict=True)
         ]
         return None, None, None, torch.cat(ctx.passes.run("backward", ctx.call, programs, grad.device))
 
 
-def _moved(
+def move_rows(
     state: RankState,
     call: CallId,
     direction: Direction,

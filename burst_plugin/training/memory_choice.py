@@ -19,7 +19,7 @@ from burst_plugin.training.memory import memory
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
 
-_LEAST_ROWS, _MOST_ROWS = 512, 4096  # of a chunk
+LEAST_ROWS, _MOST_ROWS = 512, 4096  # of a chunk
 _BYTES_PER_LOGIT = 8  # of a chunk, with its gradient
 _SHARE_OF_LOGITS = 1 / 64  # of a GPU's memory, for the logits of a chunk
 STATES = ("weights", "gradients", "optimizer")  # of a plan, which knows neither frozen weights nor the moment
@@ -33,7 +33,7 @@ def loss_chunk(vocabulary: int, gpu_bytes: float | None) -> int:
 
     vocabulary: the number of logits per token. gpu_bytes: the memory of a GPU; None on CPUs, which gives 512.
     """
-    rows = _LEAST_ROWS
+    rows = LEAST_ROWS
     while gpu_bytes is not None and rows < _MOST_ROWS:
         if 2 * rows * vocabulary * _BYTES_PER_LOGIT > gpu_bytes * _SHARE_OF_LOGITS:
             break
@@ -46,7 +46,7 @@ def mlp_chunk(hidden: int, gpu_bytes: float | None) -> int:
 
     hidden: the hidden size. gpu_bytes: the memory of a GPU; None on CPUs.
     """
-    return max(hidden, _LEAST_ROWS if gpu_bytes is None else _MOST_ROWS)
+    return max(hidden, LEAST_ROWS if gpu_bytes is None else _MOST_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def test_groups_that_are_bound_run_some_rings() -> None:
 
 def test_a_world_is_bound_to_its_gpu_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr("burst_plugin.check.world._device", lambda local: torch.device("cuda", local))
+    monkeypatch.setattr("burst_plugin.check.world.device_of_rank", lambda local: torch.device("cuda", local))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.append(options))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
     for is_bound in (False, True):
@@ -96,9 +96,9 @@ def test_on_gpus_second_processes_have_groups_that_are_bound(
         asked.append(is_bound)
         return []
 
-    monkeypatch.setattr(run, "_in_processes", in_processes)
-    monkeypatch.setattr(run, "_kind", lambda: torch.device("cuda"))
-    assert list(run._spawned(Settings(sections=("right",)), ranks)) == []
+    monkeypatch.setattr(run, "in_processes", in_processes)
+    monkeypatch.setattr(run, "device_kind", lambda: torch.device("cuda"))
+    assert list(run.spawned(Settings(sections=("right",)), ranks)) == []
     assert asked == is_bound
 
 
@@ -106,7 +106,7 @@ def test_ranks_that_share_a_gpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -
     asked: list[tuple[tuple[str, ...], int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(run, "_spawned", lambda settings, ranks: asked.append((settings.sections, ranks)) or [])
+    monkeypatch.setattr(run, "spawned", lambda settings, ranks: asked.append((settings.sections, ranks)) or [])
     assert list(run.check(Settings(), 2)) == []
     found = list(run.check(Settings(), 4))
     assert [each.section for each in found] == ["fast", "tuned"]
@@ -125,5 +125,5 @@ def test_what_fails_on_bound_groups_is_the_section_right(monkeypatch: pytest.Mon
     ended = {0: RankEnd(None, "no device", 1.0)}
     processes.__enter__.return_value = mock.Mock(messages=lambda enough: [], ended=ended)
     monkeypatch.setattr(run, "RankProcesses", lambda *_, **__: processes)
-    found = list(run._in_processes(Settings(sections=("fast", "right")), 1, is_bound=True))
+    found = list(run.in_processes(Settings(sections=("fast", "right")), 1, is_bound=True))
     assert [(each.section, each.verdict) for each in found] == [("right", FAILED)]

@@ -46,7 +46,7 @@ def test_all_ranks_have_to_end_and_name_the_one_at_fault(
     ended: dict[int, RankEnd], fails: bool, verdict: str, said: str
 ) -> None:
     processes = Processes(ended, fails)
-    finding = fault_tolerance._outcome("raises", processes, 2, 30.0)  # type: ignore[arg-type]
+    finding = fault_tolerance.outcome_of("raises", processes, 2, 30.0)  # type: ignore[arg-type]
     assert finding.verdict == verdict
     assert said in finding.text
     assert processes.limit_s == (33.0 if fails else 120.0)

@@ -52,7 +52,7 @@ def test_libraries_are_called_as_they_are_written(monkeypatch: pytest.MonkeyPatc
         return state_space(x, dt, A, B, C)[0]
 
     found = {each.__name__: each for each in (chunk_gated_delta_rule, mamba_chunk_scan_combined)}
-    monkeypatch.setattr(recurrent_rates, "_found", lambda module, name, device: found[name])
+    monkeypatch.setattr(recurrent_rates, "library_function", lambda module, name, device: found[name])
     finding = recurrent_finding(alone(), QUICK)
     assert finding.verdict == OK
     assert "(flash-linear-attention)" in finding.text

@@ -180,7 +180,7 @@ def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: py
     copies = [[x.clone() for x in parts] for parts in given]
     for number, (run, parts) in enumerate(zip(runs, given, strict=True)):
         found.add(Tile(*run, 0, 1), "q", parts)
-        assert len(found._waiting) == number % 3 + 1
+        assert len(found.waiting) == number % 3 + 1
         monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 1)
         expected.add(Tile(*run, 0, 1), "q", parts)
         monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 3)
@@ -199,10 +199,10 @@ def test_who_waits_goes_in_before_what_cannot_wait(make: Any, monkeypatch: pytes
         tensor.copy_(part)
     sums.add(Tile(0, ROWS, 0, 1), "q", whole)
     sums.add(Tile(0, ROWS, 0, 1, batch=(0, 1)), "q", [x[:1] for x in of_batch])
-    assert not sums._waiting
+    assert not sums.waiting
     sums.add(Tile(0, ROWS, 0, 1), "q", whole)
     sums.join(arrived, None)
-    assert not sums._waiting
+    assert not sums.waiting
     for tensor in arrived.tensors:
         tensor.fill_(torch.nan)  # the next message
     count = torch.tensor([4.0, 3.0]).view(2, 1, 1, 1)

@@ -683,7 +683,7 @@ def test_a_script_may_use_ulysses_of_deepspeed_without_accelerate(monkeypatch: p
     for state in (AcceleratorState, PartialState):
         monkeypatch.setattr(state, "_shared_state", {})
     given = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2}
-    assert trainer._requested_size(lambda **options: options, **given) == given
+    assert trainer.requested_size(lambda **options: options, **given) == given
 
 
 @pytest.mark.parametrize(
@@ -708,16 +708,16 @@ def test_sp_size_without_the_block_says_why_there_are_no_rings(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ValueError, match=r"Ulysses refuses: core_attn.* does not match") as error:
-            trainer._requested_size(refuse, sequence_parallel_size=2)
+            trainer.requested_size(refuse, sequence_parallel_size=2)
     assert reason in str(error.value)
     assert [reason in str(warning.message) for warning in caught] == [True] * (BLOCK not in config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert trainer._requested_size(lambda **options: "an mpu", sequence_parallel_size=2) == "an mpu"
+        assert trainer.requested_size(lambda **options: "an mpu", sequence_parallel_size=2) == "an mpu"
 
 
 def test_accelerate_fills_in_no_auto_of_the_block_nor_of_one_by_another_name() -> None:
-    from burst_plugin.deepspeed.trainer import _leave_block_alone
+    from burst_plugin.deepspeed.trainer import leave_block_alone
 
     filled: list[str] = []
     for config, block in (
@@ -727,7 +727,7 @@ def test_accelerate_fills_in_no_auto_of_the_block_nor_of_one_by_another_name() -
     ):
         plugin = types.SimpleNamespace(hf_ds_config=types.SimpleNamespace(config=config))
         for key in (f"{block}.layout", "train_batch_size"):
-            _leave_block_alone(lambda plugin, key: filled.append(key), plugin, key)
+            leave_block_alone(lambda plugin, key: filled.append(key), plugin, key)
     assert filled == ["train_batch_size"] * 3
 
 

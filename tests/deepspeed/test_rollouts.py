@@ -140,7 +140,7 @@ def test_families_under_every_zero_stage_on_two_ranks() -> None:
 def test_a_log_probability_of_minus_infinity_stays_one_and_others_have_their_gradient() -> None:
     session: Any = mock.Mock(cp=mock.Mock(ranks=4))
     x = torch.tensor([-torch.inf, -1.0], requires_grad=True)
-    found = package._with_gradient_of_ring(x, session)
+    found = package.with_gradient_of_ring(x, session)
     assert found.tolist() == [-torch.inf, -1.0]
     assert torch.autograd.grad(found[1], x)[0].tolist() == [0.0, 4.0]
 
@@ -154,7 +154,7 @@ def test_rings_of_one() -> None:
 
 
 def _no_times_ranks() -> None:
-    mock.patch.object(package, "_with_gradient_of_ring", lambda x, session: x).start()
+    mock.patch.object(package, "with_gradient_of_ring", lambda x, session: x).start()
 
 
 def _no_windows() -> None:

@@ -27,7 +27,7 @@ def test_a_script_without_ranks_is_told() -> None:
 
 def test_what_rank_0_does_not_refuse_is_told_by_another_rank() -> None:
     def refuse(rank: int) -> str:
-        options._PATIENCE = timedelta(seconds=0.2)
+        options.PATIENCE = timedelta(seconds=0.2)
         return _refuse() if rank == 1 else ""
 
     assert run_ranks(refuse, 2) == ["", "burst_plugin: --x is not supported: drop it\n"]

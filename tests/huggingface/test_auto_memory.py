@@ -41,7 +41,7 @@ def _model(name: str) -> Any:
 
 @contextmanager
 def _small_chunks() -> Iterator[None]:
-    with mock.patch.object(memory_choice, "_LEAST_ROWS", ROWS), mock.patch.object(auto_memory, "mlp_chunk") as chunk:
+    with mock.patch.object(memory_choice, "LEAST_ROWS", ROWS), mock.patch.object(auto_memory, "mlp_chunk") as chunk:
         chunk.return_value = ROWS
         yield
 
@@ -223,10 +223,10 @@ def _recomputed(rank: int) -> list[str]:
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
     shard = shard_batch(BATCH, cp)["burst"]
     model = _model("llama")
-    found = [auto_memory._step(model, shard, 64)]
+    found = [auto_memory.next_step(model, shard, 64)]
     for every in (1, 2):
         model._activation_checkpointing_enable(every_n_layers=every)
-        found.append(auto_memory._step(model, shard, 64))
+        found.append(auto_memory.next_step(model, shard, 64))
     return [step.setting.recompute for step in found if step is not None]
 
 

@@ -132,18 +132,18 @@ def test_drawn_batches_equal_one_rank(family: str) -> None:
 
 def _to_wrong_rows() -> None:
     """Two tokens of a rank get each other's features."""
-    original = features._numbers
+    original = features.numbers_of_rows
 
     def numbers(*args: Any) -> Any:
         encoded, held = original(*args)
         return encoded, [each.flip(0) for each in held]
 
-    features._numbers = numbers
+    features.numbers_of_rows = numbers
 
 
 def _without_gradients_of_others() -> None:
     """A tower gets the gradients of those features alone that stay on the rank that encoded them."""
-    original = rows._moved
+    original = rows.move_rows
 
     def moved(state: Any, call: Any, direction: str, *args: Any) -> Any:
         found = yield from original(state, call, direction, *args)
@@ -152,7 +152,7 @@ def _without_gradients_of_others() -> None:
             found[torch.cat([*came_from_others, torch.empty(0, dtype=torch.int64)])] = 0
         return found
 
-    rows._moved = moved
+    rows.move_rows = moved
 
 
 def _positions_on_shards() -> None:

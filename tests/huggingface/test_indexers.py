@@ -11,7 +11,7 @@ import torch.distributed as dist
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare, register
-from burst_plugin.huggingface.indexer_shards import _SHARD
+from burst_plugin.huggingface.indexer_shards import SHARD_ATTRIBUTE
 from tests.support.deepspeed_run import draw, worst
 from tests.support.ranks import run_ranks
 from tests.support.sparse_families import build, sparse_families
@@ -68,7 +68,7 @@ def test_a_mask_of_its_own_is_refused_on_a_shard() -> None:
     register()
     model = prepare(build(sparse_families()["deepseek_v32"]))
     indexer = model.model.layers[0].self_attn.indexer
-    setattr(indexer, _SHARD, shard_batch(BATCH, ContextParallel())["burst"])
+    setattr(indexer, SHARD_ATTRIBUTE, shard_batch(BATCH, ContextParallel())["burst"])
     x = torch.zeros(2, 32, 8)
     with pytest.raises(ValueError, match="got a sharded batch and a mask of its own, a Tensor, with which it would"):
         indexer(x, x, (x, x), torch.zeros(2, 32, 32), None)

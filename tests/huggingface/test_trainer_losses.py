@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 import burst_plugin.deepspeed as burst
-from burst_plugin.deepspeed.trainer import _check_mean
+from burst_plugin.deepspeed.trainer import check_mean
 from tests.support.deepspeed_run import Run, draw, llama, worst
 from tests.support.families import experts
 from tests.support.ranks import run_ranks
@@ -180,6 +180,6 @@ def test_a_step_without_labels_changes_nothing(outcomes: dict[Case, tuple[Outcom
 def test_a_mean_of_each_ring_is_refused_and_one_ring_has_no_other() -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(average_tokens_across_devices=False))
     ring = SimpleNamespace(ranks=2)
-    _check_mean(SimpleNamespace(cp=ring, ranks=2, loss="token_mean"), trainer, None)  # type: ignore[arg-type]
+    check_mean(SimpleNamespace(cp=ring, ranks=2, loss="token_mean"), trainer, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"average_tokens_across_devices=False .* is not supported on 2 rings"):
-        _check_mean(SimpleNamespace(cp=ring, ranks=4, loss="token_mean"), trainer, None)  # type: ignore[arg-type]
+        check_mean(SimpleNamespace(cp=ring, ranks=4, loss="token_mean"), trainer, None)  # type: ignore[arg-type]

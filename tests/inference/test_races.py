@@ -9,7 +9,7 @@ import torch
 
 from burst_plugin import ContextParallel
 from burst_plugin.inference import KVCache
-from burst_plugin.inference.host_storage import HostRowStore, _stream
+from burst_plugin.inference.host_storage import HostRowStore, copy_stream
 from tests.support.fake_gpu import GPU
 from tests.support.races import Gpus, RaceError, Stream
 from tests.support.recorded_gpu import PlainKernel, recorded_gpus
@@ -17,7 +17,7 @@ from tests.support.recorded_gpu import PlainKernel, recorded_gpus
 
 def _talk() -> tuple[KVCache, Gpus]:
     """Go through turns in which rows grow, are laid out anew, and are cut off; windows are moved."""
-    _stream.cache_clear()  # of other GPUs that are not there
+    copy_stream.cache_clear()  # of other GPUs that are not there
     with (
         mock.patch.object(Stream, "synchronize", create=True),
         recorded_gpus() as gpus,
@@ -30,7 +30,7 @@ def _talk() -> tuple[KVCache, Gpus]:
             for layer in range(3):
                 assert cache.attend(layer, q, k, k).device == GPU
         cache.truncate([160, 130])
-    _stream.cache_clear()
+    copy_stream.cache_clear()
     return cache, gpus
 
 

@@ -108,7 +108,7 @@ def test_tensors_are_read_once_while_they_live_unchanged() -> None:
     assert len(reads) == 3
     del x
     gc.collect()
-    assert len(seen._known) == 0
+    assert seen.count == 0
     for n in range(20):  # memory and numbers of objects are used again
         assert read(torch.tensor([n])) == [n]
 

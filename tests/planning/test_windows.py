@@ -112,7 +112,7 @@ def test_a_part_of_a_large_cluster_stands_for_all_of_it(direction: Any, window: 
     setting = Setting(tokens=80 * 2**11, code=CODE, context=80, inner=4)
     shapes, links = ring_shapes(LLAMA, setting), Links(1e10, 1e9)
     part = pass_price(Strategy(), direction, topology, shapes, 0.02, links, window=window)
-    with mock.patch("burst_plugin.planning.price._FEW_RANKS", topology.ranks):
+    with mock.patch("burst_plugin.planning.price.FEW_RANKS", topology.ranks):
         of_all = pass_price(Strategy(), direction, topology, shapes, 0.02, links, window=window)
     assert part.time_s == pytest.approx(of_all.time_s, rel=1e-6)
     assert part.compute_s == pytest.approx(of_all.compute_s, rel=1e-6)

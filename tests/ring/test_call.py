@@ -64,7 +64,7 @@ def test_positions_are_made_once_for_calls_of_one_kind_and_are_bounded_for_other
         for length in (24, 48, 16):
             assert [both_passes(length) for _ in range(3)][-1] == 0
             for state in ring.rank_states:
-                assert length <= sum(map(len, state.positions._known.values())) <= 2 * length
+                assert length <= sum(map(len, state.positions.known.values())) <= 2 * length
 
 
 def test_calls_that_are_not_alike_are_not_mixed_up() -> None:

@@ -84,7 +84,7 @@ def test_ranks_make_the_entries_of_the_definition_and_queries_see_theirs() -> No
 
 def test_few_rectangles_stand_for_many_windows() -> None:
     stairs = (Stairs(3, 0, 5000, 20_005),)
-    with mock.patch.object(entry_masks, "_LEAF", 1):
+    with mock.patch.object(entry_masks, "LEAF", 1):
         every = EntryMask(4, stairs).regions(20_005, 5000)
     exact, coarse = (EntryMask(4, stairs, each).regions(20_005, 5000) for each in (True, False))
     assert (len(every), len(exact), len(coarse)) == (10_000, 6024, 16)

@@ -70,7 +70,7 @@ def _found(rank: int, numbers: int) -> dict[tuple[bool, bool], list[Tensor]]:
             if latent:
                 teacher = Teacher(x["q"], x["latents"], 0.7, x["weight"])
             selection = x["selection"] if listed else None
-            with mock.patch("burst_plugin.sparse.index_loss._NUMBERS", numbers):
+            with mock.patch("burst_plugin.sparse.index_loss.NUMBERS_AT_ONCE", numbers):
                 loss = indexer_loss(teacher, Indexed(*index), cp, scale=0.3, selection=selection)
             grads = torch.autograd.grad(loss * 0.5, index)
             total = loss.detach().clone()

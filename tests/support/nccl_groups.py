@@ -71,6 +71,6 @@ def nccl() -> Iterator[list[NcclGroup]]:
         mock.patch.object(dist, "get_process_group_ranks", lambda group: list(group.ranks)),
         mock.patch.object(process_groups, "group_device", return_value=torch.device("cuda", 0)),
         mock.patch.object(process_groups, "warm_up"),
-        mock.patch.object(process_groups, "_created_by_members_alone", return_value=nullcontext()),
+        mock.patch.object(process_groups, "created_by_members_alone", return_value=nullcontext()),
     ):
         yield made

@@ -100,7 +100,7 @@ def _shared(
         return (rows, x), torch.tensor([*counts], dtype=torch.int64, device=x.device)
 
     (rows, x), counts = counts_of_all(cp, counted_rows, [len(share) for share in shares])
-    encoded, held = _numbers(cp, shares, counts, placeholders, shard)
+    encoded, held = numbers_of_rows(cp, shares, counts, placeholders, shard)
     count, tokens = sum(map(len, encoded)), int(placeholders.sum())
     if count != tokens:
         raise ValueError(
@@ -133,7 +133,7 @@ def _runs(placeholders: Tensor) -> list[int]:
     return lengths
 
 
-def _numbers(
+def numbers_of_rows(
     cp: ContextParallel,
     shares: Sequence[Sequence[int]],
     counts: Sequence[Sequence[int]],
