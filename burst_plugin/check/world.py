@@ -59,7 +59,7 @@ class World:
     store: the key-value store through which ranks exchange results. timeout_s: the time limit of a message.
     ranks_per_node: how many ranks count as a node; None to have ranks find out which share a node.
     shares_gpu: whether `device` is another rank's, too.
-    measured: what sections have measured, for later sections.
+    measured: what sections have measured, for later sections. hosts: names by rank, once they have been asked for.
     is_late: whether a rank did not come in time, and is not to be waited for again.
     """
 
@@ -73,7 +73,7 @@ class World:
     _meetings: int = 0
     measured: dict[str, Any] = field(default_factory=dict)  # what sections hand on to later ones
     is_late: bool = False  # whether a rank did not come, and is not to be waited for again
-    _hosts: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
 
     @property
     def backend(self) -> str:
@@ -85,9 +85,9 @@ class World:
 
         Collective at the first call.
         """
-        if not self._hosts:
-            self._hosts = self.exchange("host names", socket.gethostname())
-        return f"rank {rank} on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else f"rank {rank}"
+        if not self.hosts:
+            self.hosts = self.exchange("host names", socket.gethostname())
+        return f"rank {rank} on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else f"rank {rank}"
 
     def ring(self, **options: Any) -> ContextParallel:
         """Return a ring of all ranks, with `options` of `Strategy`; collective."""

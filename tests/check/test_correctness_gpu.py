@@ -48,7 +48,7 @@ def test_far_offsets_need_a_gpu() -> None:
 
 
 def test_the_memory_of_nccl_is_that_of_the_ring_and_rank_with_the_most() -> None:
-    world = World(0, 2, CPU, dist.HashStore(), 10.0, _hosts=["here", "here"])
+    world = World(0, 2, CPU, dist.HashStore(), 10.0, hosts=["here", "here"])
     found = memory_finding(world, {"ring 1x2": [2**28, 2**30], "heads exchanged by 2": [2**20, 2**20]})
     assert found.verdict == OK
     assert "up to 1.00 GiB" in found.text
