@@ -7,6 +7,7 @@ from time import monotonic
 import pytest
 
 from tests.support.huge_pages import use_huge_pages
+from tests.support.imports import repeat_imports
 
 _HUGE_PAGES_S = 30.0  # after which enough huge pages are split to be worth putting together again
 _made_huge = 0.0
@@ -44,9 +45,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(100_000, 50, 50)  # a further 6 % of tests/planning; also of the ranks that tests fork
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures replace anything
 def pytest_runtest_setup() -> None:
-    """Keep huge pages, which forks split little by little."""
+    """Import what ranks of earlier tests have imported, and keep huge pages, which forks split little by little."""
     global _made_huge
+    repeat_imports()
     if monotonic() - _made_huge > _HUGE_PAGES_S:
         use_huge_pages()
         _made_huge = monotonic()

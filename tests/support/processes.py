@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from tests.support.imports import note_imports, write_imports
+
 POLL_S = 0.002
 REAP_S = 0.05  # how often the parent looks while no rank ends
 LINGER_S = 2.0  # how long a finished rank waits for the others, so that no peer sees a reset connection
@@ -113,18 +115,22 @@ def launch(
     torch.set_num_threads(1)
     directory = Path(tempfile.mkdtemp(prefix="burst-ranks-"))
     crew = _Crew(directory, world_size)
-    parent = os.getpid()
+    parent, imported, last = os.getpid(), directory / "imported", next(reversed(sys.modules))
 
     def body(rank: int) -> Any:
         enter(rank, directory)
         _die_with(parent)
-        return fn(rank, *args)
+        value = fn(rank, *args)
+        if rank == 0:
+            write_imports(imported, last)
+        return value
 
     try:
         for rank in range(world_size):
             crew.fork(rank, body)
         crew.reap_until(lambda: False, timeout_s)
         late = crew.stop()
+        note_imports(imported)
         ended = enumerate(crew.exitcodes[rank] for rank in range(world_size))
         return [_outcome(directory, rank, exitcode, late.get(rank), timeout_s) for rank, exitcode in ended]
     finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.imports import repeat_imports
 from tests.support.processes import LINGER_S
 from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes
 
@@ -58,6 +62,23 @@ def test_closures_large_values_and_no_group() -> None:
 
     for rank, value in enumerate(run_ranks(shifted, 2, init=False)):
         assert torch.equal(value, big + rank)
+
+
+def test_what_ranks_import_is_imported_once_where_they_are_forked() -> None:
+    name, elsewhere = "torch.utils.model_dump", "torch.no_such_module"
+    assert name not in sys.modules
+
+    def import_both(rank: int) -> bool:
+        was_there = name in sys.modules
+        importlib.import_module(name)
+        sys.modules[elsewhere] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(elsewhere, None))
+        return was_there
+
+    for _ in range(2):
+        assert run_ranks(import_both, 2, init=False) == [False, False]
+    repeat_imports()
+    assert elsewhere not in sys.modules
+    assert run_ranks(import_both, 2, init=False) == [True, True]
 
 
 def test_backward_works_in_ranks_after_backward_in_the_parent() -> None:
