@@ -231,15 +231,20 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
 def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
     """Return the router loss of experts in `outputs`, times the coefficient that weighs it in the model's loss.
 
-    The coefficient is read from `model` or its configuration. None if `outputs` have no `aux_loss`, or no coefficient
-    is found.
+    The coefficient is read from `model` or its configuration; for TRL's fused head from the text's configuration,
+    which TRL changes. None if `outputs` have no `aux_loss`, or no coefficient is found.
     """
     aux_loss = getattr(outputs, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
+    is_fused = hasattr(outputs, "log_probs")
     for module in model.modules():  # of which the first one mostly has it
         config = getattr(module, "config", None)
-        for owner in (module, config, getattr(config, "text_config", None)):
+        owners: list[Any] = [module, config, getattr(config, "text_config", None)]
+        if is_fused:  # the model's own copy is older
+            text_of = getattr(config, "get_text_config", None)  # not of an engine's configuration
+            owners = [] if text_of is None else [text_of()]
+        for owner in owners:
             for name in _ROUTER_COEFFICIENTS:
                 coefficient = getattr(owner, name, None)
                 if isinstance(coefficient, int | float):

@@ -251,7 +251,7 @@ class ModelHooks:
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])
         read = logits
-        if logits is None and getattr(output, "aux_loss", None) is None:  # TRL's may weigh routers by another number
+        if logits is None:
             read = getattr(output, "log_probs", None)
         if labels is None or read is None or read.shape[:2] != labels.shape:
             self._warn_of_unchecked_loss()

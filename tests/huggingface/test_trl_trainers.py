@@ -174,6 +174,12 @@ CASES = {
     "sft_talks": Case(
         "SFTTrainer", {"assistant_only_loss": True}, rows=talks, keywords={"processing_class": talking}
     ),
+    "sft_experts": Case(
+        "SFTTrainer",
+        {"router_aux_loss_coef": 0.5, **ONE_ROW},  # the model and its configuration begin with another
+        rows=answered,
+        keywords={"model": partial(experts, seed=0)},
+    ),
     "orpo": Case("ORPOTrainer", ONE_ROW, home="trl.experimental.orpo"),
     "cpo": Case("CPOTrainer", ONE_ROW, home="trl.experimental.cpo"),
     "simpo": Case("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.5, **ONE_ROW}, home="trl.experimental.cpo"),
@@ -264,6 +270,7 @@ def check(found: Outcome, truth: Outcome, layout: Layout) -> None:
 
 
 QUICK = ("dpo_other", "kto", "reward_lora", "cpo", "sft_talks", "classes_positionally")
+FIRST = (*QUICK, "sft_experts")
 WITHOUT_PEERS = (
     "dpo",
     "dpo_precomputed_other",
@@ -283,7 +290,7 @@ OTHERS: list[tuple[int, tuple[str, ...]]] = [
     (3, ("tpo",)),
 ]
 if os.environ.get("BURST_SOAK"):  # what is made from a configuration has other weights with ZeRO 3
-    DRAWN = {"tpo", "dpo_experts", "classes_gpt2", "classes_gemma3"}
+    DRAWN = {"tpo", "dpo_experts", "sft_experts", "classes_gpt2", "classes_gemma3"}
     OTHERS = [(n, tuple(name for name in CASES if name not in (DRAWN if n == 3 else {"tpo"}))) for n in range(4)]
     OTHERS += [(n, ("tpo",)) for n in range(4)]
 
@@ -291,7 +298,7 @@ if os.environ.get("BURST_SOAK"):  # what is made from a configuration has other 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        pytest.param(Layout(2, 2, 0), QUICK, id="zero0"),
+        pytest.param(Layout(2, 2, 0), FIRST, id="zero0"),
         pytest.param(Layout(2, 2, 3), ("dpo_precomputed_lora",), id="zero3"),
         *(
             pytest.param(Layout(2, 2, n), names, id=f"zero{n}_{names[0]}", marks=pytest.mark.slow)
@@ -312,7 +319,7 @@ def test_training_and_evaluation_equal_one_rank(directory: str, layout: Layout, 
 
 def test_cases_say_something(directory: str) -> None:
     """References differ from policies, and no gradient is zero."""
-    for name, outcome in zip(QUICK, on_one_rank(QUICK, directory, 1), strict=True):
+    for name, outcome in zip(FIRST, on_one_rank(FIRST, directory, 1), strict=True):
         assert all(torch.any(x != 0) for x in outcome.grads.values()), name
         for margin in (entry["rewards/margins"] for entry in outcome.logged if "rewards/margins" in entry):
             assert abs(margin) > 0.01, name
