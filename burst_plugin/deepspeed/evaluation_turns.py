@@ -71,15 +71,19 @@ class _LastBatch:
     def real_part(self, batch: Mapping[str, Any], turn: int, session: Session) -> Mapping[str, Any]:
         """Return the batch of a turn without the rows that do not count, or without their labels.
 
-        Whole outputs are gathered from all rings, so that these keep as many rows as the first ring does.
+        Whole outputs are gathered from all rings, so that these keep as many rows as the first ring does. Of shards,
+        several rings keep all rows, and mask labels.
         """
+        has_rings = session.ranks > session.cp.ranks
+        count = min(self.per_rank, self.real - turn * self.per_rank)
         if session.gathers:
-            count = min(self.per_rank, self.real - turn * self.per_rank)
             part = _first_rows(batch, count, self.per_rank)
-            has_rings = count < self.per_rank and session.ranks > session.cp.ranks
-            if has_rings and session.sum_over_ranks(float(part is batch)):  # some ring cannot leave rows out
+            may_differ = count < self.per_rank and has_rings
+            if may_differ and session.sum_over_ranks(float(part is batch)):  # some ring cannot leave rows out
                 return batch
             return part
+        if not has_rings:  # of rows without labels, routers would still count the tokens
+            batch = _first_rows(batch, count, self.per_rank)
         before = (dist.get_rank() - session.cp.rank + turn) * self.per_rank
         labels = batch.get("labels")
         if labels is None or before + len(labels) <= self.real:
