@@ -53,6 +53,7 @@ _KNOWN_TENSORS = frozenset(
         "shift_labels",
         "num_items_in_batch",
         "token_type_ids",
+        "margin",  # TRL's RewardTrainer hands the model all that a batch has
     }
 )
 _REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # even if they are not tensors

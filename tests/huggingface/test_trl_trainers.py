@@ -33,6 +33,7 @@ from tests.support.trl_run import (
     classified,
     compared,
     judged,
+    preferences_by_margins,
     read,
     save_models,
     talks,
@@ -164,6 +165,7 @@ CASES = {
     "reward_lora": Case(
         "RewardTrainer",
         {"center_rewards_coefficient": 0.1},
+        rows=preferences_by_margins,
         model="reward",
         keywords={"peft_config": partial(lora, task="SEQ_CLS", modules_to_save=["score"])},
     ),

@@ -112,6 +112,12 @@ def compared(seed: int) -> Dataset:
     return preferences(seed).add_column("reference", preferences(seed + 7)["chosen"])
 
 
+def preferences_by_margins(seed: int) -> Dataset:
+    """Preferences, and by how much each chosen answer is to be better."""
+    rows = preferences(seed)
+    return rows.add_column("margin", [0.25 * (number % 5) for number in range(len(rows))])
+
+
 def answered(seed: int) -> Dataset:
     """Prompts with one answer each."""
     return preferences(seed).rename_column("chosen", "completion").remove_columns("rejected")
