@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.loaders import exchanged
+from burst_plugin.huggingface.media.rows import is_of_media, media_of_rows
 
 
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
@@ -40,7 +41,8 @@ def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any,
     last = _last_batch(state, session)
     batches = exchanged(inputs, session.cp)
     if last is not None:
-        batches = [last.real_part(batch, turn, session) for turn, batch in enumerate(batches[: last.turns(session)])]
+        batches = batches[: last.turns(session)]
+        batches = [last.real_part(trainer.model, batch, turn, session) for turn, batch in enumerate(batches)]
     kept = {session.cp.rank} if last is None else {0, session.cp.rank}
     results = {}
     session.takes_turns = True
@@ -68,7 +70,9 @@ class _LastBatch:
         """Return how many turns have rows that count: on the first ring, and so perhaps on others."""
         return min(session.cp.ranks, -(-self.real // self.per_rank))
 
-    def real_part(self, batch: Mapping[str, Any], turn: int, session: Session) -> Mapping[str, Any]:
+    def real_part(
+        self, model: torch.nn.Module, batch: Mapping[str, Any], turn: int, session: Session
+    ) -> Mapping[str, Any]:
         """Return the batch of a turn without the rows that do not count, or without their labels.
 
         Whole outputs are gathered from all rings, so that these keep as many rows as the first ring does. Of shards,
@@ -77,13 +81,13 @@ class _LastBatch:
         has_rings = session.ranks > session.cp.ranks
         count = min(self.per_rank, self.real - turn * self.per_rank)
         if session.gathers:
-            part = _first_rows(batch, count, self.per_rank)
+            part = first_rows(model, batch, count, self.per_rank)
             may_differ = count < self.per_rank and has_rings
             if may_differ and session.sum_over_ranks(float(part is batch)):  # some ring cannot leave rows out
                 return batch
             return part
         if not has_rings:  # of rows without labels, routers would still count the tokens
-            batch = _first_rows(batch, count, self.per_rank)
+            batch = first_rows(model, batch, count, self.per_rank)
         before = (dist.get_rank() - session.cp.rank + turn) * self.per_rank
         labels = batch.get("labels")
         if labels is None or before + len(labels) <= self.real:
@@ -100,15 +104,21 @@ def _last_batch(state: Any, session: Session) -> _LastBatch | None:
     return _LastBatch(state.remainder, per_rank) if per_rank else None
 
 
-def _first_rows(batch: Mapping[str, Any], count: int, rows: int) -> Mapping[str, Any]:
+def first_rows(model: torch.nn.Module, batch: Mapping[str, Any], count: int, rows: int) -> Mapping[str, Any]:
     """Return the first `count` of `rows` samples of a batch, in which several sequences of a sample may follow.
 
-    Preferences have the chosen answers of all samples first, then the rejected ones. A batch with tensors of other
-    sizes, such as the patches of images, is returned as it is.
+    Preferences have the chosen answers of all samples first, then the rejected ones. A batch is returned as it is if
+    it has tensors of other sizes, or media of which it cannot be told which rows they belong to.
     """
     lengths = {len(x) for name, x in batch.items() if name.endswith("input_ids")} | {rows}
-    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
-    if any(len(x) not in lengths for x in tensors) or any(length % rows for length in lengths):
+    by_row = {name: x for name, x in batch.items() if not is_of_media(name)}
+    tensors = [x for x in by_row.values() if isinstance(x, Tensor) and x.dim()]
+    if count == rows or any(len(x) not in lengths for x in tensors) or any(length % rows for length in lengths):
+        return batch
+    media: dict[str, Any] | None = {}
+    if len(by_row) < len(batch):
+        media = media_of_rows(model, batch, [n for n in range(max(lengths)) if n % rows < count])
+    if media is None:
         return batch
 
     def first(x: Any) -> Any:
@@ -116,7 +126,7 @@ def _first_rows(batch: Mapping[str, Any], count: int, rows: int) -> Mapping[str,
             return x.reshape(-1, rows, *x.shape[1:])[:, :count].flatten(0, 1)
         return x[:count] if isinstance(x, list) and len(x) == rows else x
 
-    return {name: first(x) for name, x in batch.items()}
+    return {name: first(x) for name, x in by_row.items()} | media
 
 
 def _filled_up(x: Any, first: Any) -> Any:

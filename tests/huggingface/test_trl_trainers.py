@@ -24,11 +24,13 @@ import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed import model_hooks, trl_logits, whole_outputs
 from tests.support.deepspeed_run import VOCAB
 from tests.support.grpo_run import tokenizer
+from tests.support.media import tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.trl_run import (
     Case,
     Layout,
     Outcome,
+    WithImages,
     answered,
     classified,
     compared,
@@ -90,6 +92,28 @@ def experts(directory: str, seed: int) -> Any:
         experts_implementation="eager",
     )
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def with_images(family: str) -> Case:
+    """A case of a model that takes images, some of whose evaluated rows have one."""
+
+    def model(directory: str, noise: float) -> Any:
+        found = tiny_model(family)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in found.parameters():
+                parameter += noise * torch.randn_like(parameter)
+        return found
+
+    return Case(
+        "DPOTrainer",
+        {"learning_rate": 0.02},
+        keywords={
+            "model": partial(model, noise=0.0),
+            "ref_model": partial(model, noise=0.05),
+            "data_collator": lambda directory: WithImages(family),
+        },
+    )
 
 
 def classes_of_gpt2(directory: str) -> Any:
@@ -203,6 +227,8 @@ CASES = {
     "classes_positionally": Case(
         "Trainer", home="transformers", model="classes", rows=classified, changes=positionally
     ),
+    "dpo_patches": with_images("qwen2_5_vl"),
+    "dpo_images": with_images("internvl"),
     "dpo_experts": Case(
         "DPOTrainer",
         {"router_aux_loss_coef": 0.5},
@@ -287,12 +313,13 @@ WITHOUT_PEERS = (
 # Each stage of ZeRO with some cases; with BURST_SOAK, with all of them.
 OTHERS: list[tuple[int, tuple[str, ...]]] = [
     (1, ("dpo_lora", "sft_every_token", "gkd")),
+    (1, ("dpo_patches", "dpo_images")),
     (2, ("gkd_of_either", "orpo", "tags", "classes_gpt2", "classes_gemma3", "dpo_experts")),
     (3, ("gkd_of_student", "simpo", "kto_precomputed")),
     (3, ("tpo",)),
 ]
 if os.environ.get("BURST_SOAK"):  # what is made from a configuration has other weights with ZeRO 3
-    DRAWN = {"tpo", "dpo_experts", "sft_experts", "classes_gpt2", "classes_gemma3"}
+    DRAWN = {"tpo", "dpo_experts", "sft_experts", "dpo_patches", "dpo_images", "classes_gpt2", "classes_gemma3"}
     OTHERS = [(n, tuple(name for name in CASES if name not in (DRAWN if n == 3 else {"tpo"}))) for n in range(4)]
     OTHERS += [(n, ("tpo",)) for n in range(4)]
 

@@ -20,6 +20,7 @@ import transformers
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, disable_progress_bars, load_from_disk
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,6 +29,7 @@ from transformers import (
 
 import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed.adapter import installed
+from tests.support import media
 from tests.support.deepspeed_run import VOCAB, gradients
 from tests.support.grpo_run import WORDS, NotesGradients, tokenizer
 
@@ -36,6 +38,7 @@ disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
 _ACCUMULATION = 2  # micro-batches of each rank in a step
 _ROWS = 2  # of a micro-batch
+_ANSWERS = ("chosen_ids", "rejected_ids")
 _MODELS: dict[str, tuple[Any, int]] = {
     "policy": (AutoModelForCausalLM, 2),
     "other": (AutoModelForCausalLM, 2),
@@ -116,6 +119,39 @@ def preferences_by_margins(seed: int) -> Dataset:
     """Preferences, and by how much each chosen answer is to be better."""
     rows = preferences(seed)
     return rows.add_column("margin", [0.25 * (number % 5) for number in range(len(rows))])
+
+
+class WithImages:
+    """A collator of preferences that puts an image before some of the prompts, of a model that `media` makes."""
+
+    def __init__(self, family: str) -> None:
+        self._of_patches = family.startswith("qwen")
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return a batch of all chosen answers, then all rejected ones."""
+        texts, is_answer, pixels = [], [], []
+        for prompt, answer in ((row["prompt_ids"], row[name]) for name in _ANSWERS for row in examples):
+            seed = sum(prompt)
+            has_image = seed // 2 % 2  # of the rows to evaluate the last one, but not the first, which fills up
+            before = [media.IMAGE] * 4 * has_image + prompt
+            texts.append(torch.tensor(before + answer))
+            is_answer.append(torch.tensor([0] * len(before) + [1] * len(answer)))
+            if has_image:
+                shape = (16, 96) if self._of_patches else (1, 3, 16, 16)
+                pixels.append(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+        ids = pad_sequence(texts, batch_first=True)
+        found = {
+            "input_ids": ids,
+            "attention_mask": (ids != 0).long(),
+            "completion_mask": pad_sequence(is_answer, batch_first=True),
+        }
+        if self._of_patches:
+            found["mm_token_type_ids"] = (ids == media.IMAGE).int()
+        if pixels:
+            found["pixel_values"] = torch.cat(pixels)
+        if pixels and self._of_patches:
+            found["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(pixels))
+        return found
 
 
 def answered(seed: int) -> Dataset:
