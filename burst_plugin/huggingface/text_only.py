@@ -133,17 +133,17 @@ def _refuse_tower(tower: torch.nn.Module, args: tuple[Any, ...]) -> None:
 def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError if a shard has images, video or audio that ranks cannot share, or entries that were not cut.
 
-    Models that take only text are not checked. args, kwargs: the arguments of the forward on the shard, which is
-    `kwargs["burst"]`.
+    Entries that were not cut, and marks of images, are looked for only in models with a configuration of their
+    language model. args, kwargs: the arguments of the forward on the shard, which is `kwargs["burst"]`.
     """
-    if not text_part(model.config):
-        return
     shard, name = kwargs[SHARD_KEY], type(model).__name__
     if shard.has_media and not takes_media(model):
         raise ValueError(
             f"{name} got images, video or audio in a batch that is cut, and makes features of them in a way that "
             "ranks cannot share yet; train on text alone"
         )
+    if not text_part(model.config):
+        return
     rule = group_rule(model)
     marks = [entry for entry, rows in shard.token_types.items() if any(kind for row in rows for _, _, kind in row)]
     unknown = [entry for entry in marks if rule is None or entry != rule.name]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media.families import MODALITIES
 from burst_plugin.huggingface.models import problems
-from burst_plugin.huggingface.text_only import text_modules, towers
-from tests.support.deepspeed_run import Batch, draw, worst
+from burst_plugin.huggingface.text_only import text_modules, text_part, towers
+from tests.support.deepspeed_run import Batch, draw, llama, worst
 from tests.support.ranks import run_ranks
 from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
@@ -170,6 +170,54 @@ def test_an_image_beside_a_shard_is_refused_by_name(name: str) -> None:
     if name == "pixel_values":
         with pytest.raises(ValueError, match=message):
             model(local.pop("input_ids"), given["pixel_values"], **local)
+
+
+class _Scattering(transformers.LlamaForCausalLM):
+    """Puts features of images in places of tokens in its own forward, and has no configuration of its text alone."""
+
+    def forward(
+        self, input_ids: torch.Tensor, pixel_values: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        embeds = self.get_input_embeddings()(input_ids)
+        is_image = (input_ids == IMAGE)[..., None].expand_as(embeds)
+        embeds = embeds.masked_scatter(is_image, pixel_values)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+
+def _scattering() -> Any:
+    return _Scattering(llama())
+
+
+def _higgs() -> Any:
+    special = {"audio_token_id": IMAGE, "audio_bos_token_id": 6, "audio_delay_token_id": 7}
+    config = transformers.HiggsAudioV2Config(
+        **llama().to_dict() | special | {"head_dim": 8, "num_codebooks": 2, "codebook_size": 8}
+    )
+    return transformers.HiggsAudioV2ForConditionalGeneration(config)
+
+
+IMAGE = 60
+
+
+@pytest.mark.parametrize(
+    ("make", "media"),
+    [
+        (_scattering, {"pixel_values": torch.zeros(12, 32)}),
+        (_higgs, {"audio_input_ids": torch.zeros(2, 6, 2, dtype=torch.int64)}),
+    ],
+)
+def test_an_image_in_a_model_without_a_configuration_of_its_text_is_refused(
+    make: Callable[[], Any], media: dict[str, torch.Tensor]
+) -> None:
+    model = prepare(make())
+    assert text_part(model.config) is None
+    ids = _plain()["input_ids"]
+    ids[:, 4:7] = ids[:, 20:23] = IMAGE
+    local = shard_batch({"input_ids": ids, **media}, ContextParallel())
+    with pytest.raises(
+        ValueError, match=rf"{type(model).__name__} got images, video or audio in a batch that is cut"
+    ):
+        model(**local)
 
 
 def _marked(rank: int) -> str:
