@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
 from burst_plugin.huggingface.cached_forward import watch_turns
@@ -65,6 +66,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
+_OF_ENCODERS = ("encoder_hidden_states", "encoder_outputs")
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls before it, of attention and others
 _MIXING = {  # options by which ranks compute otherwise than one would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
@@ -163,6 +165,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if shard is not None:
         if not shard.as_given:
             check_media(model, args, kwargs)
+            _check_encoder(model, args, kwargs)
             _check_labels(model, kwargs)
             check_entries(model, shard, kwargs)
             kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
@@ -369,6 +372,17 @@ def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
             f"{type(pretrained).__name__} got labels with a shard: {_OWN_LOSS}; with DeepSpeed by "
             "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), with shift_labels out of the batch"
         )
+
+
+def _check_encoder(pretrained: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for states of an encoder with a shard: their mask would be taken for a mask of its tokens."""
+    given = by_name(pretrained.forward, args, kwargs)
+    for name in _OF_ENCODERS:
+        if name in given:
+            raise ValueError(
+                f"{type(pretrained).__name__} got {name} with a shard: it attends to an encoder, whose masks a shard "
+                "does not have; leave it out"
+            )
 
 
 def has_own_loss(pretrained: PreTrainedModel) -> bool:

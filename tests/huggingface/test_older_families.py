@@ -229,6 +229,20 @@ def test_what_a_ring_would_compute_otherwise_is_refused_by_name() -> None:
     assert "its second head reads one token of each text" in "; ".join(reasons)
 
 
+@pytest.mark.parametrize("name", ["bart", "marian", "pegasus", "whisper"])
+def test_states_of_an_encoder_with_a_shard_are_refused(name: str) -> None:
+    """Its decoder would mask them as if they were its own tokens."""
+    model = prepare(build(Run(model=FAMILIES[name])))
+    local = shard_batch({"input_ids": _plain()["input_ids"]}, ContextParallel())
+    states = torch.zeros(2, 24, 32)
+    entry = "encoder_outputs" if name == "whisper" else "encoder_hidden_states"
+    message = rf"{type(model).__name__} got {entry} with a shard: it attends to an encoder"
+    with pytest.raises(ValueError, match=message):
+        model(**local, **{entry: states})
+    with pytest.raises(ValueError, match=message):
+        model(local.pop("input_ids"), None, states, **local)
+
+
 @pytest.mark.parametrize("name", ["xglm", "gpt_neo", "gpt_neox_japanese"])
 def test_whole_batches_in_evaluation_drop_nothing(name: str) -> None:
     config = copy.deepcopy(FAMILIES[name])
