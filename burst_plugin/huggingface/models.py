@@ -337,13 +337,16 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     needs_no_attention = is_recurrent_alone(pretrained)
     is_left = needs_no_attention or leaves_attention_to_parts(pretrained)
     reasons = [] if is_left else problems_of_old_attention(pretrained)
+    signature = inspect.signature(type(pretrained).forward)
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
+    elif not hasattr(pretrained, "pooler") and "Pooling" in str(signature.return_annotation):
+        reasons.append("its forward returns one token of each rank's shard as pooler_output; use a model without one")
     kinds = _kinds_of_layers(pretrained.config) - set(layer_types_of_compressors(pretrained))
     reasons += problems_of_mixers(pretrained, kinds)
     reasons += problems_of_indexers(pretrained)
     reasons += problems_of_compressors(pretrained)
-    parameters = inspect.signature(type(pretrained).forward).parameters
+    parameters = signature.parameters
     if not needs_no_attention and counts_unknown(pretrained):
         reasons.append(
             "it counts positions by itself, on every shard from the start or by padding; use a model that takes "

@@ -229,6 +229,24 @@ def test_what_a_ring_would_compute_otherwise_is_refused_by_name() -> None:
     assert "its second head reads one token of each text" in "; ".join(reasons)
 
 
+@pytest.mark.parametrize("name", ["CLIPText", "SiglipText", "MetaClip2Text"])
+def test_a_body_that_pools_one_token_in_its_own_forward_is_refused(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        projection_dim=8, eos_token_id=2,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}Model")(config)
+    assert "its forward returns one token of each rank's shard as pooler_output" in "; ".join(problems(model))
+
+
+def test_bodies_without_their_pooler_are_taken() -> None:
+    """Their forward could return a pooler_output, but there is none."""
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    assert problems(transformers.BertModel(config, add_pooling_layer=False)) == []
+
+
 @pytest.mark.parametrize("name", ["bart", "marian", "pegasus", "whisper"])
 def test_states_of_an_encoder_with_a_shard_are_refused(name: str) -> None:
     """Its decoder would mask them as if they were its own tokens."""
