@@ -35,6 +35,7 @@ _TABLES = re.compile(
 )
 _BY_ALIBI = re.compile(r"BloomAttention")
 _NO_POSITIONS = re.compile(r"(Bloom|Mpt)Attention")  # but for distances, which attention knows
+_ANEW = re.compile(r"CsmDepthDecoderModel")  # counts every forward's tokens from 0, whatever positions it is given
 _EXAMINED = "_burst_plugin_counts"  # of a model: which of its modules counts positions, and how
 
 
@@ -49,6 +50,8 @@ def counts_unknown(pretrained: PreTrainedModel) -> bool:
 
 def _counts_otherwise(kind: type[torch.nn.Module]) -> bool:
     """Return whether modules of a kind count positions as none does that is known."""
+    if _is_one(kind, _ANEW):
+        return True
     parameters = inspect.signature(kind.forward).parameters
     if any(hasattr(kind, f"create_position_ids_from_input{of}") for of in ("_ids", "s_embeds")):
         return not _is_one(kind, _BY_IDS) or "position_ids" not in parameters

@@ -247,6 +247,16 @@ def test_bodies_without_their_pooler_are_taken() -> None:
     assert problems(transformers.BertModel(config, add_pooling_layer=False)) == []
 
 
+def test_positions_that_are_overwritten_are_refused() -> None:
+    """A depth decoder takes position_ids, and counts from 0 on nevertheless."""
+    config = transformers.CsmDepthDecoderConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, backbone_hidden_size=8, num_codebooks=4,
+    )  # fmt: skip
+    for kind in (transformers.CsmDepthDecoderModel, transformers.CsmDepthDecoderForCausalLM):
+        assert "it counts positions by itself, on every shard from the start" in "; ".join(problems(kind(config)))
+
+
 @pytest.mark.parametrize("name", ["bart", "marian", "pegasus", "whisper"])
 def test_states_of_an_encoder_with_a_shard_are_refused(name: str) -> None:
     """Its decoder would mask them as if they were its own tokens."""
