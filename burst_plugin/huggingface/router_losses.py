@@ -42,7 +42,12 @@ def problem_of_router_loss(pretrained: PreTrainedModel, averages_gradients: bool
     """
     off = "leave output_router_logits out, in TRL by router_aux_loss_coef=0.0"
     functions = [getattr(module, _FUNCTION) for module in _modules(pretrained)]
-    if not functions or not all(map(_is_known, functions)):
+    if not functions:
+        return (
+            f"output_router_logits is set, but its code has no {_FUNCTION}, the only router loss that is known on a "
+            f"ring; {off}"
+        )
+    if not all(map(_is_known, functions)):
         return f"output_router_logits adds a loss to it that is not the load-balancing loss of Mixtral; {off}"
     if not averages_gradients:
         return (

@@ -221,7 +221,7 @@ def test_losses_of_routers_on_rings_of_one() -> None:
 def _router_set_late(rank: int) -> None:
     engine = start(RUN, 2)
     engine.module.config.output_router_logits = True
-    with pytest.raises(ValueError, match="output_router_logits adds a loss to it that is not the load-balancing"):
+    with pytest.raises(ValueError, match="output_router_logits is set, but its code has no load_balancing"):
         engine(**burst.shard_batch(BATCHES[0]))
 
 

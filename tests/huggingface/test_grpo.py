@@ -151,7 +151,7 @@ def _refused(rank: int, directory: str, kind: str) -> None:
     [
         ("another trainer", 1, "is for TRL's GRPOTrainer and RLOOTrainer, got SimpleNamespace"),
         ("another release", 1, r"_Other of TRL .* has _get_per_token_logps_and_entropies\(model, inputs\), which"),
-        ("router", 2, "rank 1: output_router_logits adds a loss to it that is not the load-balancing loss"),
+        ("router", 2, "rank 1: output_router_logits is set, but its code has no load_balancing_loss_func"),
         ("liger", 1, "use_liger_kernel changes models after they are examined"),
         ("float32 head", 1, "cast_lm_head_to_fp32 has no effect under autocast"),
         ("split", 1, "leave sp_size=2 of ParallelismConfig out"),

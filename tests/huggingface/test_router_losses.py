@@ -140,6 +140,19 @@ def test_what_is_no_load_balancing_loss_of_whole_rings_is_refused(monkeypatch: p
     assert "adds a loss to it that is not the load-balancing loss of Mixtral; leave output_router_logits" in reason
 
 
+@pytest.mark.parametrize("name", ["Llama4", "Afmoe"])
+def test_a_model_that_adds_no_router_loss_is_not_said_to_add_one(name: str) -> None:
+    """TRL might make a loss of the router logits that it returns."""
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    with torch.device("meta"):
+        model = kind(kind.config_class(**shape(), output_router_logits=True))
+    reasons = [each for each in problems(model) if "output_router_logits" in each]
+    assert reasons
+    assert all(
+        "output_router_logits is set, but its code has no load_balancing_loss_func" in each for each in reasons
+    )
+
+
 def asked_late(rank: int) -> None:
     model = prepare(build(Run(model=config("mixtral", output_router_logits=False))))
     local = shard_batch(BATCHES["plain"], ContextParallel(dist.group.WORLD))
