@@ -75,8 +75,7 @@ class _NewTokens(NamedTuple):
         if mask is None and len(cache.seen) and is_recurrent_alone(model):  # which generate leaves out
             mask = torch.nn.functional.pad(cache.seen, (0, tokens.shape[1]), value=True)
         real = _real(mask, tokens, cache.seen)
-        if any(mixers(model)):
-            _check_padding(real, cache.seen)
+        _check_padding(model, torch.cat([cache.seen, real], 1) if len(cache.seen) else real)
         _check_positions(given.get("position_ids"), real, cache.seen)
         counts = real.sum(1) + (cache.seen.sum(1) if len(cache.seen) else 0)
         return cls(given, real, int(counts.max()) - 1)
@@ -204,15 +203,24 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     return whole[:, before:]
 
 
-def _check_padding(real: Tensor, seen: Tensor) -> None:
-    """Raise ValueError for padding after the first token of a row, at which states would go on."""
-    begun = seen.any(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.bool, device="cpu")
-    if bool((~real & (begun | (real.cumsum(1) > 0))).any()):
-        raise ValueError(
-            "attention_mask has padding after the first token of a row, through which transformers carries the "
-            "states of recurrent layers; pad rows on the left only, and give all rows equally many tokens in later "
-            "turns"
-        )
+def _check_padding(model: PreTrainedModel, real: Tensor) -> None:
+    """Raise ValueError for padding after the first token of a row that changes what transformers computes.
+
+    real: which tokens of all turns are no padding, [B, T].
+    """
+    if not bool((real[:, :-1] & ~real[:, 1:]).any()):
+        return
+    windows = [before for before in _windows(model).values() if before is not None]
+    if any(mixers(model)):
+        reason = "through which transformers carries the states of recurrent layers"
+    elif windows and real.shape[1] > min(windows) + 1:
+        reason = "which transformers counts in its sliding windows, but a RingCache does not"
+    else:
+        return
+    raise ValueError(
+        f"attention_mask has padding after the first token of a row, {reason}; pad rows on the left only, and give "
+        "all rows equally many tokens in later turns"
+    )
 
 
 def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> None:

@@ -310,3 +310,24 @@ def test_what_is_not_right_on_a_ring_is_refused_by_name() -> None:
         cache.attend("a layer", (x, x, x), Causal(), Scores(), None)
     with pytest.raises(ValueError, match=r"crop\(3\) is not valid; use -n to forget the last n tokens"):
         cache.crop(3)
+
+
+def test_padding_that_counts_in_sliding_windows_is_refused_once_a_window_is_full() -> None:
+    torn = torch.ones_like(PROMPT)
+    torn[0, 3:5] = 0
+    full = FAMILIES["gemma3"].sliding_window
+
+    def logits(model: Any, length: int, **cache: Any) -> torch.Tensor:
+        mask = torn[:, :length]
+        positions = mask.cumsum(1) - 1
+        with torch.no_grad():
+            return model(PROMPT[:, :length], attention_mask=mask, position_ids=positions, **cache).logits[:, -1]
+
+    model = prepare(model_of("gemma3"))
+    cache = {NAME: RingCache(ContextParallel())}
+    torch.testing.assert_close(logits(model, full, **cache), logits(model_of("gemma3"), full), rtol=2e-5, atol=2e-5)
+    message = "padding after the first token of a row, which transformers counts in its sliding windows"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(PROMPT[:, :1], attention_mask=torn[:, : full + 1], **cache)
+    with pytest.raises(ValueError, match=message):
+        logits(model, full + 1, **{NAME: RingCache(ContextParallel())})
