@@ -332,7 +332,7 @@ class ContextParallel:
         sizes[held.dim] = empty.shape[1]
         if empty.shape[0] > 1:
             sizes[0] = empty.shape[0]
-        return moved.masked_fill(empty.view(sizes), fill)
+        return torch.where(empty.view(sizes), moved.new_full((), fill), moved)  # masked_fill knows fewer types
 
     def _held_together(
         self, what: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]

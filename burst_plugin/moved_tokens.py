@@ -22,6 +22,15 @@ from burst_plugin.sequence.layout import Layout, Run, Tokens, positions
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Documents, Keys, Mask, document_starts
 
+# Types that gloo sends and index_copy_ knows; others travel as bytes.
+_SENT = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.complex64, torch.complex128),
+    }
+)
+
 
 class HeldTokens(NamedTuple):
     """The distribution of a sequence over the ranks of a group, for tensors with tokens along dimension `dim`.
@@ -49,7 +58,7 @@ class HeldTokens(NamedTuple):
             padded = local.new_zeros((*local.shape[:dim], most, *local.shape[dim + 1 :]))
             padded.narrow(dim, 0, held).copy_(local)
         shards = [torch.empty_like(padded) for _ in self.lengths]
-        dist.all_gather(shards, padded, group=self.group)
+        dist.all_gather([_as_sent(shard) for shard in shards], _as_sent(padded), group=self.group)
         found = [shard.narrow(dim, 0, length) for shard, length in zip(shards, self.lengths, strict=True)]
         return self.layout.unshard(found, dim, self.tokens)
 
@@ -116,15 +125,15 @@ class Shift(NamedTuple):
         Rows at which nothing arrives are 0. With `back` rows go the opposite way, as gradients do.
         """
         sent, put = (self.arriving, self.leaving) if back else (self.leaving, self.arriving)
-        source = local.index_select(0, sent.rows.to(local.device))
+        moved = torch.zeros_like(local, memory_format=torch.contiguous_format)
+        source = _as_sent(local).index_select(0, sent.rows.to(local.device))
         arrived = source.new_empty((len(put.rows), *source.shape[1:]))
         if self.group is None:
             arrived.copy_(source)
-        else:  # gloo sends no bools
-            target, data = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (arrived, source))
-            dist.all_to_all_single(target, data, put.counts, sent.counts, group=self.group)
-        moved = torch.zeros_like(local, memory_format=torch.contiguous_format)
-        return moved.index_copy_(0, put.rows.to(local.device), arrived)
+        else:
+            dist.all_to_all_single(arrived, source, put.counts, sent.counts, group=self.group)
+        _as_sent(moved).index_copy_(0, put.rows.to(local.device), arrived)
+        return moved
 
 
 class ShiftedRows(torch.autograd.Function):
@@ -139,6 +148,11 @@ class ShiftedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.shift.move(grad, back=True), None
+
+
+def _as_sent(x: Tensor) -> Tensor:
+    """Return a tensor [N, ...] as it is sent: itself, or its bytes, [N, n], a view of them if it is contiguous."""
+    return x if x.dtype in _SENT else x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8)
 
 
 def shifted(

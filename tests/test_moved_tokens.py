@@ -167,6 +167,27 @@ def _labels(rank: int) -> Any:
     return cp.shift(ids, -1, fill=-100).tolist(), cp.shift(flags, 1).tolist(), problems
 
 
+DTYPES = (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+
+
+def _of_dtypes(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the bytes of a whole tensor of each type, and of the tensor shifted by a place, from striped tokens."""
+    cp, found = ContextParallel(dist.group.WORLD, layout="striped"), []
+    for dtype in DTYPES:
+        local = cp.shard(torch.arange(1, 17).view(1, 8, 2).to(dtype))
+        moved = cp.shift(local.transpose(0, 2), 1, 1).transpose(0, 2)
+        found.append(tuple(cp.unshard(x, loss="same").contiguous().view(torch.uint8) for x in (local, moved)))
+    return found
+
+
+def test_tokens_of_any_type_move() -> None:
+    for found in run_ranks(_of_dtypes, 2):
+        for dtype, (whole, shifted) in zip(DTYPES, found, strict=True):
+            x = torch.arange(1, 17).view(1, 8, 2).to(dtype).view(torch.uint8)
+            assert torch.equal(whole, x), dtype
+            assert torch.equal(shifted, torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)), dtype
+
+
 def _mistakes(rank: int) -> list[str]:
     """Return the errors of a shift with a gradient on one rank alone, and of second derivatives."""
     cp = ContextParallel(dist.group.WORLD)
