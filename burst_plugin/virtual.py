@@ -22,7 +22,7 @@ from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.planning.measured import planned
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose, dense, forward_program
-from burst_plugin.ring.autograd import refuse_second_derivatives
+from burst_plugin.ring.autograd import check_derivative
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.head_groups import by_head_group, joined
@@ -256,7 +256,7 @@ class VirtualRingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_derivative()
         plans, call, programs = ctx.plans, ctx.call, []
         upstream = by_rank(grad_outputs, len(plans))
         saved = [Saved(Inputs(*of_rank[:-2]), *of_rank[-2:]) for of_rank in by_rank(ctx.saved_tensors, len(plans))]

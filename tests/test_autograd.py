@@ -1,9 +1,10 @@
-"""What autograd and autocast expect of an operation, on one rank without torch.distributed."""
+"""What autograd and autocast expect of an operation, most of it on one rank without torch.distributed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import (
@@ -15,6 +16,7 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
+from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative
 
 
@@ -58,6 +60,33 @@ def test_second_derivatives_are_refused(cp: ContextParallel) -> None:
     for loss in (burst_attention(q, k, v, cp).square().sum(), (burst_attention(q, k, v, cp) * 2.0).sum()):
         with pytest.raises(RuntimeError, match="no second derivatives"):
             torch.autograd.grad(loss, q, create_graph=True)
+
+
+def _batched(rank: int) -> list[torch.Tensor]:
+    """Return gradients of calls on a ring before and after batches of gradients, which are refused."""
+    cp, found = ContextParallel(dist.group.WORLD), []
+    q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2), seed=rank)[:3])
+    upstream = torch.ones(2, *q.shape)
+
+    def vmapped(out: torch.Tensor) -> None:
+        torch.func.vmap(lambda grad: torch.autograd.grad(out, q, grad, retain_graph=True)[0])(upstream)
+
+    for ask in (
+        lambda out: torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True),
+        vmapped,
+    ):
+        out = burst_attention(q, k, v, cp)
+        with pytest.raises(RuntimeError, match="burst attention computes one gradient at a time; leave out is_grads"):
+            ask(out)
+        found += [torch.autograd.grad(out, q, upstream[0])[0]]
+    out = burst_attention(q, k, v, cp)
+    return [*found, torch.autograd.grad(out, q, upstream[0])[0]]
+
+
+def test_batches_of_gradients_are_refused_and_the_ring_stays_usable() -> None:
+    for after_one, after_other, truth in run_ranks(_batched, 2):
+        assert torch.equal(after_one, truth)
+        assert torch.equal(after_other, truth)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

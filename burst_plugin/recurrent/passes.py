@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.messages import connect
 from burst_plugin.ring.agreement import prepared_together
-from burst_plugin.ring.autograd import completed, refuse_second_derivatives
+from burst_plugin.ring.autograd import check_derivative, completed
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction
@@ -125,7 +125,7 @@ class OfOneRank(Passes):
         """
         (state,), (program,) = self.states, programs
         if direction == "backward":
-            refuse_second_derivatives()
+            check_derivative()
             self.cp.agreement.before_backward(call)
         with state.one_pass(direction, call, device):
             return [completed(program)]
@@ -148,7 +148,7 @@ class OfOneRank(Passes):
             return super().start(direction, call, programs, inputs, beside)
         (state,), (program,), device = self.states, programs, inputs[0].device
         if direction == "backward":
-            refuse_second_derivatives()
+            check_derivative()
             self.cp.agreement.before_backward(call)
         ends = ExitStack()
         ends.enter_context(state.one_pass(direction, call, device))
@@ -210,7 +210,7 @@ class OfVirtualRing(Passes):
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
         """Run the programs of all ranks to their ends, a step of each in turn; return their results by rank."""
         if direction == "backward":
-            refuse_second_derivatives()
+            check_derivative()
         with ExitStack() as passes:
             for state in self.states:
                 passes.enter_context(state.one_pass(direction, call, device))

@@ -65,7 +65,7 @@ class RingAttention(torch.autograd.Function):
 
         Returns a gradient for each argument of `forward`, None where none is needed.
         """
-        refuse_second_derivatives()
+        check_derivative()
         plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
         with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
             *inputs, out, lse = ctx.saved_tensors
@@ -96,10 +96,21 @@ def completed(program: Generator[None, None, T]) -> T:
             return result
 
 
-def refuse_second_derivatives() -> None:
-    """Raise RuntimeError if this backward pass is to be differentiated: its graph would lack the ring silently."""
+def check_derivative() -> None:
+    """Raise RuntimeError, before ranks meet, for a backward pass that a ring cannot run.
+
+    The graph of a second derivative would lack the ring silently; a batch of gradients, for which autograd calls a
+    backward pass under vmap, cannot be sent.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
+    transform = torch._C._functorch.peek_interpreter_stack()
+    is_vmap = transform is not None and transform.key() == torch._C._functorch.TransformType.Vmap
+    if is_vmap or torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"):  # of is_grads_batched
+        raise RuntimeError(
+            "burst attention computes one gradient at a time; leave out is_grads_batched=True, vectorize=True or "
+            "vmap, and call torch.autograd.grad for each"
+        )
 
 
 @contextmanager
