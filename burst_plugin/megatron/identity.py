@@ -40,6 +40,7 @@ class Identity:
         self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
         self.microbatches = 1  # of the schedule in progress
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
+        self.last_trained = 0  # the latest of them that has ended with its backward pass
         self.forward_steps = 0  # on this rank, of all models
         self.model_calls = 0  # of language models on this rank, which programs without schedules make, too
         self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
@@ -156,6 +157,8 @@ def hook_schedules(registry: Any) -> str:
             for cp in registry.rings():
                 if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
                     cp.meet("the end of a forward-backward pass")
+            if not kwargs.get("forward_only", False):
+                registry.identity.last_trained = registry.identity.passes
             return result
         finally:
             registry.identity.end_pass()

@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from burst_plugin import Causal, Documents, PerRow, Strategy, Topology
 from burst_plugin.assignment import balance
+from burst_plugin.megatron import identity
 from burst_plugin.megatron.batches.documents import hook_skipped_steps
 from burst_plugin.megatron.batches.packed import layout_of
+from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
 from tests.megatron.test_model_parity import DEEPSEEK, MTP, TWO_LAYERS, check_equal
@@ -337,6 +341,38 @@ def _two_in_a_step(rank: int, in_turn: bool) -> str:
 def test_a_step_of_two_batches_runs_each_before_it_reads_the_next(in_turn: bool, said: str) -> None:
     for found in run_ranks(_two_in_a_step, 2, in_turn):
         assert said in found
+
+
+def test_stages_behind_in_evaluation_still_find_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage deletes bounds that all stages have read: a backward pass shows it, evaluation does not."""
+    registry, store = Registry(None), dist.HashStore()
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_default_store", lambda: types.SimpleNamespace(clone=lambda: store)
+    )
+    sizes = {"pipeline_model_parallel_world_size": 4, "pipeline_model_parallel_rank": 0, "data_parallel_rank": 0}
+    for name, size in (sizes | {"tensor_model_parallel_world_size": 1}).items():
+        monkeypatch.setattr(parallel_state, f"get_{name}", lambda size=size, **_: size)
+
+    def run_pass(**_: Any) -> None:
+        schedules.set_current_microbatch(None, 0)
+        registry.documents.keep(registry.identity, torch.tensor([[0, 5, 8]], dtype=torch.int32))
+
+    schedules = types.SimpleNamespace(**{name: run_pass for name in dir(identity.schedules) if "backward" in name})
+    schedules.set_current_microbatch = lambda model, microbatch: None
+    monkeypatch.setattr(identity, "schedules", schedules)
+    monkeypatch.setattr(identity, "functions_that_cut", tuple)
+    identity.hook_schedules(registry)
+
+    def kept(*forward_only: bool) -> list[int]:
+        """Return the passes whose bounds are in the store after these further passes."""
+        for each in forward_only:
+            schedules.forward_backward_pipelining_without_interleaving(forward_only=each)
+        return [each for each in range(1, 11) if store.check([f"burst_plugin/documents/0/{each}/0"])]
+
+    assert kept(False, False, False) == [2, 3]
+    assert kept(True, True, True, True) == [3, 4, 5, 6, 7]
+    assert kept(False) == [3, 4, 5, 6, 7, 8], "the last stage may still be in the first pass of evaluation"
+    assert kept(False) == [8, 9]
 
 
 class Tokenizer:

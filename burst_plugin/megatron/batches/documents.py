@@ -85,7 +85,8 @@ class MicrobatchDocuments:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first and stages * parallel_state.get_tensor_model_parallel_world_size() > 1:
-            while self._published and self._published[0][0] < microbatch[0] - 1:
+            # A backward pass waits for all stages. Evaluation does not: later stages may be many passes behind.
+            while self._published and self._published[0][0] < identity.last_trained:
                 self._store.delete_key(self._published.pop(0)[1])
             self._published.append((microbatch[0], _key(microbatch)))
             self._store.set(_key(microbatch), json.dumps(rows))
