@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from burst_plugin import Strategy
+from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.batches import llava
 from tests.support.core_attentions import OneRankBurst
 from tests.support.megatron_gpt import (
@@ -238,9 +239,23 @@ def packed_step(batches: Iterator[dict[str, Any]], model: Any, ends: tuple[int, 
     return output, partial(loss_of, mask)
 
 
-def one_packed_step(rank: int, run: GptRun, ends: tuple[int, ...] = (16, 40)) -> StepResult:
+def clamp_offsets() -> None:
+    """Have a model clamp the offsets of documents to its sequence, as Megatron does from 0.20 on."""
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+
+    def clamp(original: Any, model: Any, x: torch.Tensor, labels: Any, mask: Any, packed: Any) -> Any:
+        offsets = packed.cu_seqlens_q.clamp(max=x.shape[1]).unique_consecutive()
+        packed = replace(packed, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        return original(model, x, labels, mask, replace(packed, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None))
+
+    wrap(LLaVAModel, "_process_embedding_token_parallel", clamp)
+
+
+def one_packed_step(rank: int, run: GptRun, ends: tuple[int, ...] = (16, 40), longest: int = 64) -> StepResult:
     batches = (Batch(({3: 1, 7: 2, 10: 2},)),)
-    model = build(run)
+    model = build(run, longest=longest)
+    if ends[-1] > longest:
+        clamp_offsets()
     try:
         tokens = random_tokens(run, 1)
         loss = forward_backward(model, run, tokens, partial(packed_step, ends=ends), partial(data, run, batches))
@@ -256,6 +271,14 @@ def test_packed_documents(layout: str) -> None:
     (reference,) = run_ranks(one_packed_step, 1, run)
     ring = replace(run, cp=2, cp_comm_type="burst", core=None, strategy=Strategy(layout=layout))
     check_equal(run_ranks(one_packed_step, 2, ring), reference)
+
+
+def test_packed_documents_that_megatron_truncates() -> None:
+    """The second document of 16 tokens loses half of them, with some of an image's, and the third one all."""
+    run = replace(RUN, seq_length=23, microbatch_size=1, core=OneRankBurst)
+    (reference,) = run_ranks(partial(one_packed_step, longest=24), 1, run, (16, 24))
+    ring = replace(run, cp=2, cp_comm_type="burst", core=None)
+    check_equal(run_ranks(partial(one_packed_step, longest=24), 2, ring, (16, 32, 40)), reference)
 
 
 def _refused(rank: int, change: str) -> str:

@@ -169,7 +169,7 @@ class _LlavaHooks:
         numbers = torch.arange(1, 1 + tiles * rows, dtype=torch.float64, device=x.device).view(tiles, rows, 1)
         words = torch.zeros((*text.shape[:2], 1), dtype=torch.float64, device=text.device)
         at = placed(numbers.transpose(0, 1), words)[0][..., 0].long().cpu() - 1
-        tokens, at = self._tokens(cp, model, at, -1, self._call.packed_seq_params)
+        tokens, at = self._tokens(cp, model, at, -1, _offsets_in(at.shape[1], self._call.packed_seq_params))
         held = [_of_images(at[:, positions(shard).cpu()]) for shard in cp.rank_state.route_table.shards(tokens)]
         mine, encoded, holders = _numbered(shares, held, tiles, rows)
         own = x.transpose(0, 1).reshape(-1, width)
@@ -193,10 +193,10 @@ class _LlavaHooks:
         cp = self._ring(model)
         if cp is None:
             return original(model, embeddings, labels, loss_mask, packed_seq_params)  # type: ignore[no-any-return]
-        found = []
+        found, offsets = [], _offsets(packed_seq_params)
         for x, filler in ((embeddings, 0), (labels, _IGNORED), (loss_mask, 0)):
             if x is not None:
-                tokens, x = self._tokens(cp, model, x, filler, packed_seq_params)
+                tokens, x = self._tokens(cp, model, x, filler, offsets)
                 x = layout_of(tokens).shard(x, 1, (cp.rank, cp.ranks), tokens)
             found.append(x)
         embeddings, labels, loss_mask = found
@@ -207,16 +207,13 @@ class _LlavaHooks:
         return embeddings, labels, loss_mask, packed_seq_params
 
     def _tokens(
-        self, cp: ContextParallel, model: Any, x: Tensor, filler: float, packed: Any
+        self, cp: ContextParallel, model: Any, x: Tensor, filler: float, offsets: tuple[int, ...] | None
     ) -> tuple[Tokens, Tensor]:
         """Return which tokens ranks hold of x [B, S, ...], and x, padded with `filler` to a length that they divide.
 
-        Raises ValueError for packed documents of another length.
+        offsets: where packed documents begin, and the last one ends. Raises ValueError if they have another length.
         """
-        if is_packed(packed):
-            padded = packed.cu_seqlens_q_padded
-            starts = packed.cu_seqlens_q if padded is None else padded
-            offsets = tuple(starts.flatten().tolist())
+        if offsets is not None:
             if len(x) != 1 or offsets[-1] != x.shape[1]:
                 raise ValueError(
                     f"packed_seq_params has documents of {offsets[-1]} tokens, but text and images together are "
@@ -228,6 +225,25 @@ class _LlavaHooks:
         if missing:
             x = pad(x, (*(0, 0) * (x.dim() - 2), 0, missing), value=filler)
         return self._registry.tokens_of_batch(x.shape[1], cp.ranks), x
+
+
+def _offsets(packed: Any) -> tuple[int, ...] | None:
+    """Return where packed documents begin, with their padding, and the last one ends; None without them."""
+    if not is_packed(packed):
+        return None
+    starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return tuple(starts.flatten().tolist())
+
+
+def _offsets_in(length: int, packed: Any) -> tuple[int, ...] | None:
+    """Return the `_offsets` that `cut` will get where a model keeps the first `length` tokens.
+
+    From 0.20 on `LLaVAModel.forward` clamps those of documents without padding if they go beyond.
+    """
+    starts = packed.cu_seqlens_q.flatten().tolist() if is_packed(packed) else [0]
+    if starts[-1] <= length:
+        return _offsets(packed)
+    return tuple(sorted({min(start, length) for start in starts}))
 
 
 def can_share_tiles(model: Any, arguments: dict[str, Any]) -> bool:
