@@ -307,6 +307,17 @@ def test_experts_that_depend_on_a_ranks_tokens_warn(changes: dict[str, Any]) -> 
             refuse_flags()
 
 
+def test_turns_that_ranks_weigh_by_their_parts_warn() -> None:
+    _parse(use_loss_scaling=True)
+    with pytest.warns(UserWarning, match=r"^--use-loss-scaling: each .* so that losses depend on --context-parallel"):
+        refuse_flags()
+    for fine in ({"use_loss_scaling": False}, {"use_loss_scaling": True, "context_parallel_size": 1}):
+        _parse(**fine)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            refuse_flags()
+
+
 def test_the_version_of_a_tree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the root of a Megatron-LM checkout"):
         tree_version(tmp_path)

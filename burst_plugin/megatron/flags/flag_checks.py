@@ -105,6 +105,7 @@ def refuse_flags() -> None:
         reasons += _document_problems(args, kinds)
         _warn_of_square_masks(args)
         _warn_of_experts_by_rank(args)
+        _warn_of_turns_by_rank(args)
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
@@ -179,4 +180,14 @@ def _warn_of_experts_by_rank(args: Any) -> None:
         _warn(
             f"{flags}: each context-parallel rank routes its own tokens by itself, as in Megatron's own context "
             "parallelism, so that losses depend on --context-parallel-size"
+        )
+
+
+def _warn_of_turns_by_rank(args: Any) -> None:
+    """Warn of a loss that weighs the turns of a conversation by their lengths: a rank sees parts of them."""
+    if getattr(args, "use_loss_scaling", False):
+        _warn(
+            "--use-loss-scaling: each context-parallel rank weighs the parts of a conversation's turns that it holds "
+            "as if they were turns, as in Megatron's own context parallelism, so that losses depend on "
+            "--context-parallel-size; drop the flag, or use --context-parallel-size 1"
         )
