@@ -56,7 +56,7 @@ def chunked_heads(
             among them, and a tensor may be listed twice, as tied weights are.
         chunks: the number of chunks.
         module: the module that `attend` runs; by default the modules that it refers to. The backward pass compares
-            their tensors and attributes with the forward pass.
+            their tensors, attributes and hooks with the forward pass.
 
     Returns:
         [..., heads * D], the chunks side by side.
@@ -64,7 +64,8 @@ def chunked_heads(
     Raises:
         ValueError: in the backward pass, if `attend` uses a trained tensor that is not listed.
         RuntimeError: in the backward pass, if a tensor that `attend` reads, trained or not, has been modified in
-            place since, or if a module has other tensors, another mode or other adapters than in the forward pass.
+            place since, or if a module has other tensors, another mode, other adapters or other hooks than in the
+            forward pass.
     """
     trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):

@@ -101,12 +101,12 @@ def chunked_mlp(
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
         module: the module that `mlp` runs, if `mlp` is a function; by default the modules that it refers to. The
-            backward pass compares their tensors and attributes with those of the forward pass.
+            backward pass compares their tensors, attributes and hooks with those of the forward pass.
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token. In
     the backward pass, raises ValueError if `mlp` uses a trained tensor that is not listed, and RuntimeError if a
     tensor that `mlp` reads, trained or not, has been modified in place since, or if a module has other tensors,
-    another mode or other adapters than in the forward pass.
+    another mode, other adapters or other hooks than in the forward pass.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
     trained = trained_among(parameters)

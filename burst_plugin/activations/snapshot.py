@@ -2,7 +2,7 @@
 
 Autograd saves the tensors that an operation needs, and raises an error if they have been modified in place by the
 backward pass. A function that runs again reads what its modules hold by then, so parameters (trained or frozen),
-buffers, and the attributes that say how modules compute must still be as they were.
+buffers, the attributes that say how modules compute, and hooks must still be as they were.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor
 # Attributes that change what a module computes; from `merged` on they belong to layers of PEFT and its like.
 _ATTRIBUTES = ("training", "p", "merged", "merged_adapters", "disable_adapters", "active_adapters", "scaling")
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """A record of all that a function reads in a forward pass, to find out later whether it has changed.
 
     versions: (description, tensor, number of its modifications in place) for each tensor.
-    modules: for each module, the tensors that it holds, and the attributes that say how it computes.
+    modules: for each module, the tensors that it holds, the attributes that say how it computes, and hooks.
     """
 
     versions: tuple[tuple[str, Tensor, int], ...]
@@ -41,12 +43,13 @@ class Snapshot:
             function: a module, or a function whose closure, defaults, globals and object are searched.
             tensors: further tensors that it reads, such as listed parameters. Trained parameters of modules that are
                 not among them are left out, since the function does not use them.
-            module: the only module that the function runs; by default all modules that it refers to.
+            module: the only module whose `forward` the function runs, but not the module's own hooks; by default it
+                calls all modules that it refers to.
         """
         modules, referenced = _referenced(function)
-        modules = modules if module is None else [module]
+        calls, modules = module is None, modules if module is None else [module]
         listed = list(tensors)
-        states = tuple(_ModuleState.of(each, {id(x) for x in listed}) for each in modules)
+        states = tuple(_ModuleState.of(each, {id(x) for x in listed}, calls=calls) for each in modules)
         named = [(f"{state.kind(name)} {name}", x) for state in states for name, x in state.tensors.items()]
         named += [("a tensor", x) for x in (*listed, *referenced)]
         unique = {id(x): (what, x, x._version) for what, x in reversed(named) if not x.is_inference()}
@@ -73,17 +76,22 @@ def version_of(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _ModuleState:
-    """The tensors that a module and those within it hold, by their full names, and the attributes of all of them."""
+    """The tensors that a module and those within it hold, by their full names, and all their attributes and hooks.
+
+    calls: whether the module is called, with its own hooks, and not just its `forward`.
+    """
 
     module: torch.nn.Module
     tensors: Mapping[str, Tensor]
     attributes: Mapping[str, object]
+    hooks: Mapping[str, list[object]]
+    calls: bool
 
     @classmethod
-    def of(cls, module: torch.nn.Module, listed: set[int]) -> _ModuleState:
+    def of(cls, module: torch.nn.Module, listed: set[int], *, calls: bool) -> _ModuleState:
         """Return the state of a module, without its trained parameters whose ids are not `listed`."""
         held = {name: x for name, x in _tensors(module).items() if id(x) in listed or not x.requires_grad}
-        return cls(module, held, _attributes(module))
+        return cls(module, held, _attributes(module), _hooks(module, calls), calls)
 
     def kind(self, name: str) -> str:
         """Return "buffer" or "parameter" for the tensor of a name, for an error message."""
@@ -91,7 +99,7 @@ class _ModuleState:
 
     def check(self) -> None:
         """Raise RuntimeError if the module holds another tensor, or computes in another way, than it did."""
-        attributes = _attributes(self.module)
+        attributes, hooks = _attributes(self.module), _hooks(self.module, self.calls)
         changes = [
             f"another {self.kind(name)} {name} than in the forward pass"
             for name, tensor in self.tensors.items()
@@ -102,10 +110,16 @@ class _ModuleState:
             for name in {**self.attributes, **attributes}
             if attributes.get(name) != self.attributes.get(name)
         ]
+        changes += [
+            f"other hooks on {name or 'itself'} than in the forward pass"
+            for name in {**self.hooks, **hooks}
+            if hooks.get(name) != self.hooks.get(name)
+        ]
         if changes:
             raise RuntimeError(
                 f"{type(self.module).__name__} runs in chunks, and again in the backward pass, but has {changes[0]}; "
-                "run backward before that changes, and within torch.func.functional_call"
+                "run backward before that changes: within torch.func.functional_call, and while the hooks are "
+                "registered; or use no chunks"
             )
 
 
@@ -138,6 +152,20 @@ def _attributes(module: torch.nn.Module) -> dict[str, object]:
             if isinstance(value, (bool, int, float, str, list, dict)):  # in other modules it may be a method
                 copied = value.copy() if isinstance(value, (list, dict)) else value
                 found[f"{path}.{name}" if path else name] = copied
+    return found
+
+
+def _hooks(module: torch.nn.Module, calls: bool) -> dict[str, list[object]]:
+    """Return the hooks around the forward of the modules within a module, by their full names, and its own if called.
+
+    This package's own hooks are left out: they change no numbers, and go with the chunks of a module.
+    """
+    found: dict[str, list[object]] = {}
+    for path, child in module.named_modules():
+        hooks = [*child._forward_pre_hooks.values(), *child._forward_hooks.values()] if path or calls else []
+        others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_PACKAGE)]
+        if others:
+            found[path] = others
     return found
 
 

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from burst_plugin import ContextParallel, burst_attention
 from burst_plugin.activations import Head, linear_cross_entropy, token_log_probs
 from burst_plugin.activations.chunked_heads import Linear, chunked_heads
-from burst_plugin.activations.chunked_mlp import chunked_mlp
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import linear
+from burst_plugin.activations.replaced_forward import restore_forward
 from burst_plugin.activations.snapshot import Snapshot
 
 WIDTH, TOKENS, CHUNK = 8, 12, 5
@@ -29,12 +30,13 @@ LABELS = torch.arange(TOKENS) % WIDTH
 
 
 class Block(torch.nn.Module):
-    """A frozen layer, a trained adapter with attributes as in PEFT, a buffer, and a mode that matters."""
+    """A frozen layer with a hook, a trained adapter with attributes as in PEFT, a buffer, and a mode that matters."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.base = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.hook = self.base.register_forward_hook(lambda module, args, out: out * 2)
         self.adapter = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.register_buffer("gain", torch.rand(WIDTH, dtype=torch.float64) + 0.5)
         self.merged_adapters: list[str] = []
@@ -169,6 +171,10 @@ def _replace_gain(block: Block) -> None:
     block.gain = block.gain / 2
 
 
+def _add_hook(block: Block) -> None:
+    block.adapter.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+
+
 NOTHING: Callable[[Block], object] = lambda block: None  # noqa: E731
 CHANGES: dict[str, tuple[Callable[[Block], object], str]] = {
     "eval": (lambda block: block.eval(), "Block runs in chunks, .* training=False, which was True"),
@@ -180,6 +186,8 @@ CHANGES: dict[str, tuple[Callable[[Block], object], str]] = {
     "merged": (lambda block: block.merged_adapters.append("a"), r"merged_adapters=\['a'\], which was \[\]"),
     "disabled": (lambda block: setattr(block, "disable_adapters", True), "disable_adapters=True, which was False"),
     "scaled": (lambda block: block.scaling.update(a=3.0), r"scaling=\{'a': 3.0\}, which was \{'a': 2.0\}"),
+    "removed hook": (lambda block: block.hook.remove(), "has other hooks on base than in the forward pass"),
+    "added hook": (_add_hook, "has other hooks on adapter than in the forward pass"),
 }
 
 
@@ -233,6 +241,24 @@ def test_reentrant_checkpoints_recompute_what_has_changed(name: str, what: str) 
         found, expected = (_gradients(each, wrapper, change) for each in (CASES[name].chunked, CASES[name].whole))
         assert isinstance(found, list), (wrapped, found)
         assert _differences(found, expected) < 1e-12, wrapped  # type: ignore[arg-type]
+
+
+def test_hooks_outside_chunks_and_of_chunks_may_go_before_the_backward_pass() -> None:
+    """The backward pass runs a module's `forward` again without the module's own hooks."""
+
+    def replaced(block: Block, x: Tensor) -> Tensor:
+        handle = block.register_forward_hook(lambda module, args, out: out * 3)
+        block.base.forward = ChunkedForward(block.base, 2)  # type: ignore[method-assign]
+        block.forward = ChunkedForward(block, CHUNK)  # type: ignore[method-assign]
+        out: Tensor = block(x)
+        handle.remove()
+        restore_forward(block.base)
+        return out
+
+    found = _gradients(replaced, PLAIN["none"], NOTHING)
+    assert isinstance(found, list), found
+    expected = _gradients(lambda block, x: block(x) * 3, PLAIN["none"], NOTHING)
+    assert _differences(found, expected) < 1e-12  # type: ignore[arg-type]
 
 
 IN_GLOBALS = Block()
