@@ -11,6 +11,7 @@ from torch import Tensor
 from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import wide_dtype
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of, restore_forward
+from burst_plugin.huggingface.adapters import refuse_in_chunks
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
 from burst_plugin.huggingface.recurrent import is_mixer
 from burst_plugin.huggingface.text_only import named_text_modules, text_modules
@@ -36,8 +37,9 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool
             that, and so do all of a model whose MLPs cannot be cut.
 
     Raises:
-        ValueError: a model with `mlp_chunk` has experts, an MLP that takes more than one tensor, or no MLP, unless
-            `is_chosen`; a model with `head_chunk` has attention that cannot be cut by heads.
+        ValueError: a model with `mlp_chunk` has experts, an MLP that takes more than one tensor, no MLP, or adapters
+            that need whole batches, unless `is_chosen`; a model with `head_chunk` has such adapters, or attention
+            that cannot be cut by heads.
     """
     of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
     if getattr(model, _CHUNKS, (0, 0)) == chunks:
@@ -49,6 +51,8 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool
         if not is_chosen:
             raise
         of_tokens = 0
+    if of_heads:
+        refuse_in_chunks(model, "head_chunk")
     attention = attention_modules(model, of_heads) if of_heads else []
     restore_modules(model)
     norms = [module for module in text_modules(model) if _is_plain_norm(module)] if of_tokens else []
@@ -81,6 +85,7 @@ def _runs_in_chunks(module: torch.nn.Module) -> bool:
 
 def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the MLPs of layers, each once. Raise ValueError as `chunk_modules` says."""
+    refuse_in_chunks(model, "mlp_chunk")
     name = type(model).__name__
     with_experts = {
         type(module).__name__

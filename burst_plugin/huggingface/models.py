@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.adapters import is_peft, problems_of_peft
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
 from burst_plugin.huggingface.cached_forward import watch_turns
@@ -227,9 +228,9 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     labels itself, shapes do not match and it fails, rather than computing a wrong loss.
     """
     original = getattr(model, "_orig_mod", model)  # torch.compile's
-    if _is_pretrained(original) or _is_peft(original):
+    if _is_pretrained(original) or is_peft(original):
         return model
-    outermost: torch.nn.Module = _outermost(model, lambda module: _is_pretrained(module) or _is_peft(module))[0]
+    outermost: torch.nn.Module = _outermost(model, lambda module: _is_pretrained(module) or is_peft(module))[0]
     return outermost
 
 
@@ -278,24 +279,7 @@ def problems(
                     reasons.append(problem_of_router_loss(pretrained, averages_gradients))
             for reason in filter(None, reasons):
                 by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
-    return [*by_reason.values(), *([] if is_whole else _problems_of_peft(model))]
-
-
-def _problems_of_peft(model: torch.nn.Module) -> list[str]:
-    """Return the reasons why a model's adapters cannot run on a ring: they add, look for or average tokens."""
-    configs = [config for module in model.modules() if _is_peft(module) for config in _peft_configs(module)]
-    reasons = []
-    if any(getattr(config, "is_prompt_learning", False) for config in configs):
-        reasons.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
-    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
-        reasons.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
-    if any(getattr(getattr(config, "peft_type", None), "value", None) == "LILY" for config in configs):
-        reasons.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
-    if any(getattr(getattr(config, "velora_config", None), "init_type", "random") != "random" for config in configs):
-        reasons.append(
-            "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
-        )
-    return reasons
+    return [*by_reason.values(), *([] if is_whole else problems_of_peft(model))]
 
 
 def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:
@@ -453,14 +437,6 @@ def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[A
 
 def _is_pretrained(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
-
-
-def _is_peft(module: torch.nn.Module) -> bool:
-    return isinstance(getattr(module, "peft_config", None), dict)
-
-
-def _peft_configs(module: Any) -> list[Any]:
-    return list(module.peft_config.values())
 
 
 def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +84,18 @@ def test_models_with_experts_are_refused_by_name(name: str) -> None:
     model = _model(name)
     with pytest.raises(ValueError, match=rf"has experts \({WITH_EXPERTS[name]}\), which mlp_chunk does not cut"):
         chunk_modules(model, Strategy(mlp_chunk=3))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("XLORA", "X-LoRA"), ("POLY", "Poly")])
+def test_adapters_that_weigh_rows_or_tokens_are_refused_by_name(kind: str, name: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = _model("llama")
+    model.peft_config = {"default": SimpleNamespace(peft_type=peft.PeftType[kind])}
+    for option in ("mlp_chunk", "head_chunk"):
+        with pytest.raises(ValueError, match=f"^{option} is not supported with PEFT's {name}, .*; use {option}=0"):
+            chunk_modules(model, Strategy(**{option: 2}))
+    assert chunk_modules(model, Strategy(mlp_chunk=2), is_chosen=True) == []
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -1,0 +1,58 @@
+"""Adapters of PEFT: which kinds a model has, and which of them cannot run on a ring, or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_BY_ROW = {"POLY": "Poly", "XLORA": "X-LoRA"}  # weigh their parts for each row or token of the whole batch
+
+
+def is_peft(module: torch.nn.Module) -> bool:
+    """Return whether a module is a model of PEFT, or one into which PEFT has put adapters."""
+    return isinstance(getattr(module, "peft_config", None), dict)
+
+
+def adapter_kinds(model: torch.nn.Module) -> set[str]:
+    """Return the kinds of the adapters in a model, the values of PEFT's `PeftType`, such as "LORA"."""
+    return {str(getattr(getattr(config, "peft_type", None), "value", "")) for config in _configs(model)}
+
+
+def problems_of_peft(model: torch.nn.Module) -> list[str]:
+    """Return the reasons why a model's adapters cannot run on a ring: they add, look for or average tokens."""
+    configs = [*_configs(model)]
+    reasons = []
+    if any(getattr(config, "is_prompt_learning", False) for config in configs):
+        reasons.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        reasons.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
+    if "LILY" in adapter_kinds(model):
+        reasons.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
+    if any(getattr(getattr(config, "velora_config", None), "init_type", "random") != "random" for config in configs):
+        reasons.append(
+            "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
+        )
+    return reasons
+
+
+def refuse_in_chunks(model: torch.nn.Module, option: str) -> None:
+    """Raise ValueError if a model has adapters that need whole batches, and cannot run again in the backward pass.
+
+    option: the name of the option that runs modules in chunks, for the message.
+    """
+    found = sorted(name for kind, name in _BY_ROW.items() if kind in adapter_kinds(model))
+    if found:
+        raise ValueError(
+            f"{option} is not supported with PEFT's {' and '.join(found)}, which hands its layers weights for whole "
+            f"batches, by hooks of the forward pass alone; use {option}=0, or LoRA"
+        )
+
+
+def _configs(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the configurations of all adapters in a model."""
+    for module in model.modules():
+        if is_peft(module):
+            configs: Any = module.peft_config
+            yield from configs.values()
