@@ -355,7 +355,7 @@ def _predict(
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     _check_loss_is_the_models(trainer)
-    step = partial(_predict_shards, trainer, session, model, prediction_loss_only)
+    step = partial(_predict_shards, trainer, session, model, prediction_loss_only, ignore_keys)
     loss, logits, labels = predict_in_turns(session, step, trainer, inputs)
     if logits is None and trainer.compute_metrics is not None and not prediction_loss_only:
         raise ValueError(
@@ -367,7 +367,12 @@ def _predict(
 
 @torch.no_grad()
 def _predict_shards(
-    trainer: Any, session: Session, model: torch.nn.Module, prediction_loss_only: bool, batch: Mapping[str, Any]
+    trainer: Any,
+    session: Session,
+    model: torch.nn.Module,
+    prediction_loss_only: bool,
+    ignore_keys: Any,
+    batch: Mapping[str, Any],
 ) -> tuple[Any, Any, Any]:
     """Return the loss of a whole batch, its logits, from this rank's shard, and its labels; collective."""
     batch = trainer._prepare_inputs(batch)
@@ -388,8 +393,23 @@ def _predict_shards(
         else:  # a loss of the trainer's own, such as SFTTrainer's
             loss = session.mean_by_labels(loss, local)
     local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
-    whole = None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
-    return loss, whole, batch.get("labels")
+    if local_logits is None:
+        return loss, None, batch.get("labels")
+    _check_outputs(trainer, outputs, ignore_keys)
+    return loss, session.gather_logits(local_logits, local[SHARD_KEY]), batch.get("labels")
+
+
+def _check_outputs(trainer: Any, outputs: Mapping[str, Any], ignore_keys: Any) -> None:
+    """Raise ValueError for outputs beside logits that Trainer would return with them: they are of a rank's tokens."""
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", ["cache"])
+    others = [name for name in outputs if name not in (*ignore_keys, "loss", "logits")]
+    if others:
+        raise ValueError(
+            f"predictions of Trainer on a ring are logits alone, but the model returns {', '.join(others)} as well, "
+            f"and predictions would be a tuple without a ring: pass ignore_keys={others} to predict() or evaluate(), "
+            "ignore_keys_for_eval to train(), or have the model leave them out"
+        )
 
 
 def _generate(

@@ -167,6 +167,23 @@ def test_a_loss_without_logits_is_evaluated(trainer: Any, tmp_path: Path) -> Non
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
 
 
+class WithHiddenStates(Trainer):
+    """A trainer whose model returns hidden states when it predicts, which are left out where that is asked for."""
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`."""
+        self.model.config.output_hidden_states = True
+        if self.is_deepspeed_enabled:
+            with pytest.raises(ValueError, match="logits alone, but the model returns hidden_states as well"):
+                super().predict(test_dataset)
+        return super().predict(test_dataset, ignore_keys=["past_key_values", "hidden_states"])
+
+
+def test_predictions_of_more_than_logits_are_refused_by_name(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2), str(tmp_path), trainer=WithHiddenStates, max_steps=1))
+    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
+
+
 class AddsUp(Trainer):
     """A trainer that makes something of the loss that there is."""
 
