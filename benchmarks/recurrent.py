@@ -1,5 +1,7 @@
 """Layers that carry a state, on an emulated cluster: states sent, heads exchanged, tokens made contiguous and back.
 
+Heads are exchanged in two parts that hide each other, as `recurrent="heads"` does, and at once, as others do.
+
 Kernels are slept: they take time in proportion to tokens, heads and their width.
 Packing, composing states and Python are real. The times by default are those of an H100's kernels beside 400 Gbit/s
 per GPU, in the ratio of 100 Mbit/s. What is added for an entering state (Mamba-2) sleeps a fifth of its kernel.

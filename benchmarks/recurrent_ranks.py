@@ -18,14 +18,14 @@ from torch import Tensor
 from benchmarks.cluster_ranks import Entry, defer_transfers, take_turn
 from benchmarks.memory import keep_freed_memory
 from burst_plugin import ContextParallel, Tokens, recurrent
-from burst_plugin.recurrent import layers
+from burst_plugin.recurrent import heads, layers
 from burst_plugin.recurrent.kernels import state_space
 from burst_plugin.sequence.layout import positions
 from burst_plugin.types import DIRECTIONS
 from tests.support.emulated_gpu import EmulatedDevice, zeros
 
 LAYERS = ("delta_rule", "mamba2")
-WAYS = ("states", "heads", "contiguous")
+WAYS = ("states", "heads in parts", "heads", "contiguous")
 _HEADS = {"delta_rule": (16, 128), "mamba2": (16, 64)}  # heads of a layer, and their width
 _HIDDEN = {"delta_rule": 512, "mamba2": 512}  # width of the model, for this share of its heads
 _PAIR = 0.74  # of the kernel's time: what pieces of a delta rule do to states, as measured of the kernels here
@@ -159,8 +159,8 @@ class _Moved(torch.autograd.Function):
 
 def _layer(sizes: Sizes, place: recurrent.Placement, hidden: Tensor) -> Tensor:
     """Compute the layer on this rank's tokens, hidden [1, S_local, D]; return [1, S_local, D]."""
-    heads, width = _HEADS[sizes.layer]
-    of, half, full = (1, hidden.shape[1], heads), torch.bfloat16, torch.float32
+    count, width = _HEADS[sizes.layer]
+    of, half, full = (1, hidden.shape[1], count), torch.bfloat16, torch.float32
     if sizes.layer == "delta_rule":
         shapes = [(*of, width)] * 3 + [of] * 2
         q, k, v, g, beta = _Projected.apply(shapes, [half] * 3 + [full, half], hidden)
@@ -168,7 +168,7 @@ def _layer(sizes: Sizes, place: recurrent.Placement, hidden: Tensor) -> Tensor:
     else:
         groups = (*of[:2], sizes.ranks, 128)
         x, dt, B, C = _Projected.apply([(*of, width), of, groups, groups], [half, full, half, half], hidden)
-        out = recurrent.state_space(x, dt, torch.zeros(heads), B, C, place)
+        out = recurrent.state_space(x, dt, torch.zeros(count), B, C, place)
     done: Tensor = _Projected.apply([tuple(hidden.shape)], [half], out)
     return done
 
@@ -182,7 +182,7 @@ def _sessions(sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
     tokens = Tokens(sizes.ranks * sizes.tokens)
     rings = {
         "states": {"recurrent": "state"},
-        "heads": {"recurrent": "heads"},
+        "heads in parts": {"recurrent": "heads"},
         "contiguous": {"recurrent": "state", "layout": "contiguous"},
     }
     found: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -198,7 +198,13 @@ def _sessions(sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
         moved: Tensor = _Moved.apply(there, here, layer(_Moved.apply(here, there, hidden)))
         return moved
 
-    return {**found, "contiguous": converted}
+    in_parts = found["heads in parts"]
+
+    def at_once(hidden: Tensor) -> Tensor:
+        with mock.patch.object(heads, "MANY_TOKENS", sizes.tokens + 1):
+            return in_parts(hidden)
+
+    return {**found, "heads": at_once, "contiguous": converted}
 
 
 def measure_in_rank(rank: int, sizes: Sizes, rounds: int) -> dict[str, tuple[dict[str, list[float]], dict[str, int]]]:
