@@ -26,8 +26,8 @@ def by_heads(
 ) -> Any:
     """Compute a layer by an exchange of heads; return outputs, or with `finals` (outputs, states); collective.
 
-    Where ranks have many tokens, and two heads or more of each tensor, heads are cut into two parts. The second part
-    arrives while the first is computed, and the outputs of the first leave while the second is computed.
+    Where ranks have many tokens, and an even number of heads of each tensor, heads are cut into two parts. The second
+    part arrives while the first is computed, and the outputs of the first leave while the second is computed.
 
     function: the layer, which takes tensors, parameters, a `place` and `return_final_state` by name.
     tensors: [B, S_local, H, ...], by name; the heads of each can be shared evenly between ranks, see `can_share`.

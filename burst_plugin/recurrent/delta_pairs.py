@@ -13,11 +13,13 @@ from burst_plugin.recurrent.ways import Kernel, state_type
 
 
 class _DeltaStages(Stages):
-    """The stages of the delta rule in PyTorch, whose tensors are `DeltaChunks`."""
+    """The stages of the delta rule in PyTorch, whose tensors are those of `DeltaChunks`.
 
-    def __init__(self, chunks: DeltaChunks) -> None:
-        super().__init__(chunks.tensors)
-        self._tokens, self._dtype = chunks.tokens, chunks.dtype
+    tokens, dtype: see `DeltaChunks`.
+    """
+
+    def __init__(self, tokens: int, dtype: torch.dtype) -> None:
+        self._tokens, self._dtype = tokens, dtype
 
     def _of(self, xs: Sequence[Tensor]) -> DeltaChunks:
         values, reads, keys, kept, weights, queries = xs
@@ -42,7 +44,8 @@ class _DeltaStages(Stages):
 
 def pair_by_rule(*tensors: Tensor) -> Pair:
     """Return A and B of pieces of the delta rule, and what goes on from there."""
-    return pair_by_stages(_DeltaStages(delta_chunks(*tensors)))
+    chunks = delta_chunks(*tensors)
+    return pair_by_stages(_DeltaStages(chunks.tokens, chunks.dtype), chunks.tensors)
 
 
 def pair_by_kernel(

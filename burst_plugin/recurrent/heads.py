@@ -126,6 +126,7 @@ class ExchangeOfHeads:
         self.plans, self.heads, self.towards_heads = plans, heads, heads is None
         self._start, self._call = partial(passes.start, call=call, beside=is_hidden), call
         self._results: Results | None = None
+        self._dim = 2  # of the tensors on their way, along which one rank's come after another's
 
     def begin(self, xs: Sequence[Tensor]) -> Tensor:
         """Begin to exchange xs, and return an empty tensor for `end`, by which autograd knows where the end begins.
@@ -163,6 +164,8 @@ class ExchangeOfHeads:
         """Wait for the pass in flight, and return its tensors."""
         assert self._results is not None
         results, self._results = self._results(), None
+        if len(results) == 1:
+            return tuple(results[0])
         return tuple(torch.cat(parts, self._dim) for parts in zip(*results, strict=True))
 
     def abandon(self) -> None:

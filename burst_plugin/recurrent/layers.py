@@ -136,8 +136,8 @@ def gated_delta_rule(
         place: see `Placement`.
         kernel: `kernel(q, k, v, g, beta, initial_state)` in place of the one here: takes pieces [N, L, ...], padded
             with zeros, and the states that enter them [N, H, K, V]; returns outputs and the states that leave them.
-        pair: `pair(q, k, v, g, beta)` does beside `kernel` what takes the kernel longer: it returns the maps of
-            pieces, and a function from entering states to outputs; see `recurrent.staged`.
+        pair: `pair(q, k, v, g, beta)` computes with less work what `kernel` would: it returns the transitions and
+            biases of pieces, and a function from entering states to the outputs of `kernel`; see `recurrent.staged`.
         return_final_state: also return the states after the last tokens of rows, [B, H, K, V], on every rank, without
             gradient.
 

@@ -24,11 +24,9 @@ Pair = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 class Stages(ABC):
     """The stages of computing pieces, each without autograd.
 
-    tensors: what gradients are computed for; every stage takes them first, [N, ...] for N pieces.
+    Every stage takes last the tensors that gradients are computed for, [N, ...] for N pieces. A `Stages` holds no
+    tensors itself: autograd keeps it, so that checkpoints and offloading could not free them.
     """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
 
     @abstractmethod
     def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -44,17 +42,17 @@ class Stages(ABC):
 
     @abstractmethod
     def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of `tensors`.
+        """Return the gradients of the tensors that `pair` took.
 
         entries: the states that enter pieces. grad, leaving: the gradients of the outputs, and of the states that
         leave pieces.
         """
 
 
-def pair_by_stages(stages: Stages) -> Pair:
+def pair_by_stages(stages: Stages, tensors: Sequence[Tensor]) -> Pair:
     """Return A and B of pieces, and the function from entering states to outputs, as `TwoPasses.pair` does."""
     between: dict[str, Any] = {}
-    transition, bias = _Paired.apply(stages, between, *stages.tensors)  # type: ignore[no-untyped-call]
+    transition, bias = _Paired.apply(stages, between, *tensors)  # type: ignore[no-untyped-call]
 
     def goes_on(entries: Tensor) -> Tensor:
         out: Tensor = _Entered.apply(stages, between, entries)  # type: ignore[no-untyped-call]
@@ -69,7 +67,8 @@ class _Paired(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stages: Stages, between: dict[str, Any], *xs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.stages, ctx.between = stages, between
-        transition, bias, prepared = stages.pair(*xs)
+        with torch.cuda.device_of(xs[0]):  # type: ignore[no-untyped-call]
+            transition, bias, prepared = stages.pair(*xs)
         between["xs"] = (*(x.detach() for x in xs), *prepared)
         return transition, bias
 
@@ -89,7 +88,8 @@ class _Entered(torch.autograd.Function):
         xs = between.pop("xs")
         ctx.stages, ctx.between = stages, between
         ctx.save_for_backward(entries, *xs)
-        return stages.outputs(entries, *xs)
+        with torch.cuda.device_of(entries):  # type: ignore[no-untyped-call]
+            return stages.outputs(entries, *xs)
 
     @staticmethod
     @once_differentiable

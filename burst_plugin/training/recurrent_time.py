@@ -127,7 +127,7 @@ def _pass_seconds(
     spent = [_hop_seconds(hop, setting.topology, cluster) for hop in hops(mixer, setting, direction)]
     if mixer.by_heads and setting.recurrent == "heads" and setting.context > 1:
         tokens = setting.tokens_at_once / setting.context
-        parts = parts_of_heads(setting.context, [n // setting.tensor for _, n, _ in mixer.tensors], tokens)
+        parts = parts_of_heads(setting.context, [max(1, n // setting.tensor) for _, n, _ in mixer.tensors], tokens)
         hidden_share = (parts - 1) / parts  # of each of the two exchanges, and behind this share of the kernels
         spent[-2:] = [each - hidden_share * min(each, kernel_s) for each in spent[-2:]]
     return sum(spent)

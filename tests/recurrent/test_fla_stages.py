@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from burst_plugin.recurrent.kernels import fla_delta_rule
+from burst_plugin import Strategy, Topology, VirtualRing, recurrent
+from burst_plugin.recurrent.kernels import delta_rule, fla_delta_rule
 from tests.support.launched import ROOT
 
 _VERSION = "0.6.0"
@@ -50,31 +57,85 @@ def _rule() -> None:
     """Stand for the library's function."""
 
 
+def _wrapper(file: str) -> Callable[[], None]:
+    """Return a function of a file that calls the library's."""
+    found: dict[str, Any] = {}
+    source = "def made(implementation):\n    def wrapped():\n        return implementation()\n    return wrapped"
+    exec(compile(source, file, "exec"), found)
+    wrapped: Callable[[], None] = found["made"](_rule)
+    return wrapped
+
+
 def test_stages_are_taken_where_a_function_is_the_librarys() -> None:
-    def wrapped() -> None:
-        return implementation()
+    with mock.patch.object(fla_delta_rule, "_rule", return_value=_rule):
+        assert fla_delta_rule._is_rule(_rule, False)
+        assert fla_delta_rule._is_rule(_wrapper("transformers/integrations/hub_kernels.py"), False)
+        assert not fla_delta_rule._is_rule(_wrapper("mine.py"), False), "which may change arguments"
+        assert not fla_delta_rule._is_rule(int, False)
+    assert not fla_delta_rule._is_usable(torch.device("cpu"))
 
-    implementation, other = _rule, int
-    values = torch.zeros(1, 4, 2, 8)
 
-    def pair(function: object, decays: int = 3, usable: bool = True) -> object:
-        library = mock.Mock(by_head=mock.Mock(rule=_rule))
-        with (
-            mock.patch.object(fla_delta_rule, "_library", return_value=library),
-            mock.patch.object(fla_delta_rule, "_is_usable", return_value=usable),
-        ):
-            return fla_delta_rule.pair_in_stages(function, values, torch.zeros((1,) * decays))
-
-    assert pair(_rule)
-    assert pair(wrapped), "in the closure of a wrapper"
-    assert pair(other) is pair(_rule, decays=4) is pair(_rule, usable=False) is None
-    assert fla_delta_rule.pair_in_stages(_rule, values, torch.zeros(1, 4, 2)) is None, "on CPUs"
+_SIZES = fla_delta_rule._Sizes(False, 1, 1, 8, 8, torch.float32)
 
 
 @pytest.mark.parametrize("fault", [0.5, RuntimeError("no such argument")], ids=str)
 def test_stages_that_differ_from_the_library_are_not_used(fault: object) -> None:
-    fla_delta_rule._are_right.cache_clear()
     wrong = {"side_effect": fault} if isinstance(fault, Exception) else {"return_value": fault}
-    with mock.patch.object(fla_delta_rule, "worst_error", **wrong), pytest.warns(UserWarning, match="are not used"):
-        assert not fla_delta_rule._are_right(torch.device("cpu"), False)
-    fla_delta_rule._are_right.cache_clear()
+    with (
+        mock.patch.object(fla_delta_rule, "worst_error", **wrong),
+        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+        pytest.warns(UserWarning, match="are not used"),
+    ):
+        assert not fla_delta_rule._are_right(torch.device("cpu"), _SIZES)
+
+
+def _tried(*_: object) -> float:
+    """Stand for the library's function and the stages: what is saved is read."""
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad((x * x).exp().sum(), x)
+    return 0.0
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "inference mode"])
+def test_stages_are_tried_out_anywhere(where: str) -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        assert fla_delta_rule._are_right(torch.device("cpu"), _SIZES)
+        return (x * 2).exp()
+
+    with (
+        mock.patch.object(fla_delta_rule, "worst_error", _tried),
+        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+    ):
+        if where == "inference mode":
+            with torch.inference_mode():
+                layer(x)
+        else:
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+            assert x.grad is not None
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_stages_keep_no_tensors_that_autograd_cannot_free(checkpointed: bool) -> None:
+    xs = [torch.rand(1, 70, 2, 8, requires_grad=True) for _ in range(3)]
+    place = recurrent.Placement(VirtualRing(Topology(1, 3), Strategy(recurrent="state")))
+    kept: list[weakref.ref[Tensor]] = []
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        g, beta = -torch.rand(1, 70, 2), torch.rand(1, 70, 2)
+        return recurrent.gated_delta_rule(q, k * 1, v, g, beta, place)  # type: ignore[no-any-return]
+
+    def noting(chunks: delta_rule.DeltaChunks) -> Any:
+        kept.extend(map(weakref.ref, chunks.tensors))
+        return pair(chunks)
+
+    pair = delta_rule.DeltaChunks.pair
+    with mock.patch.object(delta_rule.DeltaChunks, "pair", noting):
+        out = checkpoint(layer, *xs, use_reentrant=False) if checkpointed else layer(*xs)
+        first = len(kept)
+        if not checkpointed:
+            out.sum().backward()
+    gc.collect()
+    assert first
+    assert not any(each() is not None for each in kept)

@@ -57,23 +57,24 @@ def _drawn(by_channel: bool) -> dict[str, Tensor]:
 
 def _on_ring(by_channel: bool) -> dict[str, float]:
     """Return errors of a layer on a virtual ring of three ranks in the library's stages, in float32."""
-    library = fla_delta_rule._of_kind(by_channel).rule
+    library = fla_delta_rule._rule(by_channel)
     xs = {name: x.requires_grad_() for name, x in _drawn(by_channel).items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in xs.items()}
 
     def kernel(*inputs: Tensor) -> Any:
-        return library(*inputs[:5], scale=1.0, initial_state=inputs[5], output_final_state=True)
+        return library(*inputs[:5], initial_state=inputs[5], output_final_state=True)
 
-    with mock.patch.object(fla_delta_rule, "_is_usable", return_value=True):
-        pair = fla_delta_rule.pair_in_stages(partial(library), xs["v"], xs["g"], scale=1.0)
-        assert pair is None, "of a function that nobody knows"
-        pair = fla_delta_rule.pair_in_stages(library, xs["v"], xs["g"], scale=1.0)
-    assert pair is not None
-    used = mock.Mock(side_effect=pair)
+    pair = partial(fla_delta_rule.pair_by_library, library, kernel, False)
     place = recurrent.Placement(VirtualRing(Topology(1, 3), Strategy(recurrent="state")), Documents(_BOUNDS))
-    out = recurrent.gated_delta_rule(**xs, place=place, kernel=kernel, pair=used)
+    with (
+        mock.patch.object(fla_delta_rule, "_is_usable", return_value=True),
+        mock.patch.object(fla_delta_rule, "_are_right", return_value=True),
+        mock.patch.object(fla_delta_rule, "_pair", side_effect=fla_delta_rule._pair) as used,
+    ):
+        out = recurrent.gated_delta_rule(**xs, place=place, kernel=kernel, pair=pair)
     assert used.call_count, "nothing was computed in stages"
-    expected, _ = DEFINITIONS["delta_rule_by_channel" if by_channel else "delta_rule"](**exact, bounds=_BOUNDS)
+    scaled = {**exact, "q": exact["q"] * exact["q"].shape[3] ** -0.5}
+    expected, _ = DEFINITIONS["delta_rule_by_channel" if by_channel else "delta_rule"](**scaled, bounds=_BOUNDS)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(out, list(xs.values()), dout)
     true = torch.autograd.grad(expected, list(exact.values()), dout.double())
@@ -87,7 +88,8 @@ def main() -> None:
     assert fla_delta_rule._library() is not None, "another version"
     _interpreted()
     by_channel = sys.argv[1:] == ["by_channel"]
-    alone = fla_delta_rule.worst_error(torch.device("cpu"), by_channel, torch.float32)
+    sizes = fla_delta_rule._Sizes(by_channel, 1, 2, 80, 16, torch.float32)
+    alone = fla_delta_rule.worst_error(torch.device("cpu"), sizes)
     print(json.dumps({"stages": alone, **_on_ring(by_channel)}))
 
 

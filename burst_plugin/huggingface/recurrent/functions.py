@@ -26,7 +26,7 @@ from burst_plugin.huggingface.recurrent.forward import (
     shard_of,
     states_of_turn,
 )
-from burst_plugin.recurrent.kernels.fla_delta_rule import pair_in_stages
+from burst_plugin.recurrent.kernels.fla_delta_rule import pair_by_library
 
 _Original = Callable[..., Any]
 _Given = Mapping[str, Any]
@@ -76,7 +76,7 @@ def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Gi
         q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
     wants_state = bool(given.get("output_final_state"))
     place = placement(shard, name, initial)
-    pair = pair_in_stages(original, v, g, normalises=bool(options.get("use_qk_l2norm_in_kernel")))
+    pair = partial(pair_by_library, original, kernel, bool(options.get("use_qk_l2norm_in_kernel")))
     found: Any = recurrent.gated_delta_rule(
         q, k, v, g, beta, place, kernel=kernel, pair=pair, return_final_state=wants_state
     )

@@ -24,7 +24,7 @@ from burst_plugin import recurrent
 from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.megatron.recurrent.calls import MixerCall, call_in_progress
 from burst_plugin.recurrent.kernels.convolution import causal_convolution
-from burst_plugin.recurrent.kernels.fla_delta_rule import pair_in_stages
+from burst_plugin.recurrent.kernels.fla_delta_rule import pair_by_library
 
 _Function = Callable[..., Any]
 # Arguments that go on from a state, or that say where documents begin, which the call of the mixer does.
@@ -219,9 +219,9 @@ def _delta_rule(original: _Function, *args: Any, **kwargs: Any) -> Any:
         out, last = original(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
         return out, last
 
-    normalises = bool(options.get("use_qk_l2norm_in_kernel"))
-    is_plain = options.keys() <= {"use_qk_l2norm_in_kernel"}
-    pair = pair_in_stages(original, v, g, normalises=normalises) if is_plain else None
+    pair = None
+    if options.keys() <= {"use_qk_l2norm_in_kernel"}:
+        pair = partial(pair_by_library, original, kernel, bool(options.get("use_qk_l2norm_in_kernel")))
     place = call.place("delta rule")
     return recurrent.gated_delta_rule(q, k, v, g, beta, place, kernel=kernel, pair=pair), None
 

@@ -9,17 +9,23 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from burst_plugin.recurrent.delta_pairs import pair_by_kernel
 from burst_plugin.recurrent.staged import Pair, Stages, pair_by_stages
+from burst_plugin.recurrent.ways import Kernel
 
 _CHUNK = 64
 _WORST = 0.02  # relative error of stages in half precision
+_TOKENS = 80  # of pieces that are tried out, more than a chunk
+_TRIED_OUT: dict[tuple[torch.device, Any], bool] = {}
 
 Stage = Callable[..., Any]
 
@@ -73,13 +79,12 @@ def _library() -> Any:
 
 
 class FlaStages(Stages):
-    """The stages of a delta rule of the library; tensors are q, k, v, g, beta of pieces, see `gated_delta_rule`.
+    """The stages of the library's gated delta rule; tensors are q, k, v, g (float32), beta of pieces, contiguous.
 
     scale: of q.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float) -> None:
-        super().__init__([x.contiguous() for x in (q, k, v, g.float(), beta)])
+    def __init__(self, scale: float) -> None:
         self._scale, self._fla = scale, _library()
 
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, **decays: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,58 +178,78 @@ class FlaKimiStages(FlaStages):
         return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True))
 
 
-def pair_in_stages(
-    function: Stage, v: Tensor, g: Tensor, *, normalises: bool = False, scale: float | None = None
-) -> Callable[..., Pair] | None:
-    """Return the function that computes A and B of pieces in stages of the library, see `TwoPasses.pair`.
+def pair_by_library(function: Stage, kernel: Kernel, normalises: bool, *tensors: Tensor) -> Any:
+    """Return A and B of pieces, in stages of the library where `function` is the library's, see `TwoPasses.pair`.
 
-    None if `function` is not the library's gated delta rule, or Kimi delta attention for decays per channel, as such
-    or in a wrapper; or on devices where the stages do not work.
+    Elsewhere `kernel` computes them, see `pair_by_kernel`.
 
-    v, g: values and decays, whose device and dims count.
-    normalises: whether q and k are to be divided by their norms.
-    scale: of q; None for one over the root of its size.
+    function: what `kernel` calls: the library's gated delta rule (Kimi delta attention for decays per channel), as
+        such or in transformers' wrapper, which scales q by one over the root of its size; or any other.
+    normalises: whether `function` divides q and k by their norms.
+    tensors: q, k, v, g, beta of pieces.
     """
-    by_channel = g.dim() == 4
-    if not _is_usable(v.device, by_channel) or not _calls(function, _of_kind(by_channel).rule):
-        return None
-    return partial(_pair, normalises, scale)
+    _, k, v, g, _ = tensors
+    sizes = _Sizes(g.dim() == 4, k.shape[2], v.shape[2], k.shape[3], v.shape[3], v.dtype)
+    if _is_usable(v.device) and _is_rule(function, sizes.by_channel) and _are_right(v.device, sizes):
+        return _pair(normalises, *tensors)
+    return pair_by_kernel(kernel, *tensors)
 
 
-def _pair(normalises: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
+def _pair(normalises: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
     if normalises:
         q, k = (_library().normalise(x) for x in (q, k))
     kind = FlaKimiStages if g.dim() == 4 else FlaStages
-    return pair_by_stages(kind(q, k, v, g, beta, scale=q.shape[3] ** -0.5 if scale is None else scale))
+    return pair_by_stages(kind(q.shape[3] ** -0.5), [x.contiguous() for x in (q, k, v, g.float(), beta)])
 
 
-def _of_kind(by_channel: bool) -> Any:
-    """Return the library's functions for decays per channel, or per head."""
-    return _library().by_channel if by_channel else _library().by_head
+class _Sizes(NamedTuple):
+    """What the library's kernels are compiled for."""
+
+    by_channel: bool
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
 
 
-def _calls(function: Any, wanted: Stage) -> bool:
-    """Return whether a function is another one, or a wrapper that holds it: transformers' has it in its closure."""
-    while function is not None:
-        held = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-        if function is wanted or any(each is wanted for each in held):
-            return True
-        function = getattr(function, "__wrapped__", None)
+def _rule(by_channel: bool) -> Stage:
+    """Return the library's public function for decays per channel, or per head."""
+    library = _library()
+    rule: Stage = (library.by_channel if by_channel else library.by_head).rule
+    return rule
+
+
+def _is_rule(function: Any, by_channel: bool) -> bool:
+    """Return whether a function is the library's public one, or transformers' wrapper of it.
+
+    Another wrapper might change arguments, which stages would not see.
+    """
+    rule, code = _rule(by_channel), getattr(function, "__code__", None)
+    if function is rule or code is None or not code.co_filename.endswith("hub_kernels.py"):
+        return function is rule
+    with suppress(ValueError):  # a cell that is empty
+        return any(cell.cell_contents is rule for cell in function.__closure__ or ())
     return False
 
 
-def _is_usable(device: torch.device, by_channel: bool) -> bool:
-    """Return whether the stages work on a device, and have been tried out there."""
+def _is_usable(device: torch.device) -> bool:
+    """Return whether the library's stages are for such a device."""
     if device.type != "cuda" or torch.version.hip or _library() is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and _are_right(device, by_channel)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@lru_cache(maxsize=8)
-def _are_right(device: torch.device, by_channel: bool) -> bool:
-    """Return whether the stages do what the library's public function does, on drawn tensors; else warn."""
+def _are_right(device: torch.device, sizes: _Sizes) -> bool:
+    """Return whether the stages do what the library's public function does, on drawn tensors; else warn once."""
+    if (device, sizes) in _TRIED_OUT:
+        return _TRIED_OUT[device, sizes]
     try:
-        worst = worst_error(device, by_channel)
+        # Hooks of checkpoints, modes, autocast and inference mode are those of a thread: this one has none.
+        with ThreadPoolExecutor(1) as alone:
+            worst = alone.submit(worst_error, device, sizes).result()
+    except torch.OutOfMemoryError:
+        return False
     except Exception as error:
         worst, why = float("inf"), f"{type(error).__name__}: {error}"
     else:
@@ -235,39 +260,36 @@ def _are_right(device: torch.device, by_channel: bool) -> bool:
             f"here ({why}); layers take longer so. They are made for fla-core 0.6",
             stacklevel=2,
         )
+    _TRIED_OUT[device, sizes] = worst < _WORST
     return worst < _WORST
 
 
-def worst_error(device: torch.device, by_channel: bool, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Return the largest relative error of outputs and gradients of the stages, beside the library's function.
-
-    by_channel: whether decays are per channel. dtype: of q, k, v and beta.
-    """
+def worst_error(device: torch.device, sizes: _Sizes) -> float:
+    """Return the largest relative error of outputs and gradients of the stages, beside the library's function."""
     draw = torch.Generator("cpu").manual_seed(0)
+    by_channel, key_heads, heads, dim, width, dtype = sizes
 
     def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=draw, device="cpu").to(device, of)
+        return torch.randn(2, *shape, generator=draw, device="cpu").to(device, of)
 
-    count, length, heads, dim, width = 2, 80, 1, 32, 16
-    q, k, v = drawn(count, length, heads, dim), drawn(count, length, heads, dim), drawn(count, length, heads, width)
-    decays = (count, length, heads, *(dim,) * by_channel)
-    g, beta = -0.02 * drawn(*decays, of=torch.float32).abs(), drawn(count, length, heads).sigmoid()
-    state = drawn(count, heads, dim, width, of=torch.float32)
-    dout, leaving = drawn(count, length, heads, width), drawn(count, heads, dim, width, of=torch.float32)
+    q, k, v = drawn(_TOKENS, key_heads, dim), drawn(_TOKENS, key_heads, dim), drawn(_TOKENS, heads, width)
+    g = -0.02 * drawn(_TOKENS, heads, *(dim,) * by_channel, of=torch.float32).abs()
+    beta, state = drawn(_TOKENS, heads).sigmoid(), drawn(heads, dim, width, of=torch.float32)
+    dout, leaving = drawn(_TOKENS, heads, width), drawn(heads, dim, width, of=torch.float32)
     results = []
-    for in_stages in (False, True):
-        xs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+        for in_stages in (False, True):
+            xs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
             if in_stages:
-                transition, bias, goes_on = _pair(True, None, *xs[:5])
+                transition, bias, goes_on = _pair(True, *xs[:5])
                 out, last = goes_on(xs[5]), transition @ state + bias
                 grads = torch.autograd.grad([out, bias], xs, [dout, leaving])
                 grads = (*grads[:5], grads[5] + transition.mT @ leaving)
             else:
                 both = {"initial_state": xs[5], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-                out, last = _of_kind(by_channel).rule(*xs[:5], **both)
+                out, last = _rule(by_channel)(*xs[:5], **both)
                 grads = torch.autograd.grad([out, last], xs, [dout, leaving])
-        results.append([out, last, *grads])
+            results.append([out, last, *grads])
     return max(_error(found.float(), true.float()) for true, found in zip(*results, strict=True))
 
 
