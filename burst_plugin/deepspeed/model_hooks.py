@@ -23,7 +23,6 @@ from burst_plugin.deepspeed.losses import (
 )
 from burst_plugin.deepspeed.whole_outputs import gather_hidden_states, gather_outputs, gathered
 from burst_plugin.frameworks.wrapping import by_name
-from burst_plugin.huggingface.adapters import adapter_kinds
 from burst_plugin.ring.rank_state import RankState
 
 
@@ -265,8 +264,6 @@ class ModelHooks:
             expected = expected / float(kwargs["num_items_in_batch"])
         of_router = router_loss_in(model, output)
         got = float(output.loss.detach()) - (0.0 if of_router is None else float(of_router.detach()))
-        if "ADALORA" in adapter_kinds(model):  # which adds a penalty on weights, equal on all ranks
-            expected = expected + self._session.sum_over_ring(got - float(expected)) / self._session.cp.ranks
         problem = ""
         if abs(got - expected) > tolerance_of(read) * max(abs(expected), 1.0):
             problem = (

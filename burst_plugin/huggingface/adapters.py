@@ -20,19 +20,10 @@ def adapter_kinds(model: torch.nn.Module) -> set[str]:
     return {str(getattr(getattr(config, "peft_type", None), "value", "")) for config in _configs(model)}
 
 
-def problems_of_peft(model: torch.nn.Module, averages_gradients: bool = True) -> list[str]:
-    """Return the reasons why a model's adapters cannot run on a ring: they add, look for or average tokens.
-
-    averages_gradients: whether gradients are averaged over the ranks of a ring, rather than added.
-    """
+def problems_of_peft(model: torch.nn.Module) -> list[str]:
+    """Return the reasons why a model's adapters cannot run on a ring: they add, look for or average tokens."""
     configs = [*_configs(model)]
     reasons = []
-    if not averages_gradients and any(getattr(config, "orth_reg_weight", 0) for config in configs):
-        reasons.append(
-            "PEFT's AdaLoRA adds a penalty on weights to the loss of every rank, which ranks that add gradients up "
-            "would count once for each rank: average them, and say so by "
-            "burst_plugin.huggingface.prepare(model, averages_gradients=True), or use orth_reg_weight=0"
-        )
     if any(getattr(config, "is_prompt_learning", False) for config in configs):
         reasons.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):

@@ -279,7 +279,7 @@ def problems(
                     reasons.append(problem_of_router_loss(pretrained, averages_gradients))
             for reason in filter(None, reasons):
                 by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
-    return [*by_reason.values(), *([] if is_whole else problems_of_peft(model, averages_gradients))]
+    return [*by_reason.values(), *([] if is_whole else problems_of_peft(model))]
 
 
 def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:

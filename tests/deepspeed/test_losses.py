@@ -27,7 +27,6 @@ from tests.support.deepspeed_run import (
     build,
     configuration,
     draw,
-    reference,
     start,
     stop,
     train_unmodified,
@@ -144,47 +143,6 @@ def test_a_ring_without_labels_counts_as_zero() -> None:
     first, _, third, fourth = run_ranks(_without_labels, 4, run)
     assert first[0] > 1.0
     assert third == fourth == [0.0]
-
-
-def _adalora(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.AdaLoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], total_step=10, orth_reg_weight=0.02,
-        init_lora_weights=False, lora_dropout=0.0,
-    )  # fmt: skip
-    return peft.get_peft_model(model, config)
-
-
-def _with_penalty(rank: int, runs: Sequence[Run]) -> list[Result]:
-    found = [train_unmodified(run, BATCHES) for run in runs]
-    engine = start(runs[0], 1)
-    local = burst.shard_batch({name: x[:1] for name, x in BATCHES[0].items()}, engine)
-    add = lambda module, args, output: setattr(output, "loss", output.loss + dist.get_rank())  # noqa: E731
-    engine.module.register_forward_hook(add, prepend=True)
-    with pytest.raises(ValueError, match=r"the model's own loss is .*, the mean over shift_labels"):
-        engine(**local)
-    stop(engine)
-    return found
-
-
-def test_a_penalty_on_the_weights_of_adapters() -> None:
-    """AdaLoRA's loss has one on every rank, whose mean is taken; what differs between ranks is refused."""
-    once = replace(RUN, accumulation=1, prepare=_adalora)
-    truth = reference(once, BATCHES)
-    without = reference(replace(once, prepare=_without_penalty), BATCHES)
-    assert truth.losses[0] > without.losses[0] + 0.1
-    runs = [replace(once, cp=2, stage=2), replace(once, cp=4, stage=0)]
-    for results in run_ranks(_with_penalty, 4, runs, timeout_s=120.0):
-        for run, result in zip(runs, results, strict=True):
-            assert result.losses[:1] == pytest.approx(truth.losses, rel=1e-6), run.cp
-            error, name = worst(result.grads, truth.grads)
-            assert error <= GRADS, (run.stage, name)
-
-
-def _without_penalty(model: Any) -> Any:
-    adapted = _adalora(model)
-    adapted.peft_config["default"].orth_reg_weight = 0
-    return adapted
 
 
 # ----------------------------------------------------------------------------------- rings of one leave losses alone

@@ -720,11 +720,6 @@ def test_adapters_that_take_means_over_tokens_and_decoders_of_encoders_are_refus
             config.peft_type = kind
         with pytest.raises(ValueError, match=message):
             prepare(model)
-    penalized = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"])
-    model = peft.get_peft_model(build(Run(model=FAMILIES["llama"])), penalized)
-    with pytest.raises(ValueError, match=r"AdaLoRA adds a penalty on weights .*averages_gradients=True"):
-        prepare(model)
-    prepare(model, averages_gradients=True)
     decoder = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         is_decoder=True, add_cross_attention=True,
