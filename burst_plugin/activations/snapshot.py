@@ -19,7 +19,8 @@ from torch import Tensor
 # Attributes that change what a module computes; from `merged` on they belong to layers of PEFT and its like.
 _ATTRIBUTES = ("training", "p", "merged", "merged_adapters", "disable_adapters", "active_adapters", "scaling")
 
-_PACKAGE = f"{__name__.partition('.')[0]}."
+# Hooks of these packages change no numbers, and some go before the backward pass, such as DeepSpeed's profiler's.
+_HARMLESS = (f"{__name__.partition('.')[0]}.", "deepspeed.", "torch.distributed.", "megatron.core.distributed.")
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,22 @@ def _attributes(module: torch.nn.Module) -> dict[str, object]:
 def _hooks(module: torch.nn.Module, calls: bool) -> dict[str, list[object]]:
     """Return the hooks around the forward of the modules within a module, by their full names, and its own if called.
 
-    This package's own hooks are left out: they change no numbers, and go with the chunks of a module.
+    Hooks of this package and of frameworks around the model are left out.
     """
     found: dict[str, list[object]] = {}
     for path, child in module.named_modules():
         hooks = [*child._forward_pre_hooks.values(), *child._forward_hooks.values()] if path or calls else []
-        others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_PACKAGE)]
+        others = [hook for hook in hooks if not _origin(hook).startswith(_HARMLESS)]
         if others:
             found[path] = others
     return found
+
+
+def _origin(hook: object) -> str:
+    """Return the name of the module that a hook is defined in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", ""))
 
 
 def _referenced(function: object) -> tuple[list[torch.nn.Module], list[Tensor]]:

@@ -108,15 +108,19 @@ def first_rows(model: torch.nn.Module, batch: Mapping[str, Any], count: int, row
     """Return the first `count` of `rows` samples of a batch, in which several sequences of a sample may follow.
 
     Preferences have the chosen answers of all samples first, then the rejected ones. A batch is returned as it is if
-    it has tensors of other sizes, or media of which it cannot be told which rows they belong to.
+    it has tensors of other sizes, positions of several axes (mRoPE), or media of which it cannot be told which rows
+    they belong to.
     """
     lengths = {len(x) for name, x in batch.items() if name.endswith("input_ids")} | {rows}
     by_row = {name: x for name, x in batch.items() if not is_of_media(name)}
     tensors = [x for x in by_row.values() if isinstance(x, Tensor) and x.dim()]
     if count == rows or any(len(x) not in lengths for x in tensors) or any(length % rows for length in lengths):
         return batch
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() > 2:
+        return batch
     media: dict[str, Any] | None = {}
-    if len(by_row) < len(batch):
+    if any(x is not None for name, x in batch.items() if name not in by_row):
         media = media_of_rows(model, batch, [n for n in range(max(lengths)) if n % rows < count])
     if media is None:
         return batch

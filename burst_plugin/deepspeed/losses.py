@@ -231,8 +231,8 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
 def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
     """Return the router loss of experts in `outputs`, times the coefficient that weighs it in the model's loss.
 
-    The coefficient is read from `model` or its configuration; for TRL's fused head from the text's configuration,
-    which TRL changes. None if `outputs` have no `aux_loss`, or no coefficient is found.
+    The coefficient is read from `model` or its configuration; for TRL's fused head it is `router_aux_loss_coef` of
+    the text's configuration, which TRL changes. None if `outputs` have no `aux_loss`, or no coefficient is found.
     """
     aux_loss = getattr(outputs, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
@@ -241,11 +241,12 @@ def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
     for module in model.modules():  # of which the first one mostly has it
         config = getattr(module, "config", None)
         owners: list[Any] = [module, config, getattr(config, "text_config", None)]
+        names = _ROUTER_COEFFICIENTS[:1] if is_fused else _ROUTER_COEFFICIENTS
         if is_fused:  # the model's own copy is older
             text_of = getattr(config, "get_text_config", None)  # not of an engine's configuration
             owners = [] if text_of is None else [text_of()]
         for owner in owners:
-            for name in _ROUTER_COEFFICIENTS:
+            for name in names:
                 coefficient = getattr(owner, name, None)
                 if isinstance(coefficient, int | float):
                     return coefficient * aux_loss

@@ -401,14 +401,16 @@ def _predict_shards(
 
 def _check_outputs(trainer: Any, outputs: Mapping[str, Any], ignore_keys: Any) -> None:
     """Raise ValueError for outputs beside logits that Trainer would return with them: they are of a rank's tokens."""
+    if any(is_of_trl(owner) and "prediction_step" in vars(owner) for owner in type(trainer).__mro__):
+        return  # which returns logits alone
     if ignore_keys is None:
         ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", ["cache"])
     others = [name for name in outputs if name not in (*ignore_keys, "loss", "logits")]
     if others:
         raise ValueError(
             f"predictions of Trainer on a ring are logits alone, but the model returns {', '.join(others)} as well, "
-            f"and predictions would be a tuple without a ring: pass ignore_keys={others} to predict() or evaluate(), "
-            "ignore_keys_for_eval to train(), or have the model leave them out"
+            f"and predictions would be a tuple without a ring: pass ignore_keys={[*ignore_keys, *others]} to "
+            "predict() or evaluate(), ignore_keys_for_eval to train(), or have the model leave them out"
         )
 
 

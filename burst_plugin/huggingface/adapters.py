@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+_AROUND_HOOKS = {"ADALORA": "AdaLoRA", "ADAPTION_PROMPT": "LLaMA-Adapter"}  # call forward, not the model itself
 _BY_ROW = {"POLY": "Poly", "XLORA": "X-LoRA"}  # weigh their parts for each row or token of the whole batch
 
 
@@ -28,7 +29,13 @@ def problems_of_peft(model: torch.nn.Module) -> list[str]:
         reasons.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         reasons.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
-    if "LILY" in adapter_kinds(model):
+    kinds = adapter_kinds(model)
+    reasons += [
+        f"PEFT's {name} calls the model's forward past the hooks that a ring needs; use LoRA"
+        for kind, name in _AROUND_HOOKS.items()
+        if kind in kinds
+    ]
+    if "LILY" in kinds:
         reasons.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
     if any(getattr(getattr(config, "velora_config", None), "init_type", "random") != "random" for config in configs):
         reasons.append(

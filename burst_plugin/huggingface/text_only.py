@@ -140,7 +140,8 @@ def check_media(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     if shard.has_media and not takes_media(model):
         raise ValueError(
             f"{name} got images, video or audio in a batch that is cut, and makes features of them in a way that "
-            "ranks cannot share yet; train on text alone"
+            "ranks cannot share yet; train on text alone, or leave images out of shard_batch if your own code places "
+            "their features"
         )
     if not text_part(model.config):
         return

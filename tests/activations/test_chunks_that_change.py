@@ -261,6 +261,25 @@ def test_hooks_outside_chunks_and_of_chunks_may_go_before_the_backward_pass() ->
     assert _differences(found, expected) < 1e-12  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("home", ["deepspeed.profiling", "mine"])
+def test_hooks_of_frameworks_may_go_before_the_backward_pass(home: str) -> None:
+    """DeepSpeed's profiler has some on one rank alone."""
+
+    def replaced(block: Block, x: Tensor) -> Tensor:
+        def hook(number: int, *_: object) -> None:
+            """Change nothing."""
+
+        hook.__module__ = home
+        handle = block.base.register_forward_hook(partial(hook, 1))
+        block.forward = ChunkedForward(block, CHUNK)  # type: ignore[method-assign]
+        out: Tensor = block(x)
+        handle.remove()
+        return out
+
+    found = _gradients(replaced, PLAIN["none"], NOTHING)
+    assert isinstance(found, list) == (home != "mine"), found
+
+
 IN_GLOBALS = Block()
 
 

@@ -720,6 +720,14 @@ def test_adapters_that_take_means_over_tokens_and_decoders_of_encoders_are_refus
             config.peft_type = kind
         with pytest.raises(ValueError, match=message):
             prepare(model)
+    around = (
+        peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"]),
+        peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1),
+    )
+    for config, name in zip(around, ("AdaLoRA", "LLaMA-Adapter"), strict=True):
+        model = peft.get_peft_model(build(Run(model=FAMILIES["llama"])), config)
+        with pytest.raises(ValueError, match=f"PEFT's {name} calls the model's forward past the hooks"):
+            prepare(model)
     decoder = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         is_decoder=True, add_cross_attention=True,

@@ -68,3 +68,11 @@ def test_as_many_images_as_rows_are_not_one_for_each() -> None:
     found = first_rows(tiny_model("gemma3"), whole, 1, 2)
     assert torch.equal(found["input_ids"], whole["input_ids"][[0, 2]])
     assert torch.equal(found["pixel_values"], whole["pixel_values"])
+
+
+def test_batches_without_images_and_with_positions_of_several_axes() -> None:
+    model, ids = tiny_model("qwen2_5_vl"), torch.ones(3, 6, dtype=torch.long)
+    found = first_rows(model, {"input_ids": ids, "pixel_values": None}, 2, 3)
+    assert found["input_ids"].shape == (2, 6)
+    whole = {"input_ids": ids, "position_ids": torch.zeros(3, 3, 6)}
+    assert first_rows(model, whole, 2, 3) is whole

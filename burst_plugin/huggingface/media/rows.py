@@ -33,14 +33,17 @@ def media_of_rows(model: torch.nn.Module, batch: Mapping[str, Any], rows: Collec
     Returns None if it cannot be told which images belong to these rows: for video and audio, for images with numbers
     of features that do not follow from their patches, and for images that do not fit the tokens.
     """
-    media = {name: x for name, x in batch.items() if is_of_media(name)}
+    media = {name: x for name, x in batch.items() if is_of_media(name) and x is not None}
     module = next((each for each in model.modules() if "image" in modalities_of(each)), None)
     token = None if module is None else known_token(module, "image")
     if module is None or token is None or by_row(module, "image"):
         return None
     if "input_ids" not in batch or [name for name in media if name.startswith(_VALUES)] != [_PIXELS]:
         return None
-    units = units_of(_PIXELS, media, by_frame=False)
+    try:
+        units = units_of(_PIXELS, media, by_frame=False)
+    except ValueError:  # which the model will say, on all ranks
+        return None
     tokens = (batch["input_ids"] == token).sum(1).tolist()
     of_all, patches = sum(tokens), sum(units.patches)
     if not units.in_proportion or any(of_all * each % patches for each in units.patches):
