@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,16 +28,16 @@ _VERSION = "0.6.0"
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """Return a folder with the library, apart from the environment, since transformers takes what it finds there."""
     folder = Path(sys.prefix, "share", f"fla-core-{_VERSION}")
     if not folder.exists():
-        made = tmp_path_factory.mktemp("library")
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(made)]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(dir=folder.parent)
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", made]
         subprocess.run([*install, f"fla-core=={_VERSION}"], check=True, timeout=120)
         with suppress(OSError):  # another worker was faster
-            folder.parent.mkdir(exist_ok=True)
-            shutil.move(made, folder)
+            os.rename(made, folder)
     return folder
 
 
@@ -78,10 +78,22 @@ def test_stages_are_taken_where_a_function_is_the_librarys() -> None:
         assert fla_delta_rule._is_rule(_wrapper("transformers/integrations/hub_kernels.py"), False)
         assert not fla_delta_rule._is_rule(_wrapper("mine.py"), False), "which may change arguments"
         assert not fla_delta_rule._is_rule(int, False)
+        assert fla_delta_rule._is_rule(_module(_wrapper("transformers/integrations/hub_kernels.py")), False)
+        assert not fla_delta_rule._is_rule(_module(int), False)
     assert not fla_delta_rule._is_usable(torch.device("cpu"))
 
 
-_SIZES = fla_delta_rule._Sizes(False, 1, 1, 8, 8, torch.float32)
+def _module(function: Callable[..., Any]) -> torch.nn.Module:
+    """Return a module that calls a function, as the package `kernels` makes one."""
+
+    class Called(torch.nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return function(*args)
+
+    return Called()
+
+
+_SIZES = fla_delta_rule._Sizes(False, 1, 8, 8, torch.float32)
 
 
 @pytest.mark.parametrize("fault", [0.5, RuntimeError("no such argument")], ids=str)
@@ -145,3 +157,20 @@ def test_stages_keep_no_tensors_that_autograd_cannot_free(checkpointed: bool) ->
     gc.collect()
     assert first
     assert not any(each() is not None for each in kept)
+
+
+def test_stages_are_not_tried_out_in_a_backward_pass() -> None:
+    """A thread that waits for another's backward pass in its own would wait for ever on a GPU."""
+    x = torch.ones(3, requires_grad=True)
+    found = []
+    tried = mock.Mock(return_value=0.0)
+    with (
+        mock.patch.object(fla_delta_rule, "worst_error", tried),
+        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+    ):
+        y = x * 2
+        y.register_hook(lambda grad: found.append(fla_delta_rule._are_right(torch.device("cpu"), _SIZES)))
+        y.sum().backward()
+        assert found == [False]
+        assert not fla_delta_rule._are_right(torch.device("cpu"), _SIZES), "so that layers go on as they began"
+    assert not tried.called

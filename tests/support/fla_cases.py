@@ -88,7 +88,7 @@ def main() -> None:
     assert fla_delta_rule._library() is not None, "another version"
     _interpreted()
     by_channel = sys.argv[1:] == ["by_channel"]
-    sizes = fla_delta_rule._Sizes(by_channel, 1, 2, 80, 16, torch.float32)
+    sizes = fla_delta_rule._Sizes(by_channel, 2, 80, 16, torch.float32)
     alone = fla_delta_rule.worst_error(torch.device("cpu"), sizes)
     print(json.dumps({"stages": alone, **_on_ring(by_channel)}))
 

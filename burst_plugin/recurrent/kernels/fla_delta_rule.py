@@ -49,7 +49,7 @@ def _library() -> Any:
         from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
-    except ImportError:
+    except Exception:  # as transformers does, which then computes without the library
         return None
     if "multi_seqs" not in inspect.signature(chunk_cp_fwd_h).parameters:
         return None
@@ -90,7 +90,7 @@ class FlaStages(Stages):
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, **decays: Tensor) -> tuple[Tensor, Tensor]:
         """Return A and B of pieces, given what chunks read, w, and write, u, [N, L, H, ...]."""
         count, length, heads, width = u.shape
-        maps = torch.zeros(count, heads, k.shape[3], width + k.shape[3], device=u.device)
+        maps = torch.zeros(count, heads, k.shape[3], width + k.shape[3], dtype=torch.float32, device=u.device)
         rows = {name: x.flatten(0, 1).unsqueeze(0) for name, x in {"k": k, "w": w, "u": u, **decays}.items()}
         bounds = torch.arange(count + 1, dtype=torch.int64, device=u.device) * length
         self._fla.maps(**rows, hm=maps, cu_seqlens=bounds, multi_seqs=True)
@@ -103,7 +103,7 @@ class FlaStages(Stages):
 
     def _of_entries(self, k: Tensor, v: Tensor, **parts: Tensor) -> Tensor:
         """Return the gradients of entering states, from the gradients of outputs and of what chunks write."""
-        nothing = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], device=v.device)
+        nothing = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32, device=v.device)
         _, found, _ = self._fla.state_gradients(k=k, **parts, h0=nothing, dht=None, scale=self._scale)
         entering: Tensor = found
         return entering
@@ -189,7 +189,8 @@ def pair_by_library(function: Stage, kernel: Kernel, normalises: bool, *tensors:
     tensors: q, k, v, g, beta of pieces.
     """
     _, k, v, g, _ = tensors
-    sizes = _Sizes(g.dim() == 4, k.shape[2], v.shape[2], k.shape[3], v.shape[3], v.dtype)
+    shared = v.shape[2] // k.shape[2]
+    sizes = _Sizes(g.dim() == 4, shared, k.shape[3], v.shape[3], v.dtype)
     if _is_usable(v.device) and _is_rule(function, sizes.by_channel) and _are_right(v.device, sizes):
         return _pair(normalises, *tensors)
     return pair_by_kernel(kernel, *tensors)
@@ -203,11 +204,13 @@ def _pair(normalises: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
 
 
 class _Sizes(NamedTuple):
-    """What the library's kernels are compiled for."""
+    """What the code of the library's kernels depends on.
+
+    shared: the heads of values for each key head.
+    """
 
     by_channel: bool
-    key_heads: int
-    heads: int
+    shared: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
@@ -225,6 +228,9 @@ def _is_rule(function: Any, by_channel: bool) -> bool:
 
     Another wrapper might change arguments, which stages would not see.
     """
+    if isinstance(function, torch.nn.Module) and "forward" not in vars(function):  # as the package `kernels` wraps it
+        cells: Any = getattr(type(function).forward, "__closure__", None) or ()
+        function = cells[0].cell_contents if len(cells) == 1 else function
     rule, code = _rule(by_channel), getattr(function, "__code__", None)
     if function is rule or code is None or not code.co_filename.endswith("hub_kernels.py"):
         return function is rule
@@ -241,15 +247,16 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def _are_right(device: torch.device, sizes: _Sizes) -> bool:
-    """Return whether the stages do what the library's public function does, on drawn tensors; else warn once."""
-    if (device, sizes) in _TRIED_OUT:
-        return _TRIED_OUT[device, sizes]
+    """Return whether the stages do what the library's public function does, on drawn tensors; else warn once.
+
+    Never tried out in a backward pass, whose thread another thread's backward pass would wait for.
+    """
+    if (device, sizes) in _TRIED_OUT or torch._C._current_graph_task_id() != -1:
+        return _TRIED_OUT.setdefault((device, sizes), False)
     try:
         # Hooks of checkpoints, modes, autocast and inference mode are those of a thread: this one has none.
         with ThreadPoolExecutor(1) as alone:
             worst = alone.submit(worst_error, device, sizes).result()
-    except torch.OutOfMemoryError:
-        return False
     except Exception as error:
         worst, why = float("inf"), f"{type(error).__name__}: {error}"
     else:
@@ -267,7 +274,8 @@ def _are_right(device: torch.device, sizes: _Sizes) -> bool:
 def worst_error(device: torch.device, sizes: _Sizes) -> float:
     """Return the largest relative error of outputs and gradients of the stages, beside the library's function."""
     draw = torch.Generator("cpu").manual_seed(0)
-    by_channel, key_heads, heads, dim, width, dtype = sizes
+    by_channel, shared, dim, width, dtype = sizes
+    key_heads, heads = 1, shared  # fewer than layers have: kernels are tuned by numbers of heads, not of tokens
 
     def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(2, *shape, generator=draw, device="cpu").to(device, of)
