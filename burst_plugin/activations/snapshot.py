@@ -19,8 +19,15 @@ from torch import Tensor
 # Attributes that change what a module computes; from `merged` on they belong to layers of PEFT and its like.
 _ATTRIBUTES = ("training", "p", "merged", "merged_adapters", "disable_adapters", "active_adapters", "scaling")
 
-# Hooks of these packages change no numbers, and some go before the backward pass, such as DeepSpeed's profiler's.
-_HARMLESS = (f"{__name__.partition('.')[0]}.", "deepspeed.", "torch.distributed.", "megatron.core.distributed.")
+_HARMLESS = {f"{__name__.partition('.')[0]}.", "torch.distributed."}
+
+
+def leave_out_hooks(*packages: str) -> None:
+    """Let hooks of packages change between a forward pass and its backward pass, since they change no numbers.
+
+    packages: how the names of the modules begin that the hooks are defined in.
+    """
+    _HARMLESS.update(packages)
 
 
 @dataclass(frozen=True)
@@ -159,12 +166,12 @@ def _attributes(module: torch.nn.Module) -> dict[str, object]:
 def _hooks(module: torch.nn.Module, calls: bool) -> dict[str, list[object]]:
     """Return the hooks around the forward of the modules within a module, by their full names, and its own if called.
 
-    Hooks of this package and of frameworks around the model are left out.
+    Hooks of this package are left out, and others that `leave_out_hooks` names.
     """
     found: dict[str, list[object]] = {}
     for path, child in module.named_modules():
         hooks = [*child._forward_pre_hooks.values(), *child._forward_hooks.values()] if path or calls else []
-        others = [hook for hook in hooks if not _origin(hook).startswith(_HARMLESS)]
+        others = [hook for hook in hooks if not _origin(hook).startswith(tuple(_HARMLESS))]
         if others:
             found[path] = others
     return found

@@ -11,6 +11,7 @@ from torch import Tensor
 from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import wide_dtype
 from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of, restore_forward
+from burst_plugin.activations.snapshot import leave_out_hooks
 from burst_plugin.huggingface.adapters import refuse_in_chunks
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
 from burst_plugin.huggingface.recurrent import is_mixer
@@ -23,6 +24,7 @@ _EXPERTS = ("experts", "router")  # of attributes of MLPs with experts
 # a model that it loaded. Elsewhere, as in Liger, they are one kernel, which keeps nothing but its input.
 _NORMS = re.compile(r"\w*RMSNorm|Cohere\w*LayerNorm")
 _PLAIN_CODE = ("transformers", "transformers_modules")
+leave_out_hooks("deepspeed.")  # whose profiler has some on one rank, which go before the backward pass
 _CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which something runs in chunks: of tokens, of heads
 
 

@@ -73,14 +73,14 @@ def _wrapper(file: str) -> Callable[[], None]:
 
 
 def test_stages_are_taken_where_a_function_is_the_librarys() -> None:
-    with mock.patch.object(fla_delta_rule, "_rule", return_value=_rule):
-        assert fla_delta_rule._is_rule(_rule, False)
-        assert fla_delta_rule._is_rule(_wrapper("transformers/integrations/hub_kernels.py"), False)
-        assert not fla_delta_rule._is_rule(_wrapper("mine.py"), False), "which may change arguments"
-        assert not fla_delta_rule._is_rule(int, False)
-        assert fla_delta_rule._is_rule(_module(_wrapper("transformers/integrations/hub_kernels.py")), False)
-        assert not fla_delta_rule._is_rule(_module(int), False)
-    assert not fla_delta_rule._is_usable(torch.device("cpu"))
+    with mock.patch.object(fla_delta_rule, "rule_of", return_value=_rule):
+        assert fla_delta_rule.is_rule(_rule, False)
+        assert fla_delta_rule.is_rule(_wrapper("transformers/integrations/hub_kernels.py"), False)
+        assert not fla_delta_rule.is_rule(_wrapper("mine.py"), False), "which may change arguments"
+        assert not fla_delta_rule.is_rule(int, False)
+        assert fla_delta_rule.is_rule(_module(_wrapper("transformers/integrations/hub_kernels.py")), False)
+        assert not fla_delta_rule.is_rule(_module(int), False)
+    assert not fla_delta_rule.is_usable(torch.device("cpu"))
 
 
 def _module(function: Callable[..., Any]) -> torch.nn.Module:
@@ -93,7 +93,7 @@ def _module(function: Callable[..., Any]) -> torch.nn.Module:
     return Called()
 
 
-_SIZES = fla_delta_rule._Sizes(False, 1, 8, 8, torch.float32)
+_SIZES = fla_delta_rule.RuleSizes(False, 1, 8, 8, torch.float32)
 
 
 @pytest.mark.parametrize("fault", [0.5, RuntimeError("no such argument")], ids=str)
@@ -101,10 +101,10 @@ def test_stages_that_differ_from_the_library_are_not_used(fault: object) -> None
     wrong = {"side_effect": fault} if isinstance(fault, Exception) else {"return_value": fault}
     with (
         mock.patch.object(fla_delta_rule, "worst_error", **wrong),
-        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+        mock.patch.dict(fla_delta_rule.TRIED_OUT, clear=True),
         pytest.warns(UserWarning, match="are not used"),
     ):
-        assert not fla_delta_rule._are_right(torch.device("cpu"), _SIZES)
+        assert not fla_delta_rule.are_right(torch.device("cpu"), _SIZES)
 
 
 def _tried(*_: object) -> float:
@@ -119,12 +119,12 @@ def test_stages_are_tried_out_anywhere(where: str) -> None:
     x = torch.ones(3, requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:
-        assert fla_delta_rule._are_right(torch.device("cpu"), _SIZES)
+        assert fla_delta_rule.are_right(torch.device("cpu"), _SIZES)
         return (x * 2).exp()
 
     with (
         mock.patch.object(fla_delta_rule, "worst_error", _tried),
-        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+        mock.patch.dict(fla_delta_rule.TRIED_OUT, clear=True),
     ):
         if where == "inference mode":
             with torch.inference_mode():
@@ -166,11 +166,11 @@ def test_stages_are_not_tried_out_in_a_backward_pass() -> None:
     tried = mock.Mock(return_value=0.0)
     with (
         mock.patch.object(fla_delta_rule, "worst_error", tried),
-        mock.patch.dict(fla_delta_rule._TRIED_OUT, clear=True),
+        mock.patch.dict(fla_delta_rule.TRIED_OUT, clear=True),
     ):
         y = x * 2
-        y.register_hook(lambda grad: found.append(fla_delta_rule._are_right(torch.device("cpu"), _SIZES)))
+        y.register_hook(lambda grad: found.append(fla_delta_rule.are_right(torch.device("cpu"), _SIZES)))
         y.sum().backward()
         assert found == [False]
-        assert not fla_delta_rule._are_right(torch.device("cpu"), _SIZES), "so that layers go on as they began"
+        assert not fla_delta_rule.are_right(torch.device("cpu"), _SIZES), "so that layers go on as they began"
     assert not tried.called

@@ -57,7 +57,7 @@ def _drawn(by_channel: bool) -> dict[str, Tensor]:
 
 def _on_ring(by_channel: bool) -> dict[str, float]:
     """Return errors of a layer on a virtual ring of three ranks in the library's stages, in float32."""
-    library = fla_delta_rule._rule(by_channel)
+    library = fla_delta_rule.rule_of(by_channel)
     xs = {name: x.requires_grad_() for name, x in _drawn(by_channel).items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in xs.items()}
 
@@ -67,8 +67,8 @@ def _on_ring(by_channel: bool) -> dict[str, float]:
     pair = partial(fla_delta_rule.pair_by_library, library, kernel, False)
     place = recurrent.Placement(VirtualRing(Topology(1, 3), Strategy(recurrent="state")), Documents(_BOUNDS))
     with (
-        mock.patch.object(fla_delta_rule, "_is_usable", return_value=True),
-        mock.patch.object(fla_delta_rule, "_are_right", return_value=True),
+        mock.patch.object(fla_delta_rule, "is_usable", return_value=True),
+        mock.patch.object(fla_delta_rule, "are_right", return_value=True),
         mock.patch.object(fla_delta_rule, "_pair", side_effect=fla_delta_rule._pair) as used,
     ):
         out = recurrent.gated_delta_rule(**xs, place=place, kernel=kernel, pair=pair)
@@ -88,7 +88,7 @@ def main() -> None:
     assert fla_delta_rule._library() is not None, "another version"
     _interpreted()
     by_channel = sys.argv[1:] == ["by_channel"]
-    sizes = fla_delta_rule._Sizes(by_channel, 2, 80, 16, torch.float32)
+    sizes = fla_delta_rule.RuleSizes(by_channel, 2, 80, 16, torch.float32)
     alone = fla_delta_rule.worst_error(torch.device("cpu"), sizes)
     print(json.dumps({"stages": alone, **_on_ring(by_channel)}))
 

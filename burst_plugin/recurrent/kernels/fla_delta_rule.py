@@ -25,7 +25,7 @@ from burst_plugin.recurrent.ways import Kernel
 _CHUNK = 64
 _WORST = 0.02  # relative error of stages in half precision
 _TOKENS = 80  # of pieces that are tried out, more than a chunk
-_TRIED_OUT: dict[tuple[torch.device, Any], bool] = {}
+TRIED_OUT: dict[tuple[torch.device, Any], bool] = {}
 
 Stage = Callable[..., Any]
 
@@ -190,8 +190,8 @@ def pair_by_library(function: Stage, kernel: Kernel, normalises: bool, *tensors:
     """
     _, k, v, g, _ = tensors
     shared = v.shape[2] // k.shape[2]
-    sizes = _Sizes(g.dim() == 4, shared, k.shape[3], v.shape[3], v.dtype)
-    if _is_usable(v.device) and _is_rule(function, sizes.by_channel) and _are_right(v.device, sizes):
+    sizes = RuleSizes(g.dim() == 4, shared, k.shape[3], v.shape[3], v.dtype)
+    if is_usable(v.device) and is_rule(function, sizes.by_channel) and are_right(v.device, sizes):
         return _pair(normalises, *tensors)
     return pair_by_kernel(kernel, *tensors)
 
@@ -203,7 +203,7 @@ def _pair(normalises: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
     return pair_by_stages(kind(q.shape[3] ** -0.5), [x.contiguous() for x in (q, k, v, g.float(), beta)])
 
 
-class _Sizes(NamedTuple):
+class RuleSizes(NamedTuple):
     """What the code of the library's kernels depends on.
 
     shared: the heads of values for each key head.
@@ -216,14 +216,14 @@ class _Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-def _rule(by_channel: bool) -> Stage:
+def rule_of(by_channel: bool) -> Stage:
     """Return the library's public function for decays per channel, or per head."""
     library = _library()
     rule: Stage = (library.by_channel if by_channel else library.by_head).rule
     return rule
 
 
-def _is_rule(function: Any, by_channel: bool) -> bool:
+def is_rule(function: Any, by_channel: bool) -> bool:
     """Return whether a function is the library's public one, or transformers' wrapper of it.
 
     Another wrapper might change arguments, which stages would not see.
@@ -231,7 +231,7 @@ def _is_rule(function: Any, by_channel: bool) -> bool:
     if isinstance(function, torch.nn.Module) and "forward" not in vars(function):  # as the package `kernels` wraps it
         cells: Any = getattr(type(function).forward, "__closure__", None) or ()
         function = cells[0].cell_contents if len(cells) == 1 else function
-    rule, code = _rule(by_channel), getattr(function, "__code__", None)
+    rule, code = rule_of(by_channel), getattr(function, "__code__", None)
     if function is rule or code is None or not code.co_filename.endswith("hub_kernels.py"):
         return function is rule
     with suppress(ValueError):  # a cell that is empty
@@ -239,20 +239,20 @@ def _is_rule(function: Any, by_channel: bool) -> bool:
     return False
 
 
-def _is_usable(device: torch.device) -> bool:
+def is_usable(device: torch.device) -> bool:
     """Return whether the library's stages are for such a device."""
     if device.type != "cuda" or torch.version.hip or _library() is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _are_right(device: torch.device, sizes: _Sizes) -> bool:
+def are_right(device: torch.device, sizes: RuleSizes) -> bool:
     """Return whether the stages do what the library's public function does, on drawn tensors; else warn once.
 
     Never tried out in a backward pass, whose thread another thread's backward pass would wait for.
     """
-    if (device, sizes) in _TRIED_OUT or torch._C._current_graph_task_id() != -1:
-        return _TRIED_OUT.setdefault((device, sizes), False)
+    if (device, sizes) in TRIED_OUT or torch._C._current_graph_task_id() != -1:
+        return TRIED_OUT.setdefault((device, sizes), False)
     try:
         # Hooks of checkpoints, modes, autocast and inference mode are those of a thread: this one has none.
         with ThreadPoolExecutor(1) as alone:
@@ -267,11 +267,11 @@ def _are_right(device: torch.device, sizes: _Sizes) -> bool:
             f"here ({why}); layers take longer so. They are made for fla-core 0.6",
             stacklevel=2,
         )
-    _TRIED_OUT[device, sizes] = worst < _WORST
+    TRIED_OUT[device, sizes] = worst < _WORST
     return worst < _WORST
 
 
-def worst_error(device: torch.device, sizes: _Sizes) -> float:
+def worst_error(device: torch.device, sizes: RuleSizes) -> float:
     """Return the largest relative error of outputs and gradients of the stages, beside the library's function."""
     draw = torch.Generator("cpu").manual_seed(0)
     by_channel, shared, dim, width, dtype = sizes
@@ -295,7 +295,7 @@ def worst_error(device: torch.device, sizes: _Sizes) -> float:
                 grads = (*grads[:5], grads[5] + transition.mT @ leaving)
             else:
                 both = {"initial_state": xs[5], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-                out, last = _rule(by_channel)(*xs[:5], **both)
+                out, last = rule_of(by_channel)(*xs[:5], **both)
                 grads = torch.autograd.grad([out, last], xs, [dout, leaving])
             results.append([out, last, *grads])
     return max(_error(found.float(), true.float()) for true, found in zip(*results, strict=True))
