@@ -65,8 +65,8 @@ def by_heads(
             mine = _heads_of_process(call, max(heads), (part, parts))
             initial = [x[:, mine] for x in place.initial]
             alone = Placement(place.alone(), place.mask, Tokens(held.tokens.length), initial=initial)
-            given = dict(zip(tensors, whole, strict=True)), {name: x[mine] for name, x in parameters.items()}
-            found = function(**given[0], **given[1], place=alone, return_final_state=finals)
+            given = dict(zip(tensors, whole, strict=True)) | {name: x[mine] for name, x in parameters.items()}
+            found = function(**given, place=alone, return_final_state=finals)
             computed.append(found if finals else (found,))
             left += [] if leaving is None else leaving.wait()
         left += exchange(back, [computed[-1][0]]).wait()

@@ -196,9 +196,7 @@ class _ExchangeEnded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: ExchangeOfHeads, begun: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        ctx.save_for_backward(
-            begun.new_empty(0)
-        )  # a checkpoint computes again before the backward pass on every rank
+        ctx.save_for_backward(begun.new_empty(0))  # so that a checkpoint computes again before the backward pass
         return exchange.finish()
 
     @staticmethod
