@@ -146,13 +146,17 @@ class HeldPieces:
         states = self.passes.states
         return torch.cat([positions(runs) for runs in states[0].route_table.shards(self.tokens)])
 
-    def schedule(self, finals: bool) -> ScanSchedule:
+    def schedule(self, finals: bool, heads: int = 1) -> ScanSchedule:
         """Return the schedule of a scan, which brings to each piece the state that enters it.
 
         finals: whether the scan also brings the states after the last tokens of all batch rows to all ranks.
+        heads: the number of heads, or of other rows of a state, that ranks of a node can share.
         """
-        topology = self.passes.states[0].topology
-        found: ScanSchedule = self._kept("scan", finals, lambda: scan_schedule(self.pieces, topology.node, finals))
+        per_node = self.passes.states[0].topology.ranks_per_node
+        shares = min(per_node, heads)
+        found: ScanSchedule = self._kept(
+            "scan", (finals, shares), lambda: scan_schedule(self.pieces, per_node, shares, finals)
+        )
         return found
 
     @cached_property

@@ -33,6 +33,8 @@ from burst_plugin.recurrent.placement import Placement
 from burst_plugin.recurrent.staged import Pair
 from burst_plugin.recurrent.ways import (
     Exponential,
+    GoesOn,
+    InStages,
     Kernel,
     OnePass,
     State,
@@ -43,7 +45,7 @@ from burst_plugin.recurrent.ways import (
 )
 from burst_plugin.ring.graph_breaks import between_graphs
 
-_PARTS, _PARTS_OF_ONE_PASS = 2, 4  # of the heads, so that states of one travel while others are computed
+_PARTS = 2  # of the heads, so that states of one travel while others are computed
 _NOTHING_LEFT = -1e4  # a logarithm of decays whose power is 0 in every type, and no infinity
 
 
@@ -220,7 +222,7 @@ def state_space(
     call = place.call("state_space", tensors, check, (A,))
     run, dtype = kernel or spaces.state_space, state_type(x)
 
-    def of_heads(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> OnePass:
+    def of_heads(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> OnePass | InStages:
         def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Any) -> tuple[Tensor, Tensor]:
             return run(x, dt, A, B, C, initial)
 
@@ -230,9 +232,15 @@ def state_space(
         def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
             return spaces.state_space_read(given[1], A, given[3], entries)
 
-        return OnePass(of_pieces, decay, read, State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x))
+        def begin(given: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
+            x, dt, B, C = given
+            chunks = spaces.state_space_chunks(x, dt, A, B, C)
+            return chunks.transition, chunks.bias.mT, partial(_second, chunks, x.dtype, True)
 
-    return in_parts(call, _PARTS_OF_ONE_PASS, of_heads, (x, dt, B, C), return_final_state, A)
+        state = State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x)
+        return InStages(of_pieces, begin, state) if kernel is None else OnePass(of_pieces, decay, read, state)
+
+    return in_parts(call, _PARTS, of_heads, (x, dt, B, C), return_final_state, A)
 
 
 @between_graphs
@@ -317,21 +325,20 @@ def decay_attention(
     call = place.call("decay_attention", tensors, check, (log_decay,))
     log_decay = log_decay.to(state_type(v)).clamp(min=_NOTHING_LEFT)
 
-    def of_heads(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> OnePass:
+    def of_heads(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> InStages:
         def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Any, lengths: Tensor) -> tuple[Tensor, Tensor]:
             return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
 
-        def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-            return torch.exp(group.counts.unsqueeze(-1) * log_decay.to(state_type(v)))[:, :, None, None]
-
-        def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-            return decays.decay_attention_read(given[0], log_decay, entries)
+        def begin(given: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
+            q, k, v = given
+            chunks = decays.decay_chunks(q, k, v, log_decay, group.counts)
+            return chunks.transition, chunks.bias, partial(_second, chunks, v.dtype, False)
 
         heads = v.shape[2]
         state = State(ELEMENTWISE, (heads, 1, 1), (heads, k.shape[3], v.shape[3]), v, takes_lengths=True)
-        return OnePass(of_pieces, decay, read, state)
+        return InStages(of_pieces, begin, state)
 
-    return in_parts(call, _PARTS_OF_ONE_PASS, of_heads, (q, k, v), return_final_state, log_decay)
+    return in_parts(call, _PARTS, of_heads, (q, k, v), return_final_state, log_decay)
 
 
 @between_graphs
@@ -477,6 +484,15 @@ def mlstm(
 
     state = Exponential(((*k.shape[2:], v.shape[3]), tuple(k.shape[2:])), (v.shape[2],), v)
     return with_exponents(call, (q, k, v, igate, fgate), of_pieces, decay, state, return_final_state)
+
+
+def _second(chunks: decays.DecayChunks, dtype: torch.dtype, transposed: bool) -> GoesOn:
+    """Compute what tokens read in their chunks; return the third stage, to outputs in `dtype`.
+
+    transposed: whether the entering states are [N, H, V, K].
+    """
+    inside = chunks.inside()
+    return lambda entries: chunks.outputs(inside, entries.mT if transposed else entries).to(dtype)
 
 
 def _unlike(name: str, tensors: Mapping[str, Tensor], expected: str) -> str:

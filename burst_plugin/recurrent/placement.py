@@ -122,13 +122,14 @@ class Call(NamedTuple):
         part: (number of this part of the heads, number of parts). With several parts the scan runs beside the
             computing of others, which hides its messages.
         """
-        held, schedule = self.held, self.held.schedule(finals)
+        held = self.held
         if affine.has_gradients:
             with_gradients = [x for x in self.tensors if x.requires_grad]
             biases = self.tied(biases, *sorted(with_gradients, key=torch.numel)[:1])
         which = "" if part[1] == 1 else f", part {part[0] + 1} of {part[1]}"
         what = f"{self.name} ({affine.name}{which})"
         transition, state = ((tuple(x.shape[1:]), x.dtype) for x in (transitions, biases))
+        schedule = held.schedule(finals, heads=min((*transition[0][:1], *state[0][:1]), default=1))
         plans = [
             ScanPlan(each, schedule, held.pieces.of_rank(each.rank), affine, transition, state, biases.device, what)
             for each in held.passes.states

@@ -20,9 +20,10 @@ from torch import Tensor
 from burst_plugin.activations.kept_attention import KeptTensors
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.affine import Affine
+from burst_plugin.recurrent.heads import heads_of
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import Passes, Results
-from burst_plugin.recurrent.scan_schedule import Compute, Move, ScanSchedule, Value
+from burst_plugin.recurrent.scan_schedule import WHOLE, Compute, Kind, Move, ScanSchedule, Value
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction, Spec
 
@@ -57,7 +58,21 @@ class ScanPlan:
 
     def spec(self, value: Value) -> Spec:
         """Return the shape and the type of a value of the scan."""
-        return self.transition if value.kind == "transition" else self.state
+        shape, dtype = self.transition if value.kind == "transition" else self.state
+        if value.share == WHOLE:
+            return shape, dtype
+        rows = self.rows(value)
+        return (rows.stop - rows.start, *shape[1:]), dtype
+
+    def rows(self, value: Value) -> slice:
+        """Return which rows a share of a value is of the whole."""
+        shape, _ = self.transition if value.kind == "transition" else self.state
+        return heads_of(value.share, self.schedule.shares, shape[0])
+
+    def zeros(self, value: Value) -> Tensor:
+        """Return zeros of the shape and the type of a value."""
+        shape, dtype = self.spec(value)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 class Scan:
@@ -94,7 +109,7 @@ class Scan:
             yield from self._move(messages, step.moves)
         for moves in self.plan.schedule.final_moves:
             yield from self._move(messages, moves)
-        last = [self.values[Value("exit", number)] for number in self.plan.schedule.final_pieces]
+        last = [self._known("exit", number) for number in self.plan.schedule.final_pieces]
         return self._entries(), last
 
     def _entries(self) -> Tensor:
@@ -103,27 +118,52 @@ class Scan:
         found = torch.zeros((len(self.plan.pieces), *shape), dtype=dtype, device=self.plan.device)
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
-                found[local] = self.values[Value("entry", number)]
+                found[local] = self._known("entry", number)
+        return found
+
+    def _value(self, value: Value) -> Tensor | None:
+        """Return a value; of one that is there in shares the whole, of one that is there whole a share.
+
+        None for a value that is missing, which means zero.
+        """
+        found = self.values.get(value)
+        if found is not None:
+            return found
+        if value.share != WHOLE:
+            whole = self.values.get(value._replace(share=WHOLE))
+            return None if whole is None else whole[self.plan.rows(value)]
+        shares = [value._replace(share=n) for n in range(self.plan.schedule.shares)]
+        if not all(share in self.values for share in shares):
+            return None
+        self.values[value] = torch.cat([self.values.pop(share) for share in shares])
+        return self.values[value]
+
+    def _known(self, kind: Kind, span: int, share: int = WHOLE) -> Tensor:
+        """Return a value that is not missing."""
+        found = self._value(Value(kind, span, share))
+        assert found is not None
         return found
 
     def _compute(self, compute: Compute) -> None:
         """Run one operation of the schedule; values that are missing are zero."""
-        values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
+        values, affine, (what, span, left, right, share) = self.values, self.plan.affine, compute
         if what == "join":
-            late, bias = values[Value("transition", right)], values[Value("bias", right)]
-            values[Value("bias", span)] = affine.through(late, bias, values[Value("bias", left)])
-            if Value("transition", left) in values:
-                values[Value("transition", span)] = affine.compose(late, values[Value("transition", left)])
+            late, bias = self._known("transition", right, share), self._known("bias", right, share)
+            values[Value("bias", span, share)] = affine.through(late, bias, self._known("bias", left, share))
+            early = self._value(Value("transition", left, share))
+            if early is not None:
+                values[Value("transition", span, share)] = affine.compose(late, early)
         elif what == "hand":
-            values[Value("entry", left)] = values[Value("entry", span)]
+            values[Value("entry", left, share)] = self._known("entry", span, share)
         elif what == "begin":
-            values[Value("entry", span)] = values[Value("exit", left)]
+            values[Value("entry", span, share)] = self._known("exit", left, share)
         else:
-            source, target = (left, Value("entry", right)) if what == "enter" else (span, Value("exit", span))
-            bias, entry = values[Value("bias", source)], values.get(Value("entry", span))
-            values[target] = (
-                bias if entry is None else affine.through(values[Value("transition", source)], bias, entry)
-            )
+            source, target = (left, Value("entry", right, share)) if what == "enter" else (span, Value("exit", span))
+            bias, entry = self._known("bias", source, share), self._value(Value("entry", span, share))
+            if entry is None:
+                values[target] = bias
+            else:
+                values[target] = affine.through(self._known("transition", source, share), bias, entry)
 
     def _move(self, messages: Messages, moves: Sequence[Move]) -> Generator[None, None, None]:
         """Send and receive the values of one round."""
@@ -132,7 +172,7 @@ class Scan:
         recvs: dict[int, list[Value]] = defaultdict(list)
         for move in moves:
             if move.src == rank:
-                sends[move.dst].append(self.values[move.value])
+                sends[move.dst].append(self._known(*move.value))
             elif move.dst == rank:
                 recvs[move.src].append(move.target)
         specs = {peer: [self.plan.spec(value) for value in targets] for peer, targets in recvs.items()}
@@ -161,44 +201,62 @@ class Scan:
 
     def _compute_back(self, compute: Compute, found: Values) -> None:
         """Add to the gradients of the operands of `compute` what the gradients of its results contribute."""
-        values, affine, (what, span, left, right) = self.values, self.plan.affine, compute
+        affine, (what, span, left, right, share) = self.plan.affine, compute
         if what == "join":
-            grad = found.get(Value("bias", span))
+            grad = self._grad(found, Value("bias", span, share))
             if grad is not None:
-                _add(found, Value("bias", right), grad)
-                late = values[Value("transition", right)]
-                _add(found, Value("bias", left), affine.apply_transposed(late, grad))
-        elif what == "hand":
-            _hand_over(found, Value("entry", left), Value("entry", span))
-        elif what == "begin":
-            _hand_over(found, Value("entry", span), Value("exit", left))
+                _add(found, Value("bias", right, share), grad)
+                late = self._known("transition", right, share)
+                _add(found, Value("bias", left, share), affine.apply_transposed(late, grad))
+        elif what in ("hand", "begin"):
+            copy, original = Value("entry", left, share), Value("entry", span, share)
+            if what == "begin":
+                copy, original = original, Value("exit", left, share)
+            grad = self._grad(found, copy)
+            if grad is not None:
+                _add(found, original, grad)
         else:
-            source, target = (left, Value("entry", right)) if what == "enter" else (span, Value("exit", span))
-            grad = found.get(target)
+            source, target = (left, Value("entry", right, share)) if what == "enter" else (span, Value("exit", span))
+            grad = self._grad(found, target)
             if grad is not None:
-                _add(found, Value("bias", source), grad)
-                if Value("entry", span) in values:
-                    transition = values[Value("transition", source)]
-                    _add(found, Value("entry", span), affine.apply_transposed(transition, grad))
+                _add(found, Value("bias", source, share), grad)
+                if self._value(Value("entry", span, share)) is not None:
+                    transition = self._known("transition", source, share)
+                    _add(found, Value("entry", span, share), affine.apply_transposed(transition, grad))
+
+    def _grad(self, found: Values, value: Value) -> Tensor | None:
+        """Return the gradient of a value: what was found for all heads and what was found for shares; None for zero.
+
+        found: gradients by name.
+        """
+        grad = found.get(value)
+        if value.share != WHOLE:
+            whole = found.get(value._replace(share=WHOLE))
+            rows = None if whole is None else whole[self.plan.rows(value)]
+            return rows if grad is None else grad if rows is None else grad + rows
+        shares = [value._replace(share=n) for n in range(self.plan.schedule.shares)]
+        shares = [share for share in shares if share in found]
+        if shares:
+            grad = self.plan.zeros(value) if grad is None else grad.clone()
+            for share in shares:
+                grad[self.plan.rows(share)] += found[share]
+        return grad
 
     def _move_back(self, messages: Messages, moves: Sequence[Move], found: Values) -> Generator[None, None, None]:
         """Send the gradients of the values received in a round back to the ranks that sent the values."""
-        rank, (shape, dtype) = self.plan.rank_state.rank, self.plan.state
+        rank = self.plan.rank_state.rank
         sends: dict[int, list[Tensor]] = defaultdict(list)
         recvs: dict[int, list[Value]] = defaultdict(list)
         for move in moves:
             if move.value.kind == "transition":
                 continue
             if move.dst == rank:
-                grad = found.pop(move.target, None)
-                sends[move.src].append(
-                    torch.zeros(shape, dtype=dtype, device=self.plan.device) if grad is None else grad
-                )
+                grad = self._grad(found, move.target)
+                sends[move.src].append(self.plan.zeros(move.target) if grad is None else grad)
             elif move.src == rank:
                 recvs[move.dst].append(move.value)
-        received = yield from messages.exchange(
-            sends, {peer: [self.plan.state] * len(v) for peer, v in recvs.items()}
-        )
+        specs = {peer: [self.plan.spec(value) for value in values] for peer, values in recvs.items()}
+        received = yield from messages.exchange(sends, specs)
         for peer, tensors in received.items():
             for value, grad in zip(recvs[peer], tensors, strict=True):
                 _add(found, value, grad)
@@ -210,18 +268,12 @@ class Scan:
         transitions = torch.zeros((count, *transition), dtype=dtype, device=plan.device)
         biases = torch.zeros((count, *state), dtype=dtype, device=plan.device)
         for local, number in enumerate(plan.pieces):
-            grad, entry = found.get(Value("bias", number)), self.values.get(Value("entry", number))
+            grad, entry = self._grad(found, Value("bias", number)), self._value(Value("entry", number))
             if grad is not None:
                 biases[local] = grad
                 if entry is not None:
                     transitions[local] = plan.affine.grad_of_transition(grad, entry, transitions[local])
         return transitions, biases
-
-
-def _hand_over(found: Values, target: Value, source: Value) -> None:
-    """Add the gradient of a value, if it has one, to the gradient of the value that it is a copy of."""
-    if target in found:
-        _add(found, source, found[target])
 
 
 def _add(found: Values, value: Value, grad: Tensor) -> None:

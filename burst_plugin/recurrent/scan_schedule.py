@@ -15,20 +15,32 @@ Results of a span are with the rank of its last piece. What begins a document ha
 spans have no A, and nothing comes down to it. A chain that continues a branch of a prefix tree begins with the state
 that leaves the piece before it.
 
+Between nodes bytes count for more than hops, in two ways. Where a document is on few nodes, its state goes from node
+to node, and no A does: the tree is cut before its last node each time. And every rank of a node sends its share of
+the heads, so that all NICs are used:
+
+    span 0..7 of two ranks on each of two nodes, where rank 3 has piece 7
+    |  span 0..3                      share 0 of the pair with rank 0, share 1 with rank 1
+    |  |  ...                         of both halves, from the ranks of pieces 1 and 3
+    |  span 4..7                      share 0 with rank 2, share 1 with rank 3
+
 The schedule is data. In the backward pass the operations and moves run in the opposite order (see `scan`): gradients
 of states go where the states came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from burst_plugin.recurrent.pieces import START, Pieces
 
 Kind = Literal["transition", "bias", "entry", "exit"]
+WHOLE = -1  # all heads, in place of the number of a share
+_FEW = 8  # groups of pieces on a node each, that a state goes through one after the other
 
 
 class Value(NamedTuple):
@@ -36,10 +48,12 @@ class Value(NamedTuple):
 
     kind: "transition", "bias", "entry" (the state that enters the span) or "exit" (the state that leaves it).
     span: the number of the span; below the number of pieces, the span is the piece of that number.
+    share: which share of the heads, or `WHOLE`.
     """
 
     kind: Kind
     span: int
+    share: int = WHOLE
 
 
 class Compute(NamedTuple):
@@ -52,12 +66,14 @@ class Compute(NamedTuple):
     begin: take the state that leaves piece `left` as the state that enters `span`, a chain that continues the piece.
 
     left, right: -1 where an operation does not use them.
+    share: the share of the heads that it is done for, or `WHOLE`.
     """
 
     what: Literal["join", "enter", "hand", "leave", "begin"]
     span: int
     left: int = -1
     right: int = -1
+    share: int = WHOLE
 
 
 class Move(NamedTuple):
@@ -90,6 +106,7 @@ class ScanSchedule:
     is_entered: of every piece, whether a state enters it; none does where a document begins.
     final_pieces: the last piece of every batch row, if the states that leave them are asked for; else empty.
     final_moves: how these states get to all ranks, round by round.
+    shares: the number of shares of the heads.
     """
 
     rounds: tuple[ScanRound, ...]
@@ -97,6 +114,7 @@ class ScanSchedule:
     is_entered: tuple[bool, ...]
     final_pieces: tuple[int, ...]
     final_moves: tuple[tuple[Move, ...], ...]
+    shares: int
 
     @cached_property
     def sends(self) -> bool:
@@ -107,38 +125,54 @@ class ScanSchedule:
         """Return the messages of rounds as text, a line for each round."""
         lines = []
         for number, step in enumerate(self.rounds):
-            moves = (f"{m.value.kind} {m.value.span}: {m.src} -> {m.dst}" for m in step.moves)
-            lines.append(f"{number}: " + ", ".join(moves))
+            moves = ((m, "" if m.value.share == WHOLE else f".{m.value.share}") for m in step.moves)
+            texts = (f"{m.value.kind} {m.value.span}{share}: {m.src} -> {m.dst}" for m, share in moves)
+            lines.append(f"{number}: " + ", ".join(texts))
         return "\n".join(lines)
 
 
 class _Span:
-    """Consecutive pieces of a chain, and at which time its values are there, with its rank."""
+    """Consecutive pieces of a chain, and at which time its values are there, with which ranks.
 
-    def __init__(self, number: int, rank: int, left: _Span | None = None, right: _Span | None = None) -> None:
-        self.number, self.rank, self.left, self.right = number, rank, left, right
+    ranks: one, or one for each share of the heads.
+    """
+
+    def __init__(
+        self, number: int, ranks: Sequence[int], left: _Span | None = None, right: _Span | None = None
+    ) -> None:
+        self.number, self.ranks, self.left, self.right = number, ranks, left, right
         self.is_first = False  # in a chain that begins a document: nothing enters it
         self.ready = 0
         self.entered = 0
         self.is_needed = False  # its pair
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Return (share, rank) for each share of the heads; (`WHOLE`, rank) for a span that is not shared."""
+        return [(WHOLE, self.ranks[0])] if len(self.ranks) == 1 else [*enumerate(self.ranks)]
 
-def scan_schedule(pieces: Pieces, node_of: Callable[[int], int], finals: bool = False) -> ScanSchedule:
+    def rank_of(self, share: int) -> int:
+        """Return the rank that has a share of this span's values, or all of them."""
+        return self.ranks[share if len(self.ranks) > 1 else 0]
+
+
+def scan_schedule(pieces: Pieces, ranks_per_node: int, shares: int = 1, finals: bool = False) -> ScanSchedule:
     """Return the schedule of a scan over these pieces; spans of pieces on several nodes are cut between nodes.
 
-    node_of: returns the node of a rank.
+    ranks_per_node: consecutive ranks are on one node.
+    shares: into how many shares of the heads values are cut between nodes, at most `ranks_per_node`.
     finals: whether the states that leave the last piece of every batch row go to all ranks.
     """
-    return _Builder(pieces, node_of).schedule(finals)
+    return _Builder(pieces, ranks_per_node, shares).schedule(finals)
 
 
 class _Builder:
     """Makes a schedule, chain after chain; a chain comes after the one that it continues."""
 
-    def __init__(self, pieces: Pieces, node_of: Callable[[int], int]) -> None:
-        self.pieces, self.node_of = pieces, node_of
+    def __init__(self, pieces: Pieces, ranks_per_node: int, shares: int) -> None:
+        self.pieces, self.per_node, self.shares = pieces, ranks_per_node, shares
         self.rounds: list[ScanRound] = []
-        self.spans = [_Span(number, piece.rank) for number, piece in enumerate(pieces.every)]
+        self.spans = [_Span(number, [piece.rank]) for number, piece in enumerate(pieces.every)]
         self.next_number = len(self.spans)
 
     def schedule(self, finals: bool) -> ScanSchedule:
@@ -155,84 +189,120 @@ class _Builder:
             tuple(not span.is_first for span in every),
             last,
             self._final_moves(last),
+            self.shares,
         )
 
     def _add_chain(self, chain: Sequence[int], leaving: set[int]) -> None:
         """Add the steps for the pieces of one chain; for `leaving` pieces also the state after them."""
         before = self.pieces.every[chain[0]].before
-        root = self._tree(chain, 0, len(chain))
+        nodes = [self.pieces.every[number].rank // self.per_node for number in chain]
+        groups = 1 + sum(one != other for one, other in pairwise(nodes))
+        root = self._tree(chain, nodes, 0, len(chain), before == START and groups <= _FEW)
         if before == START:
             _mark_first(root)
         _note_needed(root, False)
         self._up(root)
         if before != START:
             parent = self.spans[before]
-            begin = Compute("begin", root.number, before)
-            root.entered = self._bring(
-                parent.entered, parent, root, Value("exit", before), Value("entry", root.number)
-            )
-            if parent.rank == root.rank:
-                self._compute(root.entered, root.rank, begin)
+            self._bring_state(parent.entered, parent, root, Value("exit", before), "begin", before)
         self._down(root)
         for number in chain:
             if number in leaving:
                 span = self.spans[number]
                 span.is_needed = True
-                self._compute(span.entered, span.rank, Compute("leave", number))
+                self._compute(span.entered, span.ranks[0], Compute("leave", number))
 
-    def _tree(self, chain: Sequence[int], start: int, stop: int) -> _Span:
-        """Return the span of pieces `start:stop` of a chain, over the spans of its two halves."""
+    def _tree(self, chain: Sequence[int], nodes: Sequence[int], start: int, stop: int, in_turn: bool) -> _Span:
+        """Return the span of pieces `start:stop` of a chain, over the spans of its two halves.
+
+        nodes: the node of each piece of the chain.
+        in_turn: whether the state goes from node to node, so that the last node is cut off each time.
+        """
         if stop - start == 1:
             return self.spans[chain[start]]
-        middle = self._middle(chain, start, stop)
-        left, right = self._tree(chain, start, middle), self._tree(chain, middle, stop)
-        span = _Span(self.next_number, right.rank, left, right)
+        between = [at for at in range(start + 1, stop) if nodes[at] != nodes[at - 1]]
+        middle = min(between or range(start + 1, stop), key=lambda at: abs(2 * at - start - stop))
+        if in_turn and between:
+            middle = between[-1]
+        left, right = (self._tree(chain, nodes, *ends, in_turn) for ends in ((start, middle), (middle, stop)))
+        last = self.pieces.every[chain[stop - 1]].rank
+        # Of all pieces on a node, or of more: neighbours in the chain are on other nodes, or there are none.
+        is_shared = self._is_apart(nodes, start, stop)
+        first_of_node = last - last % self.per_node
+        ranks = range(first_of_node, first_of_node + self.shares) if is_shared and self.shares > 1 else [last]
+        span = _Span(self.next_number, ranks, left, right)
         self.next_number += 1
         return span
 
-    def _middle(self, chain: Sequence[int], start: int, stop: int) -> int:
-        """Return where to cut: nearest to the middle, between two nodes if the pieces are on several."""
-        nodes = [self.node_of(self.pieces.every[number].rank) for number in chain[start:stop]]
-        between = [start + at for at in range(1, stop - start) if nodes[at] != nodes[at - 1]]
-        return min(between or range(start + 1, stop), key=lambda at: abs(2 * at - start - stop))
+    def _is_apart(self, nodes: Sequence[int], start: int, stop: int) -> bool:
+        """Return whether pieces `start:stop` of a chain on several nodes are all that lie side by side on theirs."""
+        begins = start == 0 or nodes[start - 1] != nodes[start]
+        ends = stop == len(nodes) or nodes[stop - 1] != nodes[stop]
+        return begins and ends and len(set(nodes)) > 1
 
     def _up(self, span: _Span) -> None:
-        """Add what makes the pair of a span, with the moves of pairs to its rank."""
+        """Add what makes the pair of a span, with the moves of pairs to its ranks."""
         left, right = span.left, span.right
         if left is None or right is None:
             return
         self._up(left)
         self._up(right)
-        there = left.ready
-        kinds: tuple[Kind, ...] = ("bias",) if left.is_first else ("transition", "bias")
-        for kind in kinds:
-            value = Value(kind, left.number)
-            there = self._bring(left.ready, left, span, value, value)
-        left.ready = there  # from now on: with the rank of the span
-        span.ready = max(there, right.ready)
+        left.ready = self._bring_pair(left, span)  # from now on: with the ranks of the span
         if span.is_needed:
-            self._compute(span.ready, span.rank, Compute("join", span.number, left.number, right.number))
+            span.ready = max(left.ready, self._bring_pair(right, span))
+            for share, rank in span.places:
+                self._compute(span.ready, rank, Compute("join", span.number, left.number, right.number, share))
 
     def _down(self, span: _Span) -> None:
         """Add what brings the state that enters a span to all pieces in it."""
         left, right = span.left, span.right
         if left is None or right is None:
             return
-        right.entered = max(span.entered, left.ready)
-        self._compute(right.entered, span.rank, Compute("enter", span.number, left.number, right.number))
+        time = max(span.entered, left.ready)
+        for share, rank in span.places:
+            self._compute(time, rank, Compute("enter", span.number, left.number, right.number, share))
+        self._bring_state(time, span, right, Value("entry", right.number))
         if not span.is_first:
-            state, target = Value("entry", span.number), Value("entry", left.number)
-            left.entered = self._bring(span.entered, span, left, state, target)
-            if left.rank == span.rank:
-                self._compute(left.entered, span.rank, Compute("hand", span.number, left.number))
+            self._bring_state(span.entered, span, left, Value("entry", span.number), "hand", left.number)
         self._down(left)
         self._down(right)
 
-    def _bring(self, time: int, source: _Span, to: _Span, value: Value, target: Value) -> int:
-        """Move a value that is there at `time` to the rank of a span; return when it is there."""
-        if source.rank == to.rank:
+    def _bring_pair(self, half: _Span, span: _Span) -> int:
+        """Move the pair of a half to the ranks of its span; return when all of it is there."""
+        kinds: tuple[Kind, ...] = ("bias",) if half.is_first else ("transition", "bias")
+        there = half.ready
+        for kind, (share, rank) in product(kinds, span.places):
+            value = Value(kind, half.number, share)
+            there = max(there, self._bring(half.ready, half.rank_of(share), rank, value, value))
+        return there
+
+    def _bring_state(
+        self,
+        time: int,
+        source: _Span,
+        to: _Span,
+        state: Value,
+        what: Literal["hand", "begin"] | None = None,
+        left: int = -1,
+    ) -> None:
+        """Move a state, there at `time` with the ranks of `source`, to the ranks of `to`, as the one that enters it.
+
+        what, left: the operation for a share that is there already, unless the state has that name.
+        """
+        to.entered = time
+        for share, _ in max(source.places, to.places, key=len):
+            src, dst = source.rank_of(share), to.rank_of(share)
+            value, target = state._replace(share=share), Value("entry", to.number, share)
+            to.entered = max(to.entered, self._bring(time, src, dst, value, target))
+            if what is not None and src == dst:
+                span = source.number if what == "hand" else to.number
+                self._compute(time, dst, Compute(what, span, left, share=share))
+
+    def _bring(self, time: int, src: int, dst: int, value: Value, target: Value) -> int:
+        """Move a value that is there at `time` from rank to rank; return when it is there."""
+        if src == dst:
             return time
-        self._round(time).moves.append(Move(source.rank, to.rank, value, target))
+        self._round(time).moves.append(Move(src, dst, value, target))
         self._round(time + 1)
         return time + 1
 

@@ -2,6 +2,8 @@
 
 - Outputs are linear in the entering state, by numbers (`OnePass`): the kernel runs once, from zero, and what the
   entering state adds is added.
+- The kernel has stages (`InStages`): what pieces do to a state, what needs no other pieces, which hides the messages,
+  and what the entering states add.
 - The map of states is a matrix (`TwoPasses`): what pieces do to a state first, then the kernel with the entering
   states. Pieces that begin a document take one pass.
 - States have exponents of their own, so that they do not overflow (`with_exponents`): ranks agree on these first.
@@ -24,6 +26,7 @@ from burst_plugin.recurrent.placement import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
+GoesOn = Callable[[Tensor], Tensor]  # returns the outputs of pieces, given the states that enter them
 Kernel = Callable[..., tuple[Tensor, Tensor]]  # of dense pieces, and the states that enter them: outputs, and states
 _NO_EXPONENT = -1e30
 _FINEST = 64  # exponents are multiples of 1 / 64, whose sums are exact
@@ -95,7 +98,7 @@ class TwoPasses(NamedTuple):
     """
 
     kernel: Kernel
-    pair: Callable[..., tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]]
+    pair: Callable[..., tuple[Tensor, Tensor, GoesOn | None]]
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
@@ -118,6 +121,46 @@ class TwoPasses(NamedTuple):
         begun = {number for group, _ in work.begun for number in group.pieces}
         for group, given in work.groups([number for number in work.entered if number not in begun]):
             work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
+
+
+class InStages(NamedTuple):
+    """A computation in stages, each of which goes on from the one before.
+
+    kernel: all stages at once, see `TwoPasses`; for lengths see `state.takes_lengths`.
+    begin: returns, from a group's tensors and the group, the transitions and biases of pieces, [N, ...], and a
+        function for the second stage. This one computes what needs no entering states; it returns the third stage.
+    state: the map of states.
+    """
+
+    kernel: Kernel
+    begin: Callable[[Sequence[Tensor], Group], tuple[Tensor, Tensor, Callable[[], GoesOn]]]
+    state: State
+
+    def start(self, work: Work, needs_pairs: bool) -> None:
+        """Compute the maps of states of pieces; without `needs_pairs` all outputs from initial states."""
+        for group, given in work.groups(range(len(work.call.held.numbers))):
+            initial = work.call.initial_of(group) or (None,)
+            if not needs_pairs:
+                lengths = (group.counts,) if self.state.takes_lengths else ()
+                work.done.append((group, self.kernel(*given, *initial, *lengths)[0]))
+                continue
+            transition, bias, second = self.begin(given, group)
+            if initial[0] is not None:
+                bias = work.affine.through(transition, bias, initial[0])
+            work.transitions.put(group, transition)
+            work.biases.put(group, bias)
+            work.begun.append((group, second))
+
+    def between(self, work: Work) -> None:
+        """Compute what needs no entering states."""
+        work.begun = [(group, second()) for group, second in work.begun]
+
+    def finish(self, work: Work) -> None:
+        """Compute the outputs, with the states that enter pieces."""
+        for group, third in work.begun:
+            entries = group.of_pieces(work.entries)
+            initial = work.call.initial_of(group)
+            work.done.append((group, third(entries if initial is None else entries + initial[0])))
 
 
 class OnePass(NamedTuple):
@@ -154,6 +197,9 @@ class OnePass(NamedTuple):
                 work.done[place] = group, (out + read).to(out.dtype)
 
 
+Way = OnePass | InStages | TwoPasses
+
+
 class Work:
     """The computing of a recurrent function for some heads, on all pieces of this process.
 
@@ -167,11 +213,11 @@ class Work:
         fresh, entered, paired: the pieces that begin a document, that a state enters, and whose maps are needed.
         transitions, biases: the maps of pieces.
         done: groups of pieces, with their outputs.
-        begun: groups of pieces, with the function that goes on from their maps.
+        begun: groups of pieces, with the function for their next stage.
         entries, last: once received, the states that enter pieces, and the states after batch rows.
     """
 
-    def __init__(self, call: Call, way: OnePass | TwoPasses, tensors: Sequence[Tensor], finals: bool) -> None:
+    def __init__(self, call: Call, way: Way, tensors: Sequence[Tensor], finals: bool) -> None:
         self.call, self.way, self.finals = call, way, finals
         self.rows = [call.held.flat(x) for x in tensors]
         out, affine, *shapes = way.state.out, way.state.affine, way.state.transition, way.state.state
@@ -179,7 +225,7 @@ class Work:
         self.transitions, self.biases = (_OfPieces(call, shape, state_type(out), self.device) for shape in shapes)
         self.fresh, self.entered, self.paired = _sorted_pieces(call, finals)
         self.done: list[tuple[Group, Tensor]] = []
-        self.begun: list[tuple[Group, Callable[[Tensor], Tensor]]] = []
+        self.begun: list[tuple[Group, Callable[..., Any]]] = []
 
     def groups(self, pieces: Sequence[int]) -> Iterator[tuple[Group, list[Tensor]]]:
         """Yield the pieces with these numbers in groups, and with each group its tokens of every tensor.
@@ -214,7 +260,7 @@ class Work:
 def in_parts(
     call: Call,
     parts: int,
-    of_heads: Callable[..., OnePass | TwoPasses],
+    of_heads: Callable[..., Way],
     tensors: Sequence[Tensor],
     finals: bool,
     *shared: Tensor,
@@ -251,6 +297,8 @@ def in_parts(
             works.append(work)
             for before in previous:
                 before.way.finish(before)
+            if isinstance(way, InStages):
+                way.between(work)
         works[-1].receive()
         works[-1].way.finish(works[-1])
     except BaseException:

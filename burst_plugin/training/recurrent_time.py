@@ -16,7 +16,7 @@ from typing import NamedTuple
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.recurrent.heads import can_share, parts_of_heads
 from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
-from burst_plugin.recurrent.scan_schedule import Move, scan_schedule
+from burst_plugin.recurrent.scan_schedule import WHOLE, Move, scan_schedule
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.strategy import Strategy
@@ -46,7 +46,8 @@ def _placed(topology: Topology, ulysses: int) -> _Placed:
     tokens = Tokens(_TOKENS * topology.ranks)
     strategy = Strategy(ulysses_degree=ulysses, ranks_per_node=topology.ranks_per_node)
     pieces = cut_into_pieces(RouteTable(topology, strategy).shards(tokens), 1, tokens.length, None)
-    return _Placed(pieces, [step.moves for step in scan_schedule(pieces, topology.node).rounds if step.moves])
+    schedule = scan_schedule(pieces, topology.ranks_per_node, topology.ranks_per_node)
+    return _Placed(pieces, [step.moves for step in schedule.rounds if step.moves])
 
 
 def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
@@ -71,6 +72,7 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
             if is_transition and direction == "backward":  # which ranks have kept
                 continue
             numbers = (mixer.transition if is_transition else mixer.state) / setting.tensor
+            numbers /= 1 if move.value.share == WHOLE else setting.topology.ranks_per_node
             ends = (move.src, move.dst) if direction == "forward" else (move.dst, move.src)
             hop[ends] = hop.get(ends, 0.0) + FP32 * numbers * setting.micro_batch
         found += [hop] if hop else []

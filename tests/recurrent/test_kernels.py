@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from burst_plugin.recurrent.kernels import linear_unit as recurrence
 from burst_plugin.recurrent.kernels.convolution import causal_convolution
-from burst_plugin.recurrent.kernels.decay import decay_attention, decay_attention_read
+from burst_plugin.recurrent.kernels.decay import decay_attention
 from burst_plugin.recurrent.kernels.delta_rule import delta_chunks, delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.kernels.mlstm import mlstm
@@ -193,7 +193,6 @@ def test_transitions_lead_from_first_states_to_last(kind: str, length: int) -> N
     [
         ("state_space", state_space_read, ("x", "B")),
         ("selective_scan", selective_scan_read, ("x", "B")),
-        ("decay_attention", decay_attention_read, ("k", "v")),
     ],
 )
 def test_what_a_state_adds_to_outputs(kind: str, read: Callable[..., Tensor], silenced: Any, length: int) -> None:

@@ -23,7 +23,7 @@ def _pieces(ranks: int, length: int, layout: str = "zigzag", mask: Mask | None =
 
 
 def _of(pieces: Pieces, per_node: int = 8, finals: bool = False) -> ScanSchedule:
-    return scan_schedule(pieces, lambda rank: rank // per_node, finals)
+    return scan_schedule(pieces, per_node, finals=finals)
 
 
 def _sent(schedule: ScanSchedule) -> Counter[int]:
@@ -100,3 +100,28 @@ def test_final_states_reach_all_ranks() -> None:
         has |= {move.dst for move in moves}
 
     assert has == set(range(5))
+
+
+def _between_nodes(schedule: ScanSchedule, per_node: int) -> Counter[tuple[str, int]]:
+    """Return by kind of value and rank how many heads, as a share of all, leave the rank's node."""
+    sent: Counter[tuple[str, int]] = Counter()
+    for move in (move for step in schedule.rounds for move in step.moves):
+        if move.src // per_node != move.dst // per_node:
+            sent[move.value.kind, move.src] += 1
+    return sent
+
+
+def test_every_rank_of_a_node_sends_its_share_of_a_state_and_no_transition() -> None:
+    schedule = scan_schedule(_pieces(8, 8 * 1024), 2, shares=2)
+
+    passed = _between_nodes(schedule, 2)
+    assert set(passed) == {("bias", rank) for rank in range(8)}
+    assert [passed["bias", rank] for rank in range(8)] == [1, 1, 2, 2, 2, 2, 1, 1]  # of each share, there and back
+
+
+def test_on_many_nodes_hops_are_few_and_ranks_send_shares() -> None:
+    schedule = scan_schedule(_pieces(128, 128 * 1024), 8, shares=8)
+
+    assert len(schedule.rounds) <= 16
+    assert max(_between_nodes(schedule, 8).values()) <= 6
+    assert {move.value.share for step in schedule.rounds for move in step.moves} == {-1, *range(8)}

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from burst_plugin.recurrent.kernels.linear_unit import affine_scan, computing_type, entering_state, states_before
+from burst_plugin.recurrent.kernels.linear_unit import (
+    computing_type,
+    entering_state,
+    states_before,
+    states_from_zero,
+    with_entry,
+)
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
@@ -22,49 +28,92 @@ def out_of_chunks(x: Tensor, length: int) -> Tensor:
     return x.transpose(2, 3).flatten(1, 2)[:, :length]
 
 
+def decays_between(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the decays between tokens of a chunk, from sums of log decays from its start, [..., c] in float64.
+
+    These are [..., c, c] in `dtype`, whose entry [i, j] is the decay from token j to token i, and 0 for j > i. Sums
+    over stretches of tokens are differences of sums from the start. They are formed in float64: in float32 a strong
+    decay early in a chunk would cost the digits of all weak ones behind it. No sum is positive, and sums above the
+    diagonal are -inf before they become powers, so that no power is infinite and no gradient NaN.
+    """
+    upper = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu_(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(dtype).masked_fill(upper, -torch.inf).exp()
+
+
 def segment_decays(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the decays between tokens of a chunk, from its start to each token, and from each token to its end.
 
-    Of log decays [..., c], at most 0, these are [..., c, c], whose entry [i, j] is the decay from token j to token i
-    and 0 for j > i; [..., c]; and [..., c]; in `dtype`. Sums over stretches of tokens are differences of sums from
-    the start. They are formed in float64: in float32 a strong decay early in a chunk would cost the digits of all
-    weak ones behind it. No sum is positive, and sums above the diagonal are -inf before they become powers, so that
-    no power is infinite and no gradient NaN.
+    Of log decays [..., c], at most 0, these are [..., c, c], see `decays_between`; [..., c]; and [..., c]; all in
+    `dtype`.
     """
     sums = log_decay.double().cumsum(-1)
-    upper = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu_(1)
-    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(dtype).masked_fill(upper, -torch.inf).exp()
-    return between, sums.to(dtype).exp(), (sums[..., -1:] - sums).to(dtype).exp()
+    return decays_between(sums, dtype), sums.to(dtype).exp(), (sums[..., -1:] - sums).to(dtype).exp()
+
+
+class DecayChunks:
+    """Linear attention with a decay per token and head, S <- e^log_decay S + k v^T, out = S^T q, in stages by chunks.
+
+    Args:
+        q, k: [N, L, G, K], of G groups of heads that share queries and keys; L > 0.
+        v: [N, L, H, V].
+        log_decay: [N, L, H], at most 0.
+        chunk_size: the number of tokens in a chunk.
+
+    Attributes:
+        transition: what all tokens multiply the state by that enters the first one, [N, H, 1, 1].
+        bias: the last state if that state is zero, [N, H, K, V].
+
+    Results are in float32, or in float64 for `v` in float64.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk_size: int) -> None:
+        dtype, self._length = computing_type(v), v.shape[1]
+        groups, repeats = k.shape[2], v.shape[2] // k.shape[2]
+        self._shared = groups, repeats
+        self._q, self._k = (in_chunks(x.to(dtype), chunk_size) for x in (q, k))
+        self._values = torch.unflatten(in_chunks(v.to(dtype), chunk_size), 2, self._shared)
+        self._sums = torch.unflatten(in_chunks(log_decay, chunk_size), 2, self._shared).double().cumsum(-1)
+        ends = self._sums[..., -1:]
+        # States hold all heads of a group side by side, [N, n, G, K, R V]: one product for all of them.
+        weighted = self._values * (ends - self._sums).to(dtype).exp().unsqueeze(-1)
+        added = torch.unflatten(self._k.mT @ weighted.transpose(3, 4).flatten(4), 4, (repeats, v.shape[3]))
+        self._before, last = states_from_zero(ends.to(dtype).exp().unsqueeze(3), added)
+        self.bias = last.transpose(2, 3).flatten(1, 2)
+        totals = ends.squeeze(-1).cumsum(1)
+        self._kept = states_before(totals, torch.zeros_like(totals[:, 0])).to(dtype).exp()
+        self.transition = totals[:, -1].to(dtype).exp().flatten(1)[:, :, None, None]
+
+    def inside(self) -> Tensor:
+        """Return what tokens read of earlier ones in their chunks, [N, chunks, G, R, chunk size, V]."""
+        between = decays_between(self._sums, self._values.dtype)
+        return ((self._q @ self._k.mT).unsqueeze(3) * between) @ self._values
+
+    def outputs(self, inside: Tensor, entry: Tensor | None) -> Tensor:
+        """Return the outputs [N, L, H, V], given the state that enters the first token.
+
+        inside: what `inside` returned. entry: [N, H, K, V]; None for zeros.
+        """
+        before = self._before
+        if entry is not None:
+            entry = torch.unflatten(entry, 1, self._shared).transpose(2, 3)
+            before = with_entry(before, self._kept[:, :, :, None, :, None], entry)
+        read = torch.unflatten(self._q @ before.flatten(4), 4, before.shape[4:]).transpose(3, 4)
+        entering = self._sums.to(read.dtype).exp().unsqueeze(-1)
+        return out_of_chunks((inside + read * entering).flatten(2, 3), self._length)
 
 
 def decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute linear attention with a decay per token and head, S <- e^log_decay S + k v^T, out = S^T q, in chunks.
+    """Compute linear attention with a decay per token and head, for tensors as in `DecayChunks`.
 
-    `q` and `k` are [N, L, G, K], `v` [N, L, H, V] with G groups of heads that share queries and keys, `log_decay`
-    [N, L, H], at most 0; `initial_state` [N, H, K, V] (None: zeros). L > 0. Returns `out` [N, L, H, V] and the last
-    state [N, H, K, V], in float32, or in float64 where `v` is.
+    `initial_state` is [N, H, K, V] (None: zeros). Returns `out` [N, L, H, V] and the last state [N, H, K, V], in
+    float32, or in float64 where `v` is.
     """
-    dtype, length = computing_type(v), v.shape[1]
-    N, _, H, V = v.shape
-    G, K = k.shape[2:]
-    shared = (G, H // G)
-    q, k = (in_chunks(x.to(dtype), chunk_size) for x in (q, k))
-    values = torch.unflatten(in_chunks(v.to(dtype), chunk_size), 2, shared)
-    decays = torch.unflatten(in_chunks(log_decay, chunk_size), 2, shared)
-    between, entering, leaving = segment_decays(decays, dtype)
-    inside = ((q @ k.mT).unsqueeze(3) * between) @ values  # [N, n, G, R, c, V]
-    # States hold all heads of a group side by side, [N, n, G, K, R V]: one product for all of them.
-    weighted = (values * leaving.unsqueeze(-1)).transpose(3, 4).flatten(4)
-    added = torch.unflatten(k.mT @ weighted, 4, (H // G, V))
-    initial = torch.unflatten(entering_state(initial_state, v, (N, H, K, V)), 1, shared).transpose(2, 3)
-    kept = entering[..., -1].unsqueeze(3).unsqueeze(-1)
-    states = affine_scan(kept, added, initial)
-    before = states_before(states, initial).flatten(4)
-    read = torch.unflatten(q @ before, 4, (H // G, V)).transpose(3, 4) * entering.unsqueeze(-1)
-    out = out_of_chunks((inside + read).flatten(2, 3), length)
-    return out, states[:, -1].transpose(2, 3).flatten(1, 2)
+    chunks = DecayChunks(q, k, v, log_decay, chunk_size)
+    initial = None if initial_state is None else initial_state.to(chunks.bias.dtype)
+    out = chunks.outputs(chunks.inside(), initial)
+    return out, chunks.bias if initial is None else chunks.bias + chunks.transition * initial
 
 
 def before_ends(lengths: Tensor | None, like: Tensor) -> Tensor | None:
@@ -100,21 +149,23 @@ def decay_attention(
         raise ValueError(f"q, k, v and log_decay have {heads} heads")
     if not v.shape[1]:
         return v, entering_state(initial_state, v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
-    decays = log_decay.expand(v.shape[:3])
-    inside = before_ends(lengths, v)
-    if inside is not None:
-        decays = decays * inside.unsqueeze(-1)
-        k = k * inside[..., None, None]
-    out, final = decayed_attention(q, k, v, decays, initial_state, chunk_size)
+    out, final = decayed_attention(q, *_without_padding(k, v, log_decay, lengths), initial_state, chunk_size)
     return out.to(v.dtype), final
 
 
-def decay_attention_read(q: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-    """Compute the part of `decay_attention`'s outputs that comes from an entering state, e^{t log_decay} S^T q_t.
+def decay_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, lengths: Tensor | None, *, chunk_size: int = 64
+) -> DecayChunks:
+    """Return the stages of `decay_attention`, for L > 0."""
+    return DecayChunks(q, *_without_padding(k, v, log_decay, lengths), chunk_size)
 
-    Tokens count from t = 1. `q` is [N, L, H, K], `log_decay` [H], `state` [N, H, K, V]. Returns [N, L, H, V] in the
-    type of the state. Source: Qin et al. 2024, arXiv 2401.04658.
-    """
-    count = torch.arange(1, q.shape[1] + 1, dtype=state.dtype, device=q.device)
-    weighted = q.to(state.dtype) * (count.unsqueeze(-1) * log_decay.to(state.dtype)).exp().unsqueeze(-1)
-    return (weighted.transpose(1, 2) @ state).transpose(1, 2)
+
+def _without_padding(
+    k: Tensor, v: Tensor, log_decay: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values and log decays [N, L, H] with which padding leaves states as they are."""
+    decays = log_decay.expand(v.shape[:3])
+    inside = before_ends(lengths, v)
+    if inside is None:
+        return k, v, decays
+    return k * inside[..., None, None], v, decays * inside.unsqueeze(-1)

@@ -114,6 +114,65 @@ def affine_scan(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
     return states
 
 
+class _StatesFromZero(torch.autograd.Function):
+    """The states before all tokens and after the last; the backward pass needs no copies of all states for that."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros_like(x[:, 0])
+        before = states_before(affine_states(decay, x, nothing), nothing)
+        ctx.save_for_backward(decay, before)
+        return before, torch.addcmul(x[:, -1], decay[:, -1], before[:, -1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_before: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
+        decay, before = ctx.saved_tensors  # type: ignore[attr-defined]
+        earlier = affine_states(decay[:, 1:], d_before[:, 1:], d_last, backward=True)
+        d_x = torch.cat([earlier, d_last.unsqueeze(1)], 1)
+        return (d_x * before).sum_to_size(decay.shape), d_x
+
+
+def states_from_zero(decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute h_t = decay_t h_{t-1} + x_t from zero, as `affine_scan` does, with gradients.
+
+    Returns the states before each token, [N, L, ...], and the last one, [N, ...].
+    """
+    states: tuple[Tensor, Tensor] = _StatesFromZero.apply(decay, x)  # type: ignore[no-untyped-call]
+    return states
+
+
+class _WithEntry(torch.autograd.Function):
+    """States, and what is kept of an entering state: before + kept entry."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, before: Tensor, kept: Tensor, entry: Tensor) -> Tensor:
+        ctx.save_for_backward(kept, entry)
+        return torch.addcmul(before, kept, entry.unsqueeze(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept, entry = ctx.saved_tensors  # type: ignore[attr-defined]
+        if grad.device.type != "cpu":
+            return grad, (grad * entry.unsqueeze(1)).sum_to_size(kept.shape), (grad * kept).sum(1)
+        # State by state, which stays in the processor's cache.
+        d_entry, product, d_kept = torch.zeros_like(entry), torch.empty_like(entry), torch.empty_like(kept)
+        for each, factor, total in zip(grad.unbind(1), kept.unbind(1), d_kept.unbind(1), strict=True):
+            d_entry.addcmul_(factor, each)
+            total.copy_(torch.mul(each, entry, out=product).sum_to_size(factor.shape))
+        return grad, d_kept, d_entry
+
+
+def with_entry(before: Tensor, kept: Tensor, entry: Tensor) -> Tensor:
+    """Add to states from zero, `before` [N, L, ...], the part `kept` of the state `entry` [N, ...] that enters.
+
+    `kept` has as many dims as `before`, and all but the first two may be 1. Returns [N, L, ...].
+    """
+    states: Tensor = _WithEntry.apply(before, kept, entry)  # type: ignore[no-untyped-call]
+    return states
+
+
 def linear_unit(x: Tensor, log_decay: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the real-gated linear recurrent unit's h_t = e^{log_decay_t} h_{t-1} + x_t, number by number.
 

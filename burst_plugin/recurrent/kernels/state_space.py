@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_plugin.recurrent.kernels.decay import decayed_attention
+from burst_plugin.recurrent.kernels.decay import DecayChunks, decayed_attention
 from burst_plugin.recurrent.kernels.linear_unit import computing_type, entering_state
 
 
@@ -32,12 +32,23 @@ def state_space(
         raise ValueError(f"{groups} groups do not divide {heads} heads")
     if not x.shape[1]:
         return x, entering_state(initial_state, x, (x.shape[0], heads, x.shape[3], B.shape[3]))
+    initial = None if initial_state is None else initial_state.mT
+    out, final = decayed_attention(*_as_attention(x, dt, A, B, C), initial, chunk_size)
+    return out.to(x.dtype), final.mT
+
+
+def state_space_chunks(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int = 64
+) -> DecayChunks:
+    """Return the stages of `state_space`, for L > 0; their states are [N, H, M, P]."""
+    return DecayChunks(*_as_attention(x, dt, A, B, C), chunk_size)
+
+
+def _as_attention(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and log decays."""
     dtype = computing_type(x)
     dt = dt.to(dtype)
-    values = x.to(dtype) * dt.unsqueeze(-1)
-    initial = None if initial_state is None else initial_state.mT
-    out, final = decayed_attention(C, B, values, dt * A.to(dtype), initial, chunk_size)
-    return out.to(x.dtype), final.mT
+    return C, B, x.to(dtype) * dt.unsqueeze(-1), dt * A.to(dtype)
 
 
 def state_space_read(dt: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
