@@ -221,13 +221,14 @@ def state_space(
 
     call = place.call("state_space", tensors, check, (A,))
     run, dtype = kernel or spaces.state_space, state_type(x)
+    A = A.to(dtype)  # whose gradients are added up before they are rounded
 
     def of_heads(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> OnePass | InStages:
         def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Any) -> tuple[Tensor, Tensor]:
             return run(x, dt, A, B, C, initial)
 
         def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-            return torch.exp((given[1].to(dtype) * A.to(dtype)).sum(1))[:, :, None, None]
+            return torch.exp((given[1].to(dtype) * A).sum(1))[:, :, None, None]
 
         def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
             return spaces.state_space_read(given[1], A, given[3], entries)
@@ -235,7 +236,7 @@ def state_space(
         def begin(given: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
             x, dt, B, C = given
             chunks = spaces.state_space_chunks(x, dt, A, B, C)
-            return chunks.transition, chunks.bias.mT, partial(_second, chunks, x.dtype, True)
+            return chunks.transition, chunks.bias.mT, partial(chunks.second_stage, x.dtype, True)
 
         state = State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x)
         return InStages(of_pieces, begin, state) if kernel is None else OnePass(of_pieces, decay, read, state)
@@ -275,12 +276,13 @@ def selective_scan(
 
     call = place.call("selective_scan", tensors, check, (A,))
     dtype = state_type(x)
+    A = A.to(dtype)  # whose gradients are added up before they are rounded
 
     def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         return selective.selective_scan(x, dt, A, B, C, initial)
 
     def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp(given[1].to(dtype).sum(1).unsqueeze(-1) * A.to(dtype))
+        return torch.exp(given[1].to(dtype).sum(1).unsqueeze(-1) * A)
 
     def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
         return selective.selective_scan_read(given[1], A, given[3], entries)
@@ -332,7 +334,7 @@ def decay_attention(
         def begin(given: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
             q, k, v = given
             chunks = decays.decay_chunks(q, k, v, log_decay, group.counts)
-            return chunks.transition, chunks.bias, partial(_second, chunks, v.dtype, False)
+            return chunks.transition, chunks.bias, partial(chunks.second_stage, v.dtype, False)
 
         heads = v.shape[2]
         state = State(ELEMENTWISE, (heads, 1, 1), (heads, k.shape[3], v.shape[3]), v, takes_lengths=True)
@@ -484,15 +486,6 @@ def mlstm(
 
     state = Exponential(((*k.shape[2:], v.shape[3]), tuple(k.shape[2:])), (v.shape[2],), v)
     return with_exponents(call, (q, k, v, igate, fgate), of_pieces, decay, state, return_final_state)
-
-
-def _second(chunks: decays.DecayChunks, dtype: torch.dtype, transposed: bool) -> GoesOn:
-    """Compute what tokens read in their chunks; return the third stage, to outputs in `dtype`.
-
-    transposed: whether the entering states are [N, H, V, K].
-    """
-    inside = chunks.inside()
-    return lambda entries: chunks.outputs(inside, entries.mT if transposed else entries).to(dtype)
 
 
 def _unlike(name: str, tensors: Mapping[str, Tensor], expected: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -170,6 +170,14 @@ def test_bfloat16_is_as_exact_as_the_kernel_on_one_rank(kind: str) -> None:
     )
 
     assert on_ring < (1.4 if kind in IN_ONE_PASS else 1.2) * own
+
+
+def test_gradients_of_parameters_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _worst("state_space", VirtualRing(Topology(1, 1)), None, (0, 400), dtype=torch.bfloat16)
+    in_one_pass = partial(recurrent.state_space, kernel=state_space)
+    monkeypatch.setitem(LAYERS, "state_space", in_one_pass)
+
+    assert _worst("state_space", VirtualRing(Topology(2, 4)), None, (0, 400), dtype=torch.bfloat16) < 1.4 * own
 
 
 def _drawn_case(number: int) -> float:

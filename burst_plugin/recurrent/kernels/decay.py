@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -100,6 +102,14 @@ class DecayChunks:
         read = torch.unflatten(self._q @ before.flatten(4), 4, before.shape[4:]).transpose(3, 4)
         entering = self._sums.to(read.dtype).exp().unsqueeze(-1)
         return out_of_chunks((inside + read * entering).flatten(2, 3), self._length)
+
+    def second_stage(self, dtype: torch.dtype, transposed: bool) -> Callable[[Tensor], Tensor]:
+        """Compute what needs no entering state; return the function from entering states to outputs in `dtype`.
+
+        transposed: whether it takes states [N, H, V, K].
+        """
+        inside = self.inside()
+        return lambda entries: self.outputs(inside, entries.mT if transposed else entries).to(dtype)
 
 
 def decayed_attention(
