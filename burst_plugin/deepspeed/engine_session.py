@@ -280,9 +280,10 @@ class Session:
         """Return the mean loss of a batch of whole sequences on the ring, without gradient; collective.
 
         `batch` is a dict of tensors [B, S, ...] with labels, equal on all ranks of the ring. The model runs in
-        evaluation mode, and is set back to its mode afterwards.
+        evaluation mode, and all its modules are set back to their modes afterwards.
         """
         was_training = engine.module.training  # the engine itself is always in training
+        modes = [(module, module.training) for module in engine.module.modules()]
         engine.eval()
         try:
             with torch.no_grad():
@@ -299,6 +300,8 @@ class Session:
                 return loss if is_whole else self.mean_by_labels(loss, local)
         finally:
             engine.train(was_training)
+            for module, mode in modes:
+                module.training = mode
 
     def _is_one_mean(self, training: bool) -> bool:
         """Return whether a loss is one mean over all rings, rather than the mean of this ring."""

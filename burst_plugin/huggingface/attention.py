@@ -247,6 +247,11 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
+def _is_of_accelerate(hook: Any) -> bool:
+    """Return whether a hook takes masks from attention, as Accelerate's for `cp_size` does."""
+    return getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks")
+
+
 def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
     """Return why the ring cannot compute a call of an attention layer; an empty string if it can.
 
@@ -261,6 +266,11 @@ def problem_of_call(module: torch.nn.Module, attention_mask: Any, options: Mappi
                 f"{name} passes {option}, which {implementation} does not support; use another attn_implementation, "
                 "or leave it out if the batch has it"
             )
+    if any(_is_of_accelerate(hook) for hook in module._forward_pre_hooks.values()):
+        return (
+            f"{name} has lost its mask to Accelerate's own context parallelism; leave cp_size out of "
+            "ParallelismConfig, and give the ranks of the ring the same batch"
+        )
     if options.get("output_attentions"):
         return f"{name}: output_attentions=True is not supported by {implementation}; leave it out"
     if isinstance(attention_mask, MaskRecipe):

@@ -81,14 +81,20 @@ def _is_unit(module: Any) -> bool:
 
 
 def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for labels of a shard without the number of all ranks' labels.
+    """Raise ValueError for labels of a shard without the number of all ranks' labels, or with a rounded one.
 
-    Ranks have unequal numbers of labels, some have none: the mean of the ranks' means is not the batch's mean.
+    Ranks have unequal numbers of labels, some have none: the mean of the ranks' means is not the batch's mean. FSDP
+    casts tensors among a model's arguments, so that a count loses its digits.
     """
-    shard = kwargs.get(SHARD_KEY)
-    if shard is None or shard.as_given or shard.cp.ranks == 1:
+    shard, count = kwargs.get(SHARD_KEY), kwargs.get("num_items_in_batch")
+    if shard is None or shard.as_given or kwargs.get("labels") is None:
         return
-    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+    if isinstance(count, Tensor) and count.is_floating_point() and count.dtype.itemsize < 4:
+        raise ValueError(
+            f"{type(model).__name__} got num_items_in_batch in {count.dtype}, which cannot count tokens; "
+            "FSDP casts tensors among arguments to it: pass a Python number, float(count)"
+        )
+    if count is None and shard.cp.ranks > 1:
         raise ValueError(
             f"{type(model).__name__} got labels with a shard, and no num_items_in_batch, so that its loss would be "
             "the mean over this rank's own labels alone; pass num_items_in_batch=tokens, where tokens is "

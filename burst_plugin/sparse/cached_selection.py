@@ -123,7 +123,9 @@ def _selected(cache: KVCache, layer: int, given: Indexed, asked: SelectionOption
 
     with torch.no_grad():
         (rows, selection), call = passes.agree(prepare, _CachedCall.signature, ("index", f"layer {layer}"))
-        found = _of_all(cache, rows, selection) if rows.turn.replicated else _around(passes, rows, selection, call)
+        found = (
+            _of_all(cache, rows, selection, call) if rows.turn.replicated else _around(passes, rows, selection, call)
+        )
         rows.layer.release()
         result: Tensor = rows.selection_of_rows(found)
         return result
@@ -152,15 +154,16 @@ def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: C
     return found
 
 
-def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall) -> Tensor:
+def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
     """Return what queries that every rank has select: each rank the best of its keys, then of these; collective."""
     given, cp = selection.given, cache.cp
     order = positions(selection.blocks.pairs.runs["q"][cp.rank], given.q.device)
     q, weights = (None if x is None else rows.of_new(x)[:, order] for x in (given.q, given.weights))
     assert q is not None
-    own = selection.asked.kind(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
-    best = own.places()
-    own.score(cp.rank, own.taken(cp.rank), best)
-    if cp.ranks > 1:
-        best.merge(*(of_ranks(cp, x) for x in best.kept))
+    with cp.rank_state.one_pass("forward", call, q.device):
+        own = selection.asked.kind(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
+        best = own.places()
+        own.score(cp.rank, own.taken(cp.rank), best)
+        if cp.ranks > 1:
+            best.merge(*(of_ranks(cp, x) for x in best.kept))
     return best.positions().view(*own.queries, own.count)[:, order.argsort()]

@@ -79,8 +79,8 @@ def indexer_loss(
     at = cp.positions(Tokens(keys.shape[1]) if tokens is None else tokens, keys.device)
     total, grads = own.new_zeros(()), [torch.zeros_like(x, dtype=own.dtype) for x in (*tensors[::2], index_keys)]
     tiles = LossTiles(teacher, indexed, scale, selection, at)
-    for row in range(keys.shape[0]):
-        for rows in tiles.rows(keys.shape[1]):
+    with torch.autocast(own.device.type, enabled=False):
+        for row, rows in ((row, rows) for row in range(keys.shape[0]) for rows in tiles.rows(keys.shape[1])):
             total += tiles.add(row, rows, (keys[row], index_keys.detach()[row]), [grad[row] for grad in grads])
     (of_keys,) = torch.autograd.grad(index_keys, own, grads[2])
     found = [grad.to(x.dtype) for grad, x in zip((grads[0], of_keys, grads[1]), tensors, strict=True)]

@@ -67,8 +67,10 @@ def _plain_loop(rank: int, run: Run, compiled: bool = False) -> tuple[list[float
         engine.step()
         losses.append(float(loss.detach()))
     after = _weights(engine)
+    frozen = engine.module.get_output_embeddings().eval()
     evaluated = float(burst.eval_batch(BATCHES[0], engine))
     assert engine.training
+    assert not frozen.training
     return losses, {name: after[name] - before[name] for name in after}, evaluated
 
 

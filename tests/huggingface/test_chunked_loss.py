@@ -156,6 +156,8 @@ def _own_mean(rank: int) -> tuple[list[str], list[tuple[float, dict[str, torch.T
                 messages.append("nothing was raised")
             except ValueError as error:
                 messages.append(str(error))
+        with pytest.raises(ValueError, match=r"in torch.bfloat16, which cannot count tokens"):
+            model(**given, labels=labels, num_items_in_batch=torch.tensor(257.0, dtype=torch.bfloat16))
         tokens = local["burst"].valid_tokens
         loss = model(**given, labels=labels, num_items_in_batch=tokens / dist.get_world_size()).loss
         loss.backward()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.masking_utils import (
@@ -36,7 +37,7 @@ from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.mask_recipes import MaskRecipe, shard_of_forward
 from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
-from tests.support.families import families, hybrids
+from tests.support.families import families, hybrids, shape
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.huggingface
@@ -810,6 +811,13 @@ def test_what_a_layer_asks_for_is_honoured_or_refused(options: dict[str, Any], m
     shard = SequenceShard(ContextParallel(), 4, Tokens(4))
     with pytest.raises(ValueError, match=re.escape(message)):
         forward(_Layer(), x, x, x, **{"attention_mask": None, "burst": shard, **options})
+
+
+def test_layers_whose_masks_accelerate_takes_away_are_refused() -> None:
+    model = transformers.EuroBertModel(transformers.EuroBertConfig(**shape()))
+    _attach_context_parallel_hooks(prepare(model))
+    with pytest.raises(ValueError, match="EuroBertAttention has lost its mask to Accelerate's own"):
+        model(**shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel()))
 
 
 def test_training_on_whole_sequences_is_refused() -> None:

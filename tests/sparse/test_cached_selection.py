@@ -111,14 +111,16 @@ def _talk(cp: ContextParallel, dtype: torch.dtype, offload: bool) -> tuple[int, 
 def _on_ring(rank: int) -> list[tuple[int, float]]:
     cp = ContextParallel(dist.group.WORLD)
     found = [_talk(cp, torch.float64, False), _talk(cp, torch.float32, True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(_talk(cp, torch.float32, False))
     cp.close()
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_lists_and_attention_equal_the_definition(ranks: int) -> None:
-    for in_float64, in_float32 in run_ranks(_on_ring, ranks, timeout_s=120.0):
-        assert in_float64[0] == in_float32[0] == 0
+    for in_float64, in_float32, under_autocast in run_ranks(_on_ring, ranks, timeout_s=120.0):
+        assert in_float64[0] == in_float32[0] == under_autocast[0] == 0
         assert in_float64[1] <= 1e-12
         assert in_float32[1] <= 1e-5
 

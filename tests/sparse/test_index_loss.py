@@ -87,6 +87,20 @@ def test_loss_and_gradients_are_those_of_the_definition(ranks: int, numbers: int
                 assert torch.allclose(one, other, rtol=1e-11, atol=1e-12), (way, name)
 
 
+def test_autocast_does_not_round_it() -> None:
+    def loss_and_gradient(rank: int) -> list[Tensor]:
+        cp, x, found = ContextParallel(dist.group.WORLD), {name: each.float() for name, each in _drawn().items()}, []
+        for is_cast in (False, True):
+            index = [x[name].detach().requires_grad_() for name in NAMES[1:]]
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = indexer_loss(Teacher(x["q"], x["k"], 0.7), Indexed(*index), cp, scale=0.3)
+            found += [loss.detach(), *torch.autograd.grad(loss, index)]
+        return found
+
+    (found,) = run_ranks(loss_and_gradient, 1)
+    assert all(torch.equal(*pair) for pair in zip(found[:4], found[4:], strict=True))
+
+
 def test_an_indexer_that_is_frozen_has_a_loss() -> None:
     def frozen(rank: int) -> Any:
         cp, x = ContextParallel(dist.group.WORLD), _drawn()
