@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -67,21 +68,31 @@ def _versions() -> Iterator[str]:
         yield f"{name:20} {_version(name) or 'not installed'}"
 
 
-# What libraries of kernels are for; each with the names of its packages, of which one has the kernels alone.
+# By the module with the kernels: the packages that have it, of which one is the kernels alone, and what they are for.
 _LIBRARIES = MappingProxyType(
     {
-        ("flash-linear-attention", "fla-core"): "gated delta nets, Kimi delta attention",
-        ("mamba-ssm",): "Mamba-2, Mamba",
-        ("causal-conv1d",): "short convolutions",
+        "fla.ops": (("flash-linear-attention", "fla-core"), "gated delta nets, Kimi delta attention"),
+        "mamba_ssm.ops.triton.ssd_combined": (("mamba-ssm",), "Mamba-2, Mamba"),
+        "causal_conv1d": (("causal-conv1d",), "short convolutions"),
     }
 )
 
 
 def _recurrent_kernels() -> Iterator[str]:
-    for packages, layers in _LIBRARIES.items():
-        found = [(name, version) for name in packages if (version := _version(name))]
-        state = " ".join(found[0]) if found else "not installed: PyTorch's are used"
+    for module, (packages, layers) in _LIBRARIES.items():
+        found = [f"{name} {version}" for name in packages if (version := _version(name))]
+        state = _imported(module, found[0]) if found else "not installed: PyTorch's are used"
         yield f"{packages[0]:24} {state} ({layers})"
+
+
+def _imported(module: str, package: str) -> str:
+    """Return a package's name and version, and why its module cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a library does when it is imported
+        reason = (str(error).splitlines() or [""])[0]
+        return f"{package} cannot be imported, {type(error).__name__}: {reason}; PyTorch's are used"
+    return package
 
 
 def _version(package: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import burst_plugin
-from burst_plugin.cli import main
+from burst_plugin.cli import doctor, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,13 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
             main(wrong)
         assert stopped.value.code == 2
         assert "usage: burst" in capsys.readouterr().err
+
+
+def test_doctor_says_which_kernels_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "2.3.2" if package == "mamba-ssm" else "")
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    _, mamba, _ = doctor._recurrent_kernels()
+    assert "mamba-ssm 2.3.2 cannot be imported, ModuleNotFoundError: " in mamba
 
 
 @pytest.mark.megatron
