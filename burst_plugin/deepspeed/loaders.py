@@ -37,6 +37,7 @@ class ShardedLoader:
         self._exchange = exchange
         self._pad_token_id = pad_token_id
         self._skip = 0
+        self._turns_left = 0
 
     def __len__(self) -> int:
         count = len(self.loader)  # type: ignore[arg-type]
@@ -58,6 +59,12 @@ class ShardedLoader:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name == "state_dict" and self.__dict__["_turns_left"]:  # which counts batches of `loader`
+            raise RuntimeError(
+                f"{self._turns_left} rank(s) of the ring have not had their turn with the batches drawn last, which "
+                f"would be left out on resuming: save after a multiple of {self._found().cp.ranks} batches, or leave "
+                "use_stateful_dataloader out"
+            )
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
     def bind(self, session: Session) -> None:
@@ -70,7 +77,7 @@ class ShardedLoader:
         return self._session
 
     def _whole(self) -> Iterator[Any]:
-        cp = self._found().cp
+        cp, self._turns_left = self._found().cp, 0
         for number, batch in enumerate(self.loader):
             turns = exchanged(batch, cp) if self._exchange else [batch]
             if number == 0 and len(turns) > 1 and all(_equal(turn, turns[0]) for turn in turns[1:]):
@@ -80,6 +87,7 @@ class ShardedLoader:
                     stacklevel=3,
                 )
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
+                self._turns_left = left
                 # TRL would take all but the rows of one rank out of what it gathers at the end.
                 with self._not_at_its_end(left > 0), self._without_remainder():
                     yield turn

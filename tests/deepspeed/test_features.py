@@ -111,6 +111,11 @@ def test_layers_that_hand_on_the_mask_alone(cp: int) -> None:
         assert worst(changes, truth.changes)[0] <= 2e-5
 
 
+class _Stateful(list[Any]):
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": len(self)}
+
+
 def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:
     engine = start(Run(cp=2), 2)
     batches = [{**batch, "note": "kept"} for batch in BATCHES]
@@ -127,6 +132,13 @@ def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:
     assert len(turns) == 4
     cp = burst.context(engine)
     assert all(torch.equal(cp.unshard(x), BATCHES[i // 2]["input_ids"] + i % 2) for i, x in enumerate(turns))
+    stateful = burst.sharded_loader(_Stateful(own), engine, exchange=True)
+    for number, _ in enumerate(stateful):
+        if number % 2:
+            assert stateful.state_dict() == {"batches": 2}
+        else:
+            with pytest.raises(RuntimeError, match=r"1 rank\(s\) of the ring have not had their turn"):
+                stateful.state_dict()
     return burst.gather_logits(logits, local["burst"], engine), positions, local["burst"].valid_tokens
 
 
