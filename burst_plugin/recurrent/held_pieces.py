@@ -153,7 +153,7 @@ class HeldPieces:
         heads: the number of heads, or of other rows of a state, that ranks of a node can share.
         """
         per_node = self.passes.states[0].topology.ranks_per_node
-        shares = min(per_node, heads)
+        shares = max(1, min(per_node, heads))
         found: ScanSchedule = self._kept(
             "scan", (finals, shares), lambda: scan_schedule(self.pieces, per_node, shares, finals)
         )

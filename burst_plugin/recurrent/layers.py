@@ -33,10 +33,10 @@ from burst_plugin.recurrent.placement import Placement
 from burst_plugin.recurrent.staged import Pair
 from burst_plugin.recurrent.ways import (
     Exponential,
-    GoesOn,
     InStages,
     Kernel,
     OnePass,
+    OutputsOf,
     State,
     TwoPasses,
     in_parts,
@@ -233,10 +233,10 @@ def state_space(
         def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
             return spaces.state_space_read(given[1], A, given[3], entries)
 
-        def begin(given: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
+        def begin(given: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
             x, dt, B, C = given
             chunks = spaces.state_space_chunks(x, dt, A, B, C)
-            return chunks.transition, chunks.bias.mT, partial(chunks.second_stage, x.dtype, True)
+            return chunks.transition, chunks.bias.mT, partial(chunks.inside_then_outputs, x.dtype, True)
 
         state = State(ELEMENTWISE, (x.shape[2], 1, 1), (*x.shape[2:], B.shape[3]), x)
         return InStages(of_pieces, begin, state) if kernel is None else OnePass(of_pieces, decay, read, state)
@@ -331,10 +331,10 @@ def decay_attention(
         def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Any, lengths: Tensor) -> tuple[Tensor, Tensor]:
             return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
 
-        def begin(given: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], GoesOn]]:
+        def begin(given: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
             q, k, v = given
             chunks = decays.decay_chunks(q, k, v, log_decay, group.counts)
-            return chunks.transition, chunks.bias, partial(chunks.second_stage, v.dtype, False)
+            return chunks.transition, chunks.bias, partial(chunks.inside_then_outputs, v.dtype, False)
 
         heads = v.shape[2]
         state = State(ELEMENTWISE, (heads, 1, 1), (heads, k.shape[3], v.shape[3]), v, takes_lengths=True)

@@ -112,6 +112,7 @@ class Call(NamedTuple):
         biases: Tensor,
         finals: bool = False,
         part: tuple[int, int] = (0, 1),
+        is_hidden: bool = False,
     ) -> States:
         """Begin the scan that finds the states entering pieces; return an object that waits for them.
 
@@ -119,8 +120,8 @@ class Call(NamedTuple):
         transitions, biases: A and B of the map S -> A S + B of each piece of this process, [pieces, ...]; zeros where
             the schedule does not need them.
         finals: whether all ranks get the states after the last tokens of batch rows, too.
-        part: (number of this part of the heads, number of parts). With several parts the scan runs beside the
-            computing of others, which hides its messages.
+        part: (number of this part of the heads, number of parts).
+        is_hidden: whether the caller computes something else before it waits, which hides the messages.
         """
         held = self.held
         if affine.has_gradients:
@@ -134,7 +135,7 @@ class Call(NamedTuple):
             ScanPlan(each, schedule, held.pieces.of_rank(each.rank), affine, transition, state, biases.device, what)
             for each in held.passes.states
         ]
-        scan = ScanOfProcess(held.passes, plans, self.number, self._kept(what), is_hidden=part[1] > 1)
+        scan = ScanOfProcess(held.passes, plans, self.number, self._kept(what), is_hidden=is_hidden)
         with unseen_by_selective_checkpoints():
             return States(scan, scan.begin(transitions, biases))
 

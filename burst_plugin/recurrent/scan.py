@@ -124,7 +124,7 @@ class Scan:
     def _value(self, value: Value) -> Tensor | None:
         """Return a value; of one that is there in shares the whole, of one that is there whole a share.
 
-        None for a value that is missing, which means zero.
+        None for a value that is missing: no state, or the state zero.
         """
         found = self.values.get(value)
         if found is not None:
@@ -133,7 +133,7 @@ class Scan:
             whole = self.values.get(value._replace(share=WHOLE))
             return None if whole is None else whole[self.plan.rows(value)]
         shares = [value._replace(share=n) for n in range(self.plan.schedule.shares)]
-        if not all(share in self.values for share in shares):
+        if not any(share in self.values for share in shares):
             return None
         self.values[value] = torch.cat([self.values.pop(share) for share in shares])
         return self.values[value]
@@ -145,7 +145,7 @@ class Scan:
         return found
 
     def _compute(self, compute: Compute) -> None:
-        """Run one operation of the schedule; values that are missing are zero."""
+        """Run one operation of the schedule."""
         values, affine, (what, span, left, right, share) = self.values, self.plan.affine, compute
         if what == "join":
             late, bias = self._known("transition", right, share), self._known("bias", right, share)
@@ -252,6 +252,7 @@ class Scan:
                 continue
             if move.dst == rank:
                 grad = self._grad(found, move.target)
+                found.pop(move.target, None)
                 sends[move.src].append(self.plan.zeros(move.target) if grad is None else grad)
             elif move.src == rank:
                 recvs[move.dst].append(move.value)

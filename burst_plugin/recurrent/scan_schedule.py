@@ -11,18 +11,20 @@ number of hops is twice the depth of the tree:
     |  span 2..3
     |  |  piece 2, piece 3
 
-Results of a span are with the rank of its last piece. What begins a document has no state before it, so that its
-spans have no A, and nothing comes down to it. A chain that continues a branch of a prefix tree begins with the state
-that leaves the piece before it.
+Results of a span inside a node are with the rank of its last piece. What begins a document has no state before it, so
+that its spans have no A, and nothing comes down to it. A chain that continues a branch of a prefix tree begins with
+the state that leaves the piece before it.
 
 Between nodes bytes count for more than hops, in two ways. Where a document is on few nodes, its state goes from node
-to node, and no A does: the tree is cut before its last node each time. And every rank of a node sends its share of
-the heads, so that all NICs are used:
+to node, and no A does: each span is cut before the last of its groups, pieces in a row on one node. And ranks of a
+node take shares of the heads of what groups and larger spans have, so that all of them send and receive:
 
-    span 0..7 of two ranks on each of two nodes, where rank 3 has piece 7
-    |  span 0..3                      share 0 of the pair with rank 0, share 1 with rank 1
-    |  |  ...                         of both halves, from the ranks of pieces 1 and 3
-    |  span 4..7                      share 0 with rank 2, share 1 with rank 3
+    zigzag on two nodes of two ranks        pieces of ranks 0 1 | 2 3 2 | 1 0
+    span of all
+    |  span of ranks 0 1 2 3 2              share 0 of its pair with rank 2, share 1 with rank 3
+    |  |  span of ranks 0 1                 share 0 with rank 0, share 1 with rank 1
+    |  |  span of ranks 2 3 2               share 0 with rank 2, share 1 with rank 3
+    |  span of ranks 1 0
 
 The schedule is data. In the backward pass the operations and moves run in the opposite order (see `scan`): gradients
 of states go where the states came from.
@@ -40,7 +42,7 @@ from burst_plugin.recurrent.pieces import START, Pieces
 
 Kind = Literal["transition", "bias", "entry", "exit"]
 WHOLE = -1  # all heads, in place of the number of a share
-_FEW = 8  # groups of pieces on a node each, that a state goes through one after the other
+_FEW_GROUPS = 8  # up to which a state goes from group to group
 
 
 class Value(NamedTuple):
@@ -166,6 +168,33 @@ def scan_schedule(pieces: Pieces, ranks_per_node: int, shares: int = 1, finals: 
     return _Builder(pieces, ranks_per_node, shares).schedule(finals)
 
 
+class _Chain(NamedTuple):
+    """The pieces of a document, or of a branch of a prefix tree.
+
+    numbers, nodes: the number of each piece, and its node.
+    in_turn: whether the state goes from group to group of pieces in a row on one node.
+    is_shared: whether ranks take shares of the heads: two pieces alone would reach the same NICs by more messages.
+    """
+
+    numbers: Sequence[int]
+    nodes: Sequence[int]
+    in_turn: bool
+    is_shared: bool
+
+    def is_of_groups(self, start: int, stop: int) -> bool:
+        """Return whether pieces `start:stop` are one group or several, rather than a part of one."""
+        nodes = self.nodes
+        begins = start == 0 or nodes[start - 1] != nodes[start]
+        return begins and (stop == len(nodes) or nodes[stop - 1] != nodes[stop])
+
+    def middle(self, start: int, stop: int) -> int:
+        """Return where to cut pieces `start:stop`: between groups if they are several."""
+        between = [at for at in range(start + 1, stop) if self.nodes[at] != self.nodes[at - 1]]
+        if self.in_turn and between:
+            return between[-1]
+        return min(between or range(start + 1, stop), key=lambda at: abs(2 * at - start - stop))
+
+
 class _Builder:
     """Makes a schedule, chain after chain; a chain comes after the one that it continues."""
 
@@ -192,12 +221,14 @@ class _Builder:
             self.shares,
         )
 
-    def _add_chain(self, chain: Sequence[int], leaving: set[int]) -> None:
+    def _add_chain(self, numbers: Sequence[int], leaving: set[int]) -> None:
         """Add the steps for the pieces of one chain; for `leaving` pieces also the state after them."""
-        before = self.pieces.every[chain[0]].before
-        nodes = [self.pieces.every[number].rank // self.per_node for number in chain]
+        before = self.pieces.every[numbers[0]].before
+        nodes = [self.pieces.every[number].rank // self.per_node for number in numbers]
         groups = 1 + sum(one != other for one, other in pairwise(nodes))
-        root = self._tree(chain, nodes, 0, len(chain), before == START and groups <= _FEW)
+        is_shared = self.shares > 1 and groups > 1 and len(numbers) > 2
+        chain = _Chain(numbers, nodes, before == START and groups <= _FEW_GROUPS, is_shared)
+        root = self._tree(chain, 0, len(numbers))
         if before == START:
             _mark_first(root)
         _note_needed(root, False)
@@ -206,39 +237,25 @@ class _Builder:
             parent = self.spans[before]
             self._bring_state(parent.entered, parent, root, Value("exit", before), "begin", before)
         self._down(root)
-        for number in chain:
+        for number in numbers:
             if number in leaving:
                 span = self.spans[number]
                 span.is_needed = True
                 self._compute(span.entered, span.ranks[0], Compute("leave", number))
 
-    def _tree(self, chain: Sequence[int], nodes: Sequence[int], start: int, stop: int, in_turn: bool) -> _Span:
-        """Return the span of pieces `start:stop` of a chain, over the spans of its two halves.
-
-        nodes: the node of each piece of the chain.
-        in_turn: whether the state goes from node to node, so that the last node is cut off each time.
-        """
+    def _tree(self, chain: _Chain, start: int, stop: int) -> _Span:
+        """Return the span of pieces `start:stop` of a chain, over the spans of its two halves."""
         if stop - start == 1:
-            return self.spans[chain[start]]
-        between = [at for at in range(start + 1, stop) if nodes[at] != nodes[at - 1]]
-        middle = min(between or range(start + 1, stop), key=lambda at: abs(2 * at - start - stop))
-        if in_turn and between:
-            middle = between[-1]
-        left, right = (self._tree(chain, nodes, *ends, in_turn) for ends in ((start, middle), (middle, stop)))
-        last = self.pieces.every[chain[stop - 1]].rank
-        # Of all pieces on a node, or of more: neighbours in the chain are on other nodes, or there are none.
-        is_shared = self._is_apart(nodes, start, stop)
+            return self.spans[chain.numbers[start]]
+        middle = chain.middle(start, stop)
+        left, right = self._tree(chain, start, middle), self._tree(chain, middle, stop)
+        last = self.pieces.every[chain.numbers[stop - 1]].rank
         first_of_node = last - last % self.per_node
-        ranks = range(first_of_node, first_of_node + self.shares) if is_shared and self.shares > 1 else [last]
+        shared = chain.is_shared and chain.is_of_groups(start, stop)
+        ranks = range(first_of_node, first_of_node + self.shares) if shared else [last]
         span = _Span(self.next_number, ranks, left, right)
         self.next_number += 1
         return span
-
-    def _is_apart(self, nodes: Sequence[int], start: int, stop: int) -> bool:
-        """Return whether pieces `start:stop` of a chain on several nodes are all that lie side by side on theirs."""
-        begins = start == 0 or nodes[start - 1] != nodes[start]
-        ends = stop == len(nodes) or nodes[stop - 1] != nodes[stop]
-        return begins and ends and len(set(nodes)) > 1
 
     def _up(self, span: _Span) -> None:
         """Add what makes the pair of a span, with the moves of pairs to its ranks."""
@@ -287,7 +304,7 @@ class _Builder:
     ) -> None:
         """Move a state, there at `time` with the ranks of `source`, to the ranks of `to`, as the one that enters it.
 
-        what, left: the operation for a share that is there already, unless the state has that name.
+        what, left: the operation that names a share which is there already; None if `state` is its name.
         """
         to.entered = time
         for share, _ in max(source.places, to.places, key=len):

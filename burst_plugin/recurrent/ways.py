@@ -2,8 +2,8 @@
 
 - Outputs are linear in the entering state, by numbers (`OnePass`): the kernel runs once, from zero, and what the
   entering state adds is added.
-- The kernel has stages (`InStages`): what pieces do to a state, what needs no other pieces, which hides the messages,
-  and what the entering states add.
+- The kernel has stages (`InStages`): what pieces do to a state, what needs no other pieces, which from about a
+  thousand tokens on hides the messages, and what the entering states add.
 - The map of states is a matrix (`TwoPasses`): what pieces do to a state first, then the kernel with the entering
   states. Pieces that begin a document take one pass.
 - States have exponents of their own, so that they do not overflow (`with_exponents`): ranks agree on these first.
@@ -27,6 +27,7 @@ from burst_plugin.recurrent.placement import Call
 P = ParamSpec("P")
 T = TypeVar("T")
 GoesOn = Callable[[Tensor], Tensor]  # returns the outputs of pieces, given the states that enter them
+OutputsOf = Callable[[Tensor | None], Tensor]  # likewise, where None stands for zeros
 Kernel = Callable[..., tuple[Tensor, Tensor]]  # of dense pieces, and the states that enter them: outputs, and states
 _NO_EXPONENT = -1e30
 _FINEST = 64  # exponents are multiples of 1 / 64, whose sums are exact
@@ -116,9 +117,11 @@ class TwoPasses(NamedTuple):
 
     def finish(self, work: Work) -> None:
         """Compute the outputs of pieces that a state enters."""
-        for group, goes_on in work.begun:
-            work.done.append((group, goes_on(group.of_pieces(work.entries))))
         begun = {number for group, _ in work.begun for number in group.pieces}
+        while work.begun:  # so that each group's tensors go with it
+            group, goes_on = work.begun.pop(0)
+            work.done.append((group, goes_on(group.of_pieces(work.entries))))
+            del goes_on
         for group, given in work.groups([number for number in work.entered if number not in begun]):
             work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
 
@@ -128,12 +131,13 @@ class InStages(NamedTuple):
 
     kernel: all stages at once, see `TwoPasses`; for lengths see `state.takes_lengths`.
     begin: returns, from a group's tensors and the group, the transitions and biases of pieces, [N, ...], and a
-        function for the second stage. This one computes what needs no entering states; it returns the third stage.
+        function for the second stage. This one computes what needs no entering states; it returns the third stage,
+        from the states that enter pieces, or None if none does, to outputs.
     state: the map of states.
     """
 
     kernel: Kernel
-    begin: Callable[[Sequence[Tensor], Group], tuple[Tensor, Tensor, Callable[[], GoesOn]]]
+    begin: Callable[[Sequence[Tensor], Group], tuple[Tensor, Tensor, Callable[[], OutputsOf]]]
     state: State
 
     def start(self, work: Work, needs_pairs: bool) -> None:
@@ -157,10 +161,14 @@ class InStages(NamedTuple):
 
     def finish(self, work: Work) -> None:
         """Compute the outputs, with the states that enter pieces."""
-        for group, third in work.begun:
-            entries = group.of_pieces(work.entries)
+        while work.begun:  # so that each group's tensors go with it
+            group, third = work.begun.pop(0)
             initial = work.call.initial_of(group)
-            work.done.append((group, third(entries if initial is None else entries + initial[0])))
+            entries = None if set(group.pieces).isdisjoint(work.entered) else group.of_pieces(work.entries)
+            if initial is not None:
+                entries = initial[0].to(work.entries.dtype) + (0 if entries is None else entries)
+            work.done.append((group, third(entries)))
+            del third
 
 
 class OnePass(NamedTuple):
@@ -241,7 +249,11 @@ class Work:
         part: (number of this part of the heads, number of parts).
         """
         pairs = self.transitions.stacked(), self.biases.stacked()
-        self._states = self.call.begin(self.affine, *pairs, self.finals, part)
+        held = self.call.held
+        is_hidden = part[1] > 1 or (
+            isinstance(self.way, InStages) and held.exchanges and can_hide(held.average_tokens)
+        )
+        self._states = self.call.begin(self.affine, *pairs, self.finals, part, is_hidden=is_hidden)
 
     def receive(self) -> None:
         """Wait for the states that enter pieces, and set `entries` and `last`."""

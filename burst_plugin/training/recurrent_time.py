@@ -2,8 +2,8 @@
 
     spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, part by part
 
-Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`). Nothing hides them, except that
-heads which are exchanged in parts travel while others are computed.
+Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`). Where layers go in parts of the
+heads, the messages of one part travel while others are computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.recurrent.heads import can_share, parts_of_heads
+from burst_plugin.recurrent.heads import can_hide, can_share, parts_of_heads
 from burst_plugin.recurrent.pieces import START, Pieces, cut_into_pieces
 from burst_plugin.recurrent.scan_schedule import WHOLE, Move, scan_schedule
 from burst_plugin.ring.routes import RouteTable
@@ -42,11 +42,11 @@ class _Placed(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _placed(topology: Topology, ulysses: int) -> _Placed:
+def _placed(topology: Topology, ulysses: int, shares: int) -> _Placed:
     tokens = Tokens(_TOKENS * topology.ranks)
     strategy = Strategy(ulysses_degree=ulysses, ranks_per_node=topology.ranks_per_node)
     pieces = cut_into_pieces(RouteTable(topology, strategy).shards(tokens), 1, tokens.length, None)
-    schedule = scan_schedule(pieces, topology.ranks_per_node, topology.ranks_per_node)
+    schedule = scan_schedule(pieces, topology.ranks_per_node, shares)
     return _Placed(pieces, [step.moves for step in schedule.rounds if step.moves])
 
 
@@ -59,7 +59,10 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
     """
     if setting.context == 1:
         return []
-    placed = _placed(setting.topology, setting.ulysses)
+    shares = setting.topology.ranks_per_node
+    if mixer.by_heads:
+        shares = max(1, min(shares, mixer.tensors[0][1] // setting.tensor // _parts(mixer, setting)))
+    placed = _placed(setting.topology, setting.ulysses, shares)
     found = _halo(mixer, setting, placed.pieces)
     if not mixer.state:
         return found
@@ -72,11 +75,21 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
             if is_transition and direction == "backward":  # which ranks have kept
                 continue
             numbers = (mixer.transition if is_transition else mixer.state) / setting.tensor
-            numbers /= 1 if move.value.share == WHOLE else setting.topology.ranks_per_node
+            numbers /= 1 if move.value.share == WHOLE else shares
             ends = (move.src, move.dst) if direction == "forward" else (move.dst, move.src)
             hop[ends] = hop.get(ends, 0.0) + FP32 * numbers * setting.micro_batch
         found += [hop] if hop else []
     return found
+
+
+def _parts(mixer: TokenMixer, setting: Setting) -> int:
+    """Return into how many parts of the heads a layer goes, so that messages of one are hidden by others."""
+    tokens, heads = setting.tokens_at_once / setting.context, [n // setting.tensor for _, n, _ in mixer.tensors]
+    if not mixer.by_heads:
+        return 1
+    if setting.recurrent == "heads":
+        return parts_of_heads(setting.context, [max(1, n) for n in heads], tokens)
+    return 2 if can_hide(tokens) and can_share(2, heads) else 1
 
 
 def _halo(mixer: TokenMixer, setting: Setting, pieces: Pieces) -> list[Hop]:
@@ -127,12 +140,15 @@ def _pass_seconds(
 ) -> float:
     """Return the seconds that messages of one pass of a recurrent layer take beside `kernel_s` seconds of kernels."""
     spent = [_hop_seconds(hop, setting.topology, cluster) for hop in hops(mixer, setting, direction)]
-    if mixer.by_heads and setting.recurrent == "heads" and setting.context > 1:
-        tokens = setting.tokens_at_once / setting.context
-        parts = parts_of_heads(setting.context, [max(1, n // setting.tensor) for _, n, _ in mixer.tensors], tokens)
-        hidden_share = (parts - 1) / parts  # of each of the two exchanges, and behind this share of the kernels
-        spent[-2:] = [each - hidden_share * min(each, kernel_s) for each in spent[-2:]]
-    return sum(spent)
+    if not mixer.state or setting.context == 1:
+        return sum(spent)
+    halo_s = sum(spent[: bool(mixer.conv)])
+    parts = _parts(mixer, setting)
+    hidden_share = (parts - 1) / parts  # of messages, and behind this share of the kernels
+    if mixer.by_heads and setting.recurrent == "heads":  # two exchanges, one before and one after the kernels
+        return halo_s + sum(each - hidden_share * min(each, kernel_s) for each in spent[-2:])
+    sent_s = sum(spent) - halo_s
+    return halo_s + sent_s - hidden_share * min(sent_s, kernel_s)
 
 
 def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> dict[str, float]:

@@ -101,7 +101,9 @@ def test_seconds_are_those_of_operations_hops_and_bytes() -> None:
     sends_again = spent[MESSAGES] - without[MESSAGES]
     assert recurrent_seconds(DELTA, replace(plan, keep=1.0), cluster)[MESSAGES] == without[MESSAGES]
     assert sends_again > 0
-    hop_s = recurrent_seconds(DELTA, plan, replace(cluster, hop_s=1.0))[MESSAGES] - spent[MESSAGES]
+    at_once = replace(cluster, recurrent_share=1e9)  # kernels that hide nothing
+    times = [recurrent_seconds(DELTA, plan, replace(at_once, hop_s=each))[MESSAGES] for each in (0.0, 1.0)]
+    hop_s = times[1] - times[0]
     assert hop_s == pytest.approx(2 * len(hops(DELTA, plan, "forward")) + len(hops(DELTA, plan, "backward")))
 
 
@@ -117,6 +119,14 @@ def test_half_of_an_exchange_hides_behind_half_of_the_kernels() -> None:
     assert fast[MESSAGES] == pytest.approx(exchanged_s, rel=0.01)
     few = recurrent_seconds(mixer, setting(8, 8, 8192 - 8, recompute="none", recurrent="heads"), slow)
     assert few[MESSAGES] == pytest.approx(exchanged_s * (8192 - 8) / 2**20, rel=0.01)
+
+
+def test_states_of_one_half_of_the_heads_hide_behind_the_other() -> None:
+    mixer = delta_rule(hidden=64, keys=(16, 16), values=(16, 32), width=0)
+    cluster, plan = Cluster(hop_s=0.0), setting(8, 8, recompute="none")
+    slow, fast = (recurrent_seconds(mixer, plan, replace(cluster, recurrent_share=x))[MESSAGES] for x in (1e-9, 1e9))
+
+    assert slow == pytest.approx(fast / 2, rel=0.01)
 
 
 def test_heads_are_exchanged_where_ranks_can_share_them() -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent import heads
+from burst_plugin.recurrent.kernels.decay import DecayChunks
 from burst_plugin.recurrent.kernels.state_space import state_space
 from burst_plugin.recurrent.pieces import START
 from burst_plugin.sequence.mask import Mask
@@ -346,6 +348,27 @@ def test_states_travel_while_other_heads_are_computed(hidden: bool) -> None:
     assert run_ranks(_passes_in_progress, 2, "state") == [forward + backward if hidden else [False] * 2] * 2
 
 
+def _passes_during_stages(rank: int) -> list[bool]:
+    """Whether a pass runs while a layer with one head, which has no parts, computes what needs no entering state."""
+    cp, found = ContextParallel(dist.group.WORLD, recurrent="state"), []
+    whole = {name: x if x.dim() == 1 else x[:, :, :1] for name, x in _drawn("decay_attention", 0, 1, 64).items()}
+    whole["log_decay"] = whole["log_decay"][:1]
+    local = {name: x if x.dim() == 1 else cp.shard(x) for name, x in whole.items()}
+    inside = DecayChunks.inside
+
+    def watched(chunks: DecayChunks) -> Tensor:
+        found.append(cp.rank_state.is_in_pass)
+        return inside(chunks)
+
+    with mock.patch.object(DecayChunks, "inside", watched):
+        recurrent.decay_attention(**local, place=recurrent.Placement(cp, tokens=Tokens(64)))
+    return found
+
+
+def test_states_travel_between_stages(hidden: bool) -> None:
+    assert run_ranks(_passes_during_stages, 2) == [[hidden]] * 2
+
+
 def test_heads_travel_while_others_are_computed(hidden: bool) -> None:
     assert run_ranks(_passes_in_progress, 2, "heads") == [[True] * 4 if hidden else [False] * 2] * 2
 
@@ -451,7 +474,7 @@ def test_rows_go_on_from_the_states_that_are_given(kind: str, options: dict[str,
     ring = VirtualRing(Topology(2, 2), Strategy(**options))
     _, state = LAYERS[kind](**parts[0], place=recurrent.Placement(ring), return_final_state=True)
     states = [state] if isinstance(state, Tensor) else list(state)
-    place = recurrent.Placement(ring, mask=Documents((0, 3, 40)), initial=states)
+    place = recurrent.Placement(ring, mask=Documents((0, 3, 40)), initial=[x.double() for x in states])
     begun = recurrent.Placement(ring, initial=states)
     out, final = LAYERS[kind](**parts[1], place=begun, return_final_state=True)
 

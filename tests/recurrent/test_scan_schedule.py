@@ -119,6 +119,13 @@ def test_every_rank_of_a_node_sends_its_share_of_a_state_and_no_transition() -> 
     assert [passed["bias", rank] for rank in range(8)] == [1, 1, 2, 2, 2, 2, 1, 1]  # of each share, there and back
 
 
+def test_documents_of_two_pieces_send_one_message() -> None:
+    documents = Documents((0, 64, 96, 160, 192, 256, 320, 384, 448, 512))  # one is on ranks 1 and 2, of two nodes
+    schedule = scan_schedule(_pieces(8, 512, "contiguous", documents), 2, shares=2)
+
+    assert [(m.src, m.dst, m.value.share) for step in schedule.rounds for m in step.moves] == [(1, 2, -1)]
+
+
 def test_on_many_nodes_hops_are_few_and_ranks_send_shares() -> None:
     schedule = scan_schedule(_pieces(128, 128 * 1024), 8, shares=8)
 

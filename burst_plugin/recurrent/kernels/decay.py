@@ -103,13 +103,17 @@ class DecayChunks:
         entering = self._sums.to(read.dtype).exp().unsqueeze(-1)
         return out_of_chunks((inside + read * entering).flatten(2, 3), self._length)
 
-    def second_stage(self, dtype: torch.dtype, transposed: bool) -> Callable[[Tensor], Tensor]:
+    def inside_then_outputs(self, dtype: torch.dtype, transposed: bool) -> Callable[[Tensor | None], Tensor]:
         """Compute what needs no entering state; return the function from entering states to outputs in `dtype`.
 
         transposed: whether it takes states [N, H, V, K].
         """
         inside = self.inside()
-        return lambda entries: self.outputs(inside, entries.mT if transposed else entries).to(dtype)
+
+        def outputs(entry: Tensor | None) -> Tensor:
+            return self.outputs(inside, entry.mT if transposed and entry is not None else entry).to(dtype)
+
+        return outputs
 
 
 def decayed_attention(

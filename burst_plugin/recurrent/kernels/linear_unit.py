@@ -115,7 +115,7 @@ def affine_scan(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
 
 
 class _StatesFromZero(torch.autograd.Function):
-    """The states before all tokens and after the last; the backward pass needs no copies of all states for that."""
+    """The states before all tokens and after the last, whose gradients need no zeros in the shape of all states."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
