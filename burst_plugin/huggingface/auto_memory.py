@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,6 +17,8 @@ from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.chunked_loss import chunk_of_logits, tokens_of
+from burst_plugin.huggingface.chunked_modules import mlps_can_be_cut
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO
@@ -52,8 +53,24 @@ class HeldStates:
     are_there: bool = False
 
 
+@dataclass
+class _Counted:
+    """What the latest choice for a model has counted, and what its forwards have turned out to be.
+
+    tokens: the tokens of a rank that were counted; 0 before the first choice.
+    whole_logits: whether logits of all tokens at once were counted.
+    makes_whole_logits: whether a forward of this rank has had logits of more tokens at once than a chunk has.
+    forwards: the number of forwards in training, alike on all ranks of a ring.
+    """
+
+    tokens: int = 0
+    whole_logits: bool = False
+    makes_whole_logits: bool = False
+    forwards: int = 0
+
+
 _STATES: WeakKeyDictionary[ContextParallel, HeldStates] = WeakKeyDictionary()
-_LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a model: the tokens that a rank's choice is for
+_COUNTED: WeakKeyDictionary[Any, _Counted] = WeakKeyDictionary()  # by model
 
 
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
@@ -64,7 +81,8 @@ def note_states(cp: ContextParallel, states: HeldStates) -> None:
 def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> None:
     """Choose `loss_chunk` and `mlp_chunk` of a ring's strategy for the size of its model, if `memory="auto"`.
 
-    Options that are set already stay as they are. `mlp_chunk` is chosen only with gradient checkpointing.
+    Options that are set already stay as they are. `mlp_chunk` is chosen only with gradient checkpointing, for models
+    whose MLPs can be cut.
 
     model: the model that is to be trained, perhaps wrapped.
     is_first: whether DeepSpeed has yet to take the model. Later, `mlp_chunk` of a model that ZeRO-3 has partitioned
@@ -80,48 +98,58 @@ def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> 
     if not strategy.loss_chunk and isinstance(vocabulary, int):
         cp.choose(loss_chunk=loss_chunk(vocabulary, gpu_bytes))
     can_cut = is_first or not any(hasattr(each, "ds_id") for each in model.parameters())
-    if not strategy.mlp_chunk and isinstance(hidden, int) and recomputes(model) and can_cut and not _compiled(model):
+    can_cut = can_cut and recomputes(model) and not _compiled(model) and mlps_can_be_cut(model)
+    if not strategy.mlp_chunk and isinstance(hidden, int) and can_cut:
         cp.choose(mlp_chunk=mlp_chunk(hidden, gpu_bytes))
 
 
 def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
     """Choose `keep_attention` of a ring's strategy before a step on a sharded batch; collective.
 
-    It is the share of attention's outputs that gradient checkpoints keep. Does nothing unless `memory="auto"`, the
-    model trains, and the batch has more tokens than any before it. Chooses sizes of chunks as well, and prints on
-    rank 0 what was chosen.
+    It is the share of attention's outputs that gradient checkpoints keep. Does nothing unless `memory="auto"`, and
+    the model trains. Chooses for a batch with more tokens than any before it, and once more if a rank turns out to
+    make whole logits that were to come in chunks. Chooses sizes of chunks as well, and prints on rank 0 what was
+    chosen.
 
     model: the model of transformers. batch: the keyword arguments of its forward, tensors of this rank's tokens.
     """
     cp = shard.cp
     if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
         return
-    tokens = tokens_of(shard, batch)
-    if tokens <= _LONGEST.get(model, 0):
-        return
-    is_first, _LONGEST[model] = model not in _LONGEST, tokens
-    choose_chunks(cp, model, is_first=False)
     before, was_chosen = cp.strategy, "keep_attention" in cp.chosen
-    step = next_step(model, shard, tokens)
-    is_open = was_chosen or not (before.kept_share or before.offload)
-    if is_open and recomputes(model) and attention_can_be_kept():
+    tokens, counted = tokens_of(shard, batch), _COUNTED.setdefault(model, _Counted())
+    is_first, is_longer = not counted.tokens, tokens > counted.tokens
+    if is_longer:
+        choose_chunks(cp, model, is_first=False)
+    chunk = chunk_of_logits(model, shard, batch)
+    counted.forwards += 1
+    counted.makes_whole_logits |= not chunk and tokens > cp.strategy.loss_chunk
+    is_open = (was_chosen or not (before.kept_share or before.offload)) and recomputes(model)
+    is_open = is_open and attention_can_be_kept()
+    if not is_longer and not _has_news(cp, counted, is_open):
+        return
+    counted.tokens, counted.whole_logits = tokens, counted.makes_whole_logits
+    chunk = 0 if counted.whole_logits else chunk
+    step = next_step(model, shard, tokens, chunk)
+    if is_open:
         place = SHARES.index(_share(model, step, tokens))
         if was_chosen:  # for shorter batches, or another model
             place = max(place, SHARES.index(before.keep_attention))
         cp.choose(keep_attention=SHARES[_most(cp, place)])
-    if is_first or cp.strategy != before:
-        _say(cp, model, step, tokens)
+    if is_first or not is_longer or cp.strategy != before:
+        _say(cp, model, step, tokens, chunk)
 
 
-def tokens_of(shard: SequenceShard, batch: Mapping[str, Any]) -> int:
-    """Return how many tokens of a sharded batch each rank has, padding included, summed over the batch's rows.
+def _has_news(cp: ContextParallel, counted: _Counted, is_open: bool) -> bool:
+    """Return whether a rank makes whole logits that were not counted; collective if the choice `is_open`.
 
-    batch: the keyword arguments of a forward; its `input_ids`, `inputs_embeds` or `position_ids` tell the number of
-        rows.
+    A program may read logits on one rank alone, which must not choose alone. So all ranks compare, at forwards 2, 4,
+    8 and so on, which they count alike.
     """
-    each = (batch[name] for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None)
-    ids: Tensor | None = next(each, None)
-    return (1 if ids is None else ids.shape[0]) * -(-shard.tokens.length // shard.cp.ranks)
+    is_new = counted.makes_whole_logits and not counted.whole_logits
+    if not is_open:
+        return is_new
+    return counted.forwards.bit_count() == 1 and bool(_most(cp, is_new))
 
 
 def recomputes(model: Any) -> bool:
@@ -144,19 +172,22 @@ def _share(model: Any, step: NextStep | None, tokens: int) -> str | float:
     return share_of_unknown(tokens * layers * hidden * model.dtype.itemsize, _free_bytes(model.device))
 
 
-def _most(cp: ContextParallel, rank: int) -> int:
-    """Return the largest of all ranks' numbers, since the fullest rank decides; collective."""
+def _most(cp: ContextParallel, number: int) -> int:
+    """Return the largest of all ranks' numbers, 0 or more, since the fullest rank decides; collective."""
     if cp.group is None:
-        return rank
+        return number
     cp.meet("the choice of what attention keeps")
-    most = torch.tensor([rank], device=group_device(cp.group))
+    most = torch.tensor([int(number)], device=group_device(cp.group))
     with cp.rank_state.alone():
         dist.all_reduce(most, dist.ReduceOp.MAX, group=cp.group)
     return int(most)
 
 
-def next_step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
-    """Return the step that is about to be trained; None for a model that the planner does not know."""
+def next_step(model: Any, shard: SequenceShard, tokens: int, chunk: int) -> NextStep | None:
+    """Return the step that is about to be trained; None for a model that the planner does not know.
+
+    tokens: of this rank, in all rows. chunk: how many of them have logits at a time; 0 for all.
+    """
     rows = max(1, tokens * shard.cp.ranks // shard.tokens.length)
     cp, states = shard.cp, _STATES.get(shard.cp, HeldStates())
     try:
@@ -174,8 +205,8 @@ def next_step(model: Any, shard: SequenceShard, tokens: int) -> NextStep | None:
         micro_batch=rows,
         zero=3 if states.zero == 3 else 1,
         recompute="full" if recomputes(model) and not _skips_layers(model) else "none",
-        loss_chunk=cp.strategy.loss_chunk,
-        mlp_chunk=cp.strategy.mlp_chunk,
+        loss_chunk=chunk,
+        mlp_chunk=cp.strategy.mlp_chunk if mlps_can_be_cut(model) else 0,
         offload_optimizer=states.on_host,
     )
     total, free = _gpu_bytes(model.device), _free_bytes(model.device)
@@ -220,15 +251,15 @@ def _compiled(model: Any) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
-def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) -> None:
+def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> None:
     """Print on rank 0 what is on, why, and how to change it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print("burst_plugin: memory " + "\n  ".join(_lines(cp, model, step, tokens)), flush=True)
+        print("burst_plugin: memory " + "\n  ".join(_lines(cp, model, step, tokens, chunk)), flush=True)
 
 
-def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) -> Iterator[str]:
+def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> Iterator[str]:
     yield f'"auto", {tokens:,} tokens on a rank:'
-    chosen = list(_chosen(cp, model, tokens))
+    chosen = list(_chosen(cp, model, tokens, chunk))
     yield from chosen or ["none of the options takes effect at this length"]
     if step is not None:
         needs = step.needed(cp.strategy.keep_attention)
@@ -244,14 +275,14 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int) 
     yield _TO_CHANGE
 
 
-def _chosen(cp: ContextParallel, model: Any, tokens: int) -> Iterator[str]:
+def _chosen(cp: ContextParallel, model: Any, tokens: int, chunk: int) -> Iterator[str]:
     """Return a line for each option that is on and matters for this many tokens."""
     strategy, config = cp.strategy, model.config.get_text_config()
-    chunk, vocabulary = strategy.loss_chunk, getattr(config, "vocab_size", 0)
     if chunk and tokens > chunk:
+        vocabulary = getattr(config, "vocab_size", 0)
         logits = f"{tokens * vocabulary * model.dtype.itemsize / GIB:.2f} GiB in one piece"
         yield f"loss in chunks of {chunk:,} tokens: its logits would take {logits}, and are computed if they are read"
-    if strategy.mlp_chunk and tokens > strategy.mlp_chunk:
+    if strategy.mlp_chunk and tokens > strategy.mlp_chunk and mlps_can_be_cut(model):
         yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens, since layers are computed again"
     if recomputes(model):
         if strategy.kept_share:

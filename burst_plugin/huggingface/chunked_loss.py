@@ -28,7 +28,6 @@ from burst_plugin.activations.deferred_logits import DeferredLogits, LazyLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, shifted
 from burst_plugin.frameworks.wrapping import hooks_of_others
-from burst_plugin.huggingface.auto_memory import tokens_of
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _READ = "_burst_plugin_logits_read"  # of a model whose logits something has read
@@ -50,18 +49,57 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
         return
     _check_divisor(model, kwargs)
-    if shard is None or kwargs.get("labels") is None or not model.training or not torch.is_grad_enabled():
+    if shard is None or not model.training or not torch.is_grad_enabled() or not _takes_chunks(model, shard, kwargs):
         return
+    cp = shard.cp
+    take_head(model, ChunkedLoss(model, cp.strategy.loss_chunk, needed="loss_chunk" not in cp.chosen, shard=shard))
+
+
+def chunk_of_logits(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens of a forward in training have logits at a time; 0 for all tokens.
+
+    kwargs: the keyword arguments of the forward, which is about to begin. Raises ValueError for a model that cannot
+    compute its loss in chunks, if the user has set `loss_chunk`.
+    """
+    state: ChunkedLoss | None = getattr(model, _STATE, None)
+    if state is not None:
+        return state.chunk
+    chunk = shard.cp.strategy.loss_chunk
+    if kwargs.get("fused_lm_head"):  # TRL's SFTTrainer computes losses without whole logits
+        return chunk
+    return chunk if _takes_chunks(model, shard, kwargs) else 0
+
+
+def tokens_of(shard: SequenceShard, batch: Mapping[str, Any]) -> int:
+    """Return how many tokens of a sharded batch each rank has, padding included, summed over the batch's rows.
+
+    batch: the keyword arguments of a forward; its `input_ids`, `inputs_embeds` or `position_ids` tell the number of
+        rows.
+    """
+    each = (batch[name] for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None)
+    ids: Tensor | None = next(each, None)
+    return (1 if ids is None else ids.shape[0]) * -(-shard.tokens.length // shard.cp.ranks)
+
+
+def is_sharded_by_fsdp(model: torch.nn.Module) -> bool:
+    """Return whether FSDP, of either version, has cut parameters of a model, which it gathers unit by unit."""
+    return any(isinstance(each, DTensor) or hasattr(each, "_fsdp_flattened") for each in model.parameters())
+
+
+def _takes_chunks(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a forward in training is to compute its loss in chunks. Raise as `chunk_of_logits` does."""
     chunk, is_chosen = shard.cp.strategy.loss_chunk, "loss_chunk" in shard.cp.chosen
-    if not chunk or (is_chosen and (tokens_of(shard, kwargs) <= chunk or _needs_no_chunks(model, kwargs))):
-        return
+    if not chunk or kwargs.get("labels") is None:
+        return False
+    if is_chosen and (tokens_of(shard, kwargs) <= chunk or _needs_no_chunks(model, kwargs)):
+        return False
     try:
-        loss = ChunkedLoss(model, chunk, needed=not is_chosen, shard=shard)
+        _head_to_replace(model, chunk)
     except ValueError:
         if not is_chosen:
             raise
-    else:
-        take_head(model, loss)
+        return False
+    return True
 
 
 def _needs_no_chunks(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
@@ -71,8 +109,7 @@ def _needs_no_chunks(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
 
 def _can_be_read(model: PreTrainedModel) -> bool:
     """Return whether the head can be called after the model's forward: FSDP lets go of weights outside its units."""
-    sharded = any(isinstance(each, DTensor) or hasattr(each, "_fsdp_flattened") for each in model.parameters())
-    return not sharded or _is_unit(model.get_output_embeddings())
+    return not is_sharded_by_fsdp(model) or _is_unit(model.get_output_embeddings())
 
 
 def _is_unit(module: Any) -> bool:
@@ -166,20 +203,7 @@ class ChunkedLoss:
         self.loss: Tensor | None = None
         self._vocabulary = 0  # once the head has computed logits
         self._model = model
-        _check_own_loss(model, chunk)
-        self.head = model.get_output_embeddings()
-        owners = [] if self.head is None else [*_owners(model, self.head)]
-        if not owners:
-            raise ValueError(
-                f"loss_chunk={chunk} is not supported with {type(model).__name__}, which has no head that "
-                f"get_output_embeddings() returns; {_INSTEAD}"
-            )
-        hooks = hooks_of_others(self.head, _GATHERING)
-        if hooks:
-            raise ValueError(
-                f"loss_chunk={chunk} is not supported with {type(model).__name__}: its head has hooks, which would "
-                f"get losses in place of logits ({', '.join(hooks)}); remove them, or {_INSTEAD}"
-            )
+        self.head, owners = _head_to_replace(model, chunk)
         self._owners, self._own_loss = owners, model.__dict__.get("_loss_function")
         stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it", self)
         for owner, name in owners:
@@ -288,14 +312,26 @@ class ChunkedLoss:
         return linear_cross_entropy(hidden, head, labels, reduction="sum", divisor=count, ignore_index=ignore_index)
 
 
-def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:
-    """Raise ValueError for a model with a loss that is not transformers' own."""
+def _head_to_replace(model: PreTrainedModel, chunk: int) -> tuple[Any, list[tuple[torch.nn.Module, str]]]:
+    """Return a model's head, and the modules that have it as a child, with its name there.
+
+    Raises ValueError for a model that has no head, a loss of its own, or a head with hooks that want logits.
+    """
+    refusal = f"loss_chunk={chunk} is not supported with {type(model).__name__}"
     if model.loss_function is not LOSS_MAPPING[_LOSS]:
         asked = getattr(model.loss_function, "__name__", model.loss_function)
+        raise ValueError(f"{refusal}: its loss has been set to {asked}; leave one of the two out")
+    head = model.get_output_embeddings()
+    owners = [] if head is None else [*_owners(model, head)]
+    if not owners:
+        raise ValueError(f"{refusal}, which has no head that get_output_embeddings() returns; {_INSTEAD}")
+    hooks = hooks_of_others(head, _GATHERING)
+    if hooks:
         raise ValueError(
-            f"loss_chunk={chunk} is not supported with {type(model).__name__}: its loss has been set to {asked}; "
-            f"leave one of the two out"
+            f"{refusal}: its head has hooks, which would get losses in place of logits ({', '.join(hooks)}); remove "
+            f"them, or {_INSTEAD}"
         )
+    return head, owners
 
 
 def _owners(model: torch.nn.Module, head: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:

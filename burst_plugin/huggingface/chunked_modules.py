@@ -85,6 +85,15 @@ def _runs_in_chunks(module: torch.nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), ReplacedForward)
 
 
+def mlps_can_be_cut(model: torch.nn.Module) -> bool:
+    """Return whether the MLPs of a model can run in chunks of tokens, so that a chosen `mlp_chunk` has effect."""
+    try:
+        _dense_mlps(model)
+    except ValueError:
+        return False
+    return True
+
+
 def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the MLPs of layers, each once. Raise ValueError as `chunk_modules` says."""
     refuse_in_chunks(model, "mlp_chunk")

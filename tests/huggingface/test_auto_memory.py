@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.activations.deferred_logits import LazyLogits
 from burst_plugin.huggingface import auto_memory, prepare
 from burst_plugin.training import memory_choice
+from burst_plugin.training.memory_choice import NextStep
 from tests.support.deepspeed_run import VOCAB, Run, build, draw, llama, worst
 from tests.support.families import families
 from tests.support.largest import LargestLogits
@@ -31,12 +35,12 @@ OPTIONS = ("loss_chunk", "mlp_chunk", "keep_attention")
 NAMES = ("llama", "gemma2", "mixtral")
 
 
-def _model(name: str) -> Any:
+def _model(name: str, **changes: Any) -> Any:
     if name == "mixtral":  # with experts, which do not come in chunks
-        shape = llama().to_diff_dict()
+        shape = llama(**changes).to_diff_dict()
         config = transformers.MixtralConfig(**{**shape, "num_local_experts": 4, "num_experts_per_tok": 2})
         return build(Run(model=config))
-    return build(Run(model=deepcopy(llama() if name == "llama" else families()[name])))
+    return build(Run(model=deepcopy(llama(**changes) if name == "llama" else families()[name])))
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def test_steps_equal_one_rank_whatever_reads_logits(name: str, checkpoints: bool
     assert kinds == [LazyLogits, LazyLogits, torch.Tensor], "a loss of logits is not made in chunks twice"
     expected: dict[str, Any] = {"loss_chunk": ROWS, "mlp_chunk": 0, "keep_attention": "none"}
     if checkpoints:
-        expected |= {"mlp_chunk": ROWS, "keep_attention": "all"}
+        expected |= {"mlp_chunk": 0 if name == "mixtral" else ROWS, "keep_attention": "all"}
     assert found["options"] == expected
 
 
@@ -218,15 +222,68 @@ def test_short_batches_are_computed_at_once() -> None:
     assert run_ranks(few, 2) == [False] * 2
 
 
+KINDS = ("labels", "read on rank 1", "no labels", "head of no unit", "experts")
+
+
+def _counted(rank: int) -> dict[str, Any]:
+    """Return, by kind of model and batch, the chunks that are counted, and what is kept at each of three forwards.
+
+    A GPU has room for a step whose loss comes in chunks, and not for whole logits.
+    """
+    found, real = {}, auto_memory.next_step
+    for kind in KINDS:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        model = prepare(_model("mixtral" if kind == "experts" else "llama", vocab_size=4096))
+        model.gradient_checkpointing_enable()
+        if kind == "head of no unit":
+            for unit in (*model.model.layers, model):
+                fully_shard(unit)
+        steps: list[NextStep] = []
+
+        def next_step(*args: Any, steps: list[NextStep] = steps) -> NextStep:
+            step = real(*args)
+            assert step is not None
+            steps.append(step)
+            in_chunks = replace(step, setting=replace(step.setting, loss_chunk=ROWS))
+            return replace(step, free=in_chunks.needed("all"))
+
+        given, kept, said = _given(cp), [], io.StringIO()
+        if kind == "no labels":
+            given = {name: x for name, x in given.items() if "label" not in name}
+        with _small_chunks(), mock.patch.object(auto_memory, "next_step", next_step), redirect_stdout(said):
+            for _ in range(3):
+                output = model(**given, use_cache=False)
+                if kind == "read on rank 1" and rank == 1:
+                    output.logits.sum()
+                kept.append(cp.strategy.keep_attention)
+        counted = [(step.setting.loss_chunk, step.setting.mlp_chunk) for step in steps]
+        found[kind] = counted, kept, [each in said.getvalue() for each in ("loss in chunks", "MLPs in chunks")]
+    return found
+
+
+def test_only_chunks_that_are_used_count() -> None:
+    found = run_ranks(_counted, 2, timeout_s=120.0)
+    chunked, whole, all_kept = (ROWS, ROWS), (0, ROWS), ["all"] * 3
+    for rank, of_rank in enumerate(found):
+        says = rank == 0
+        assert of_rank["labels"] == ([chunked], all_kept, [says, says])
+        assert of_rank["no labels"] == ([whole], ["none"] * 3, [False, says])
+        assert of_rank["head of no unit"] == ([whole], ["none"] * 3, [False, says])
+        assert of_rank["experts"] == ([(ROWS, 0)], all_kept, [says, False])
+    kept = ["all", "none", "none"]
+    assert found[0]["read on rank 1"][:2] == ([chunked] * 2, kept)
+    assert found[1]["read on rank 1"][:2] == ([chunked, whole], kept), "chosen anew by all ranks together"
+
+
 def _recomputed(rank: int) -> list[str]:
     """Return what a plan computes again: without checkpoints, in every layer, and in every second one."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
     shard = shard_batch(BATCH, cp)["burst"]
     model = _model("llama")
-    found = [auto_memory.next_step(model, shard, 64)]
+    found = [auto_memory.next_step(model, shard, 64, 8)]
     for every in (1, 2):
         model._activation_checkpointing_enable(every_n_layers=every)
-        found.append(auto_memory.next_step(model, shard, 64))
+        found.append(auto_memory.next_step(model, shard, 64, 8))
     return [step.setting.recompute for step in found if step is not None]
 
 
