@@ -211,12 +211,28 @@ def next_step(model: Any, shard: SequenceShard, tokens: int, chunk: int) -> Next
     )
     total, free = _gpu_bytes(model.device), _free_bytes(model.device)
     cluster = Cluster(gpu_gib=total / GIB) if total else Cluster(margin_gib=0.0)
-    step = NextStep(model=shape, setting=setting, cluster=cluster, free=free, states=_missing_states(model, states))
+    step = NextStep(
+        model=shape,
+        setting=setting,
+        cluster=cluster,
+        free=free,
+        states=_missing_states(model, states),
+        item_bytes=_counted_type(model).itemsize,
+    )
     try:
         step.needed()
     except (ValueError, ArithmeticError, LookupError):  # an odd shape, of which no plan is made
         return None
     return step
+
+
+def _counted_type(model: Any) -> torch.dtype:
+    """Return the type in which activations are counted: the model's, also under autocast, or a type of 16 bits.
+
+    Under autocast products are in 16 bits, but what layers add up is not. Products of 8-bit weights have 16 bits.
+    """
+    found: torch.dtype = model.dtype
+    return found if found.itemsize >= torch.bfloat16.itemsize else torch.bfloat16
 
 
 def _missing_states(model: Any, states: HeldStates) -> float:
@@ -268,7 +284,7 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, 
             again = replace(step, setting=replace(step.setting, recompute="full"))
             yield f"a step needs about {needed}: with gradient checkpointing {again.needed() / GIB:.2f} GiB"
         else:
-            yield f"a step needs about {needed}, counted in bfloat16"
+            yield f"a step needs about {needed}, counted in {str(_counted_type(model)).removeprefix('torch.')}"
         if step.free and model.device.type == "cuda":
             seconds = sum(step_seconds(step.model, step.setting, step.cluster).values())
             yield f"about {tokens_per_second(step.setting, seconds):,.0f} tokens/s per GPU at an H100's rates"

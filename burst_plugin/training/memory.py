@@ -41,6 +41,7 @@ from burst_plugin.training.tower_costs import TOWER, at_work, kept_by_layers, ke
 from burst_plugin.types import DIRECTIONS
 
 GIB = 2**30
+NCCL, MARGIN = "NCCL's buffers", "left for CUDA, NCCL and the allocator"  # names of parts
 _STRATEGY = Strategy()
 _ROWS = 256  # of a block, enough to tell a window's share of it
 BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, where weights are sharded
@@ -101,7 +102,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMem
     gpu |= _ring_buffers(model, setting)
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
-    gpu["NCCL's buffers"] = _nccl_bytes(setting)
+    gpu[NCCL] = _nccl_bytes(setting)
     gpu["at work"] = sum(at[fullest].values())
     if model.media is not None:  # whose tower is last, when nothing of the language model waits any more
         tower = at_work(model.media, setting)
@@ -110,7 +111,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMem
             fullest, at = TOWER, {TOWER: tower}
             gpu |= {"inputs of layers": 0.0, "attention, kept": 0.0, "at work": sum(tower.values())}
             gpu["tower, kept"] = kept_by_layers(model.media, setting)
-    gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
+    gpu[MARGIN] = cluster.margin_gib * GIB
     host = _host(model, setting, cluster)
     return TrainingMemory(gpu, host, fullest, at[fullest])
 

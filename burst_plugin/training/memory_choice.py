@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy.validation import kept_share
-from burst_plugin.training.memory import memory
+from burst_plugin.training.layer_memory import BF16
+from burst_plugin.training.memory import MARGIN, NCCL, memory
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting
 
@@ -54,6 +55,7 @@ class NextStep:
     """A training step that is about to be run: the run as the planner knows it, and the bytes that are `free` for it.
 
     states: the bytes of weights, gradients and the optimizer's states that have no memory yet.
+    item_bytes: the bytes of one number in activations, which the planner counts in 16 bits.
     """
 
     model: ModelShape
@@ -61,12 +63,14 @@ class NextStep:
     cluster: Cluster
     free: float
     states: float = 0.0
+    item_bytes: int = BF16
 
     def needed(self, keep_attention: str | float = "none") -> float:
         """Return the bytes that a step with this value of `Strategy.keep_attention` needs beyond allocated ones."""
         setting = replace(self.setting, keep=kept_share(keep_attention))
         parts: Mapping[str, float] = memory(self.model, setting, self.cluster).gpu
-        return self.states + sum(nbytes for part, nbytes in parts.items() if part not in STATES)
+        activations = sum(nbytes for part, nbytes in parts.items() if part not in (*STATES, NCCL, MARGIN))
+        return self.states + parts[NCCL] + parts[MARGIN] + activations * self.item_bytes / BF16
 
 
 def share_that_fits(step: NextStep) -> str | float:

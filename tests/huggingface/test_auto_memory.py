@@ -287,5 +287,24 @@ def _recomputed(rank: int) -> list[str]:
     return [step.setting.recompute for step in found if step is not None]
 
 
+def _types(rank: int) -> list[tuple[int, bool]]:
+    """Return how many bytes a number in activations counts for models of two types, and whether the type is said."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
+        model, said = prepare(_model("llama").to(getattr(torch, dtype))), io.StringIO()
+        given = _given(cp)
+        with redirect_stdout(said), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**given, use_cache=False)
+        step = auto_memory.next_step(model, given["burst"], 64, 8)
+        assert step is not None
+        found.append((step.item_bytes, f"counted in {dtype}\n" in said.getvalue()))
+    return found
+
+
+def test_activations_of_float32_models_count_in_float32_also_under_autocast() -> None:
+    assert run_ranks(_types, 1) == [[(4, True), (2, True)]]
+
+
 def test_layers_without_checkpoints_count_in_the_plan() -> None:
     assert run_ranks(_recomputed, 1) == [["none", "full", "none"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import Strategy
-from burst_plugin.training.memory import GIB
+from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.memory_choice import NextStep, loss_chunk, mlp_chunk, share_that_fits
 from burst_plugin.training.model_shape import MODELS
 from burst_plugin.training.setting import Code, Setting
@@ -47,6 +48,15 @@ def test_attention_is_kept_as_far_as_there_is_room() -> None:
     assert kept == pytest.approx(32 * 2**17 * 32 * (128 * 2 + 4), rel=0.01), "out and lse of 32 layers"
     chosen = [share_that_fits(step(2**20, need / GIB + 0.1)) for need in needs]
     assert chosen == ["none", 0.5, "all"]
+
+
+def test_activations_count_in_the_models_type() -> None:
+    half, single = step(2**20, 80), replace(step(2**20, 80), item_bytes=4)
+    parts = memory(half.model, replace(half.setting, keep=1.0), half.cluster).gpu
+    alike = sum(parts[name] for name in ("NCCL's buffers", "left for CUDA, NCCL and the allocator"))
+    activations = half.needed("all") - half.states - alike
+    assert activations > 10 * GIB
+    assert single.needed("all") == pytest.approx(half.states + alike + 2 * activations)
 
 
 def test_nothing_moves_to_the_host_by_itself() -> None:
