@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -17,7 +18,7 @@ from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
-from burst_plugin.huggingface.chunked_loss import chunk_of_logits, tokens_of
+from burst_plugin.huggingface.chunked_loss import chunk_of_logits, is_sharded_by_fsdp, tokens_of
 from burst_plugin.huggingface.chunked_modules import mlps_can_be_cut
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.planning.cluster import Cluster
@@ -203,7 +204,7 @@ def next_step(model: Any, shard: SequenceShard, tokens: int, chunk: int) -> Next
         data=max(1, world // cp.ranks),
         batch=max(1, world // cp.ranks) * rows,
         micro_batch=rows,
-        zero=3 if states.zero == 3 else 1,
+        zero=3 if states.zero == 3 or is_sharded_by_fsdp(model) else 1,
         recompute="full" if recomputes(model) and not _skips_layers(model) else "none",
         loss_chunk=chunk,
         mlp_chunk=cp.strategy.mlp_chunk if mlps_can_be_cut(model) else 0,
@@ -238,16 +239,29 @@ def _counted_type(model: Any) -> torch.dtype:
 def _missing_states(model: Any, states: HeldStates) -> float:
     """Return the bytes of gradients, and of Adam's two moments, that this rank will have and has not yet."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    nbytes = 0.0
+    nbytes, gathered_share = 0.0, _share_of_gathered(model)
     for each in model.parameters():
         if not each.requires_grad:
             continue
-        whole = getattr(each, "ds_numel", each.numel())
-        mine = whole / world if states.zero == 3 or isinstance(each, DTensor) else whole
+        if isinstance(each, DTensor):
+            mine: float = each.to_local().numel()
+        else:
+            mine = getattr(each, "ds_numel", each.numel()) * (1 / world if states.zero == 3 else gathered_share)
         nbytes += 4 * mine if each.grad is None else 0
         if not states.are_there and not states.on_host and each.grad is None:
             nbytes += 8 * mine
     return nbytes
+
+
+def _share_of_gathered(model: Any) -> float:
+    """Return this rank's share of parameters that are whole now: 1, or, since FSDP has gathered them, the others'.
+
+    FSDP gathers the weights of the outermost unit before hooks of its forward, and nothing public has their shares.
+    """
+    cut = [each for each in model.parameters() if isinstance(each, DTensor)]
+    if not cut or not isinstance(model, FSDPModule):
+        return 1.0
+    return sum(each.to_local().numel() for each in cut) / sum(each.numel() for each in cut)
 
 
 def _gpu_bytes(device: torch.device) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -48,6 +49,21 @@ def _small_chunks() -> Iterator[None]:
     with mock.patch.object(memory_choice, "LEAST_ROWS", ROWS), mock.patch.object(auto_memory, "mlp_chunk") as chunk:
         chunk.return_value = ROWS
         yield
+
+
+@contextmanager
+def _steps_counted(seen_as: Callable[[NextStep], NextStep] = lambda step: step) -> Iterator[list[NextStep]]:
+    """Note the steps that are counted, each as `seen_as` returns it to the choice."""
+    real, steps = auto_memory.next_step, list[NextStep]()
+
+    def next_step(*args: Any) -> NextStep:
+        step = real(*args)
+        assert step is not None
+        steps.append(step)
+        return seen_as(step)
+
+    with mock.patch.object(auto_memory, "next_step", next_step):
+        yield steps
 
 
 def _given(cp: ContextParallel) -> dict[str, Any]:
@@ -225,12 +241,17 @@ def test_short_batches_are_computed_at_once() -> None:
 KINDS = ("labels", "read on rank 1", "no labels", "head of no unit", "experts")
 
 
+def _with_room_for_chunks(step: NextStep) -> NextStep:
+    in_chunks = replace(step, setting=replace(step.setting, loss_chunk=ROWS))
+    return replace(step, free=in_chunks.needed("all"))
+
+
 def _counted(rank: int) -> dict[str, Any]:
     """Return, by kind of model and batch, the chunks that are counted, and what is kept at each of three forwards.
 
     A GPU has room for a step whose loss comes in chunks, and not for whole logits.
     """
-    found, real = {}, auto_memory.next_step
+    found = {}
     for kind in KINDS:
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
         model = prepare(_model("mixtral" if kind == "experts" else "llama", vocab_size=4096))
@@ -238,19 +259,10 @@ def _counted(rank: int) -> dict[str, Any]:
         if kind == "head of no unit":
             for unit in (*model.model.layers, model):
                 fully_shard(unit)
-        steps: list[NextStep] = []
-
-        def next_step(*args: Any, steps: list[NextStep] = steps) -> NextStep:
-            step = real(*args)
-            assert step is not None
-            steps.append(step)
-            in_chunks = replace(step, setting=replace(step.setting, loss_chunk=ROWS))
-            return replace(step, free=in_chunks.needed("all"))
-
         given, kept, said = _given(cp), [], io.StringIO()
         if kind == "no labels":
             given = {name: x for name, x in given.items() if "label" not in name}
-        with _small_chunks(), mock.patch.object(auto_memory, "next_step", next_step), redirect_stdout(said):
+        with _small_chunks(), _steps_counted(_with_room_for_chunks) as steps, redirect_stdout(said):
             for _ in range(3):
                 output = model(**given, use_cache=False)
                 if kind == "read on rank 1" and rank == 1:
@@ -304,6 +316,30 @@ def _types(rank: int) -> list[tuple[int, bool]]:
 
 def test_activations_of_float32_models_count_in_float32_also_under_autocast() -> None:
     assert run_ranks(_types, 1) == [[(4, True), (2, True)]]
+
+
+def _states_under_fsdp(rank: int) -> list[tuple[float, float, int]]:
+    """Return the bytes of states that are counted, the bytes there will be, and the plan's stage of ZeRO."""
+    found: list[tuple[float, float, int]] = []
+    for shape in ((4,), (2, 2)):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=4)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = prepare(_model("llama"))
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=mesh)
+        local = sum(each.to_local().numel() for each in model.parameters())
+        with _steps_counted() as steps:
+            model(**_given(cp), use_cache=False)
+        found.append((steps[0].states, 12 * local, steps[0].setting.zero))
+    return found
+
+
+def test_a_rank_counts_the_states_of_what_fsdp_leaves_it() -> None:
+    for found in run_ranks(_states_under_fsdp, 4, timeout_s=120.0):
+        for counted, local, zero in found:
+            assert counted == pytest.approx(local)
+            assert zero == 3, "layers are gathered one by one"
+        assert found[1][1] == 2 * found[0][1]
 
 
 def test_layers_without_checkpoints_count_in_the_plan() -> None:
