@@ -25,7 +25,7 @@ from burst_plugin.megatron.batches.layouts import hook_layouts
 from burst_plugin.megatron.batches.llava import hook_llava
 from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.cpu.repairs import CPU_REPAIRS
-from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible
+from burst_plugin.megatron.flags.arguments import add_arguments, burst_is_possible, parsed_arguments
 from burst_plugin.megatron.flags.flag_checks import refuse_flags
 from burst_plugin.megatron.flags.one_ring import hook_validation
 from burst_plugin.megatron.identity import hook_schedules
@@ -150,7 +150,7 @@ def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
         announce(adapter.contexts()[-1], layout=adapter.registry.layout)
-        chosen = in_words(adapter.registry.given(), adapter.registry.asked())
+        chosen = in_words(adapter.registry.given(), adapter.registry.asked(), parsed_arguments())
         if chosen and dist.get_rank() == 0:
             print(chosen, flush=True)
     return result

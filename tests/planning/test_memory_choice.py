@@ -82,7 +82,18 @@ ARGUMENTS: dict[str, Any] = {
     "world_size": 64,
     "untie_embeddings_and_output_weights": True,
     "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+    "bf16": True,
 }
+
+
+def _set_gpu(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib is not None)
+    gpu = argparse.Namespace(total_memory=(gib or 0) * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
 
 
 @pytest.mark.megatron
@@ -90,14 +101,12 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
     from burst_plugin.megatron.memory.chosen_options import in_words, with_chosen
 
     def chosen(gpu_gib: float | None, strategy: Strategy = NOTHING_SET, **changes: Any) -> Strategy:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_gib is not None)
-        gpu = argparse.Namespace(total_memory=(gpu_gib or 0) * GIB)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+        _set_gpu(monkeypatch, gpu_gib)
         return with_chosen(strategy, argparse.Namespace(**ARGUMENTS | changes))
 
     roomy = chosen(80)
     assert (roomy.loss_chunk, roomy.keep_attention, roomy.offload) == (4096, "all", False)
-    assert "keep_attention='all'" in in_words(Strategy(), roomy)
+    assert "keep_attention='all'" in in_words(Strategy(), roomy, None)
     assert chosen(14).keep_attention == "none", "no GPU is as small"
     assert chosen(80, num_experts=8).keep_attention == "none", "whose memory depends on who has them"
     assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
@@ -110,4 +119,54 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
     assert with_chosen(Strategy(memory="off"), args) == Strategy(memory="off")
     args.recompute_granularity = "selective"
     assert with_chosen(Strategy(), args) == Strategy(), "attention is kept anyway"
-    assert in_words(Strategy(), Strategy()) == ""
+    assert in_words(Strategy(), Strategy(), None) == ""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"sequence_parallel": False}, "--tensor-model-parallel-size 4 without --sequence-parallel"),
+        (
+            {"recompute_method": "block", "recompute_num_layers": 4},
+            "--recompute-method block --recompute-num-layers 4",
+        ),
+        ({"recompute_num_layers": 2}, "--recompute-method uniform --recompute-num-layers 2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
+        ({"num_experts": 8}, "--num-experts 8"),
+    ],
+)
+def test_flags_of_megatron_that_are_not_counted_keep_nothing_and_are_named(
+    changes: dict[str, Any], flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from burst_plugin.megatron.memory.chosen_options import in_words, with_chosen
+
+    _set_gpu(monkeypatch, 1000)
+    args = argparse.Namespace(**ARGUMENTS | changes)
+    asked = with_chosen(NOTHING_SET, args)
+    assert asked.keep_attention == "none"
+    assert in_words(NOTHING_SET, asked, args).count(f"since its memory is not counted with {flags}. To change") == 1
+
+
+@pytest.mark.megatron
+def test_flags_of_megatron_that_cost_memory_leave_less_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_plugin.megatron.memory.chosen_options import in_words, with_chosen
+
+    def least_gib(**changes: Any) -> int:
+        """Return the smallest GPU on which all of attention is kept."""
+        for gib in range(10, 200):
+            _set_gpu(monkeypatch, gib)
+            args = argparse.Namespace(**ARGUMENTS | changes)
+            asked = with_chosen(NOTHING_SET, args)
+            assert "not counted" not in in_words(NOTHING_SET, asked, args)
+            if asked.keep_attention == "all":
+                return gib
+        raise AssertionError("none is large enough")
+
+    usual, of_rank = least_gib(), 8.03e9 / 4 / GIB  # parameters
+    assert least_gib(use_distributed_optimizer=False) == pytest.approx(usual + 12 * of_rank * 15 / 16, abs=1.1)
+    assert least_gib(bf16=False, fp16=True) == usual
+    activations = usual - 4 - (2 + 4 + 12 / 16) * of_rank  # without the margin
+    assert least_gib(bf16=False) == pytest.approx(usual + activations + 2 * of_rank, abs=1.5)
+    block = {"recompute_method": "block", "recompute_num_layers": 32}
+    assert least_gib(**block) == usual, "all layers, each by itself"

@@ -15,9 +15,11 @@ import torch
 
 from burst_plugin.activations.kept_attention import attention_can_be_kept
 from burst_plugin.megatron.cpu.redirection import is_enabled
+from burst_plugin.megatron.flags.arguments import flag_of
 from burst_plugin.megatron.planning import space
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.training.layer_memory import BF16, FP32
 from burst_plugin.training.memory import GIB, memory
 from burst_plugin.training.memory_choice import STATES, NextStep, loss_chunk, share_that_fits
 from burst_plugin.training.model_shape import ModelShape
@@ -31,12 +33,15 @@ _NEEDED = (  # arguments without which nothing is known
 _UNKNOWN = (  # arguments with which the planner's model of the memory is not right
     *("multi_latent_attention", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "num_experts"),
     *("experimental_attention_variant", "use_megatron_fsdp", "use_torch_fsdp2", "use_precision_aware_optimizer"),
+    *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
 _SIZES = (
     *_NEEDED,
     *_UNKNOWN,
     *("num_query_groups", "global_batch_size", "swiglu", "untie_embeddings_and_output_weights"),
-    "optimizer_cpu_offload",
+    *("optimizer_cpu_offload", "use_distributed_optimizer", "bf16", "fp16", "sequence_parallel"),
+    *("recompute_method", "recompute_num_layers"),
 )
 _REFERENCE_BYTES = 80 * GIB  # of a GPU, for chunks, which are alike on unlike GPUs
 
@@ -51,11 +56,15 @@ def with_chosen(strategy: Strategy, args: Any) -> Strategy:
     """
     if strategy.memory != AUTO or getattr(args, "recompute_granularity", None) != "full":
         return strategy
-    found = ((name, getattr(args, name, None)) for name in _SIZES)
-    values = tuple((name, str(value) if isinstance(value, list) else value) for name, value in found)
     on_gpu = torch.cuda.is_available() and not is_enabled()  # on CPUs Megatron is told that there is a GPU
     gpu_bytes = torch.cuda.get_device_properties().total_memory if on_gpu else None
-    return _chosen(strategy, values, gpu_bytes)
+    return _chosen(strategy, tuple(_sizes(args).items()), gpu_bytes)
+
+
+def _sizes(args: Any) -> dict[str, Any]:
+    """Return what Megatron's arguments say of a run, by name, as values that can be hashed; None for missing ones."""
+    found = ((name, getattr(args, name, None)) for name in _SIZES)
+    return {name: str(value) if isinstance(value, list) else value for name, value in found}
 
 
 @functools.lru_cache(maxsize=8)
@@ -84,7 +93,7 @@ def _local_tokens(sizes: dict[str, Any]) -> int:
 
 def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) -> NextStep | None:
     """Return a step of the run; None for a model that the planner does not know, and where no GPU is."""
-    if gpu_bytes is None or any(sizes[name] for name in _UNKNOWN) or not all(sizes[name] for name in _NEEDED):
+    if gpu_bytes is None or not all(sizes[name] for name in _NEEDED) or _uncounted(sizes):
         return None
     tensor, context = sizes["tensor_model_parallel_size"], sizes["context_parallel_size"]
     pipeline = sizes["pipeline_model_parallel_size"]
@@ -118,24 +127,47 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
     )
     cluster = Cluster(gpu_gib=gpu_bytes / GIB)
     parts = memory(model, setting, cluster).gpu
-    missing = sum(parts[name] for name in STATES)
-    return NextStep(model=model, setting=setting, cluster=cluster, free=gpu_bytes, states=missing)
+    item_bytes = BF16 if sizes["bf16"] or sizes["fp16"] else FP32
+    missing = sum(parts[name] for name in STATES) + parts["weights"] * (item_bytes / BF16 - 1)
+    if not sizes["use_distributed_optimizer"]:  # then each data-parallel rank has all of its states
+        missing += parts["optimizer"] * (context * data - 1)
+    return NextStep(
+        model=model, setting=setting, cluster=cluster, free=gpu_bytes, states=missing, item_bytes=item_bytes
+    )
 
 
-def in_words(given: Strategy, asked: Strategy) -> str:
+def _uncounted(sizes: dict[str, Any]) -> list[str]:
+    """Return the flags of a run with which the planner's model of its memory is not right."""
+    found = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
+    tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
+    if tensor > 1 and not sizes["sequence_parallel"]:
+        found.append(f"--tensor-model-parallel-size {tensor} without --sequence-parallel")
+    method, at_once = sizes["recompute_method"], sizes["recompute_num_layers"] or 1
+    is_whole = at_once * pipeline >= (sizes["num_layers"] or 0) if method == "block" else at_once == 1
+    if not is_whole:
+        found.append(f"--recompute-method {method} --recompute-num-layers {at_once}")
+    return found
+
+
+def in_words(given: Strategy, asked: Strategy, args: Any) -> str:
     """Return text for the user on the memory options that were chosen: which, why, and how to change them.
 
-    It is "" if nothing was chosen.
+    It names flags that keep attention from being kept, since its memory is not known with them. It is "" if nothing
+    was to be chosen.
 
     Args:
         given: the options before the choice.
         asked: the options after it.
+        args: Megatron's parsed arguments; None if its parser did not run.
     """
     said = []
     if asked.loss_chunk != given.loss_chunk:
         said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")
     if asked.kept_share != given.kept_share:
         said.append(f"attention is not computed again: keep_attention={asked.keep_attention!r}")
+    is_open = given.memory == AUTO and not asked.kept_share and not given.offload
+    if is_open and getattr(args, "recompute_granularity", None) == "full" and (flags := _uncounted(_sizes(args))):
+        said.append(f"attention is computed again, since its memory is not counted with {', '.join(flags)}")
     if not said:
         return ""
     return (
