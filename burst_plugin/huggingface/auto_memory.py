@@ -289,7 +289,7 @@ def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, ch
 
 def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> Iterator[str]:
     yield f'"auto", {tokens:,} tokens on a rank:'
-    chosen = list(_chosen(cp, model, tokens, chunk))
+    chosen = list(_chosen(cp, model, step, tokens, chunk))
     yield from chosen or ["none of the options takes effect at this length"]
     if step is not None:
         needs = step.needed(cp.strategy.keep_attention)
@@ -305,7 +305,7 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, 
     yield _TO_CHANGE
 
 
-def _chosen(cp: ContextParallel, model: Any, tokens: int, chunk: int) -> Iterator[str]:
+def _chosen(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> Iterator[str]:
     """Return a line for each option that is on and matters for this many tokens."""
     strategy, config = cp.strategy, model.config.get_text_config()
     if chunk and tokens > chunk:
@@ -313,9 +313,21 @@ def _chosen(cp: ContextParallel, model: Any, tokens: int, chunk: int) -> Iterato
         logits = f"{tokens * vocabulary * model.dtype.itemsize / GIB:.2f} GiB in one piece"
         yield f"loss in chunks of {chunk:,} tokens: its logits would take {logits}, and are computed if they are read"
     if strategy.mlp_chunk and tokens > strategy.mlp_chunk and mlps_can_be_cut(model):
-        yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens, since layers are computed again"
+        why = ", since layers are computed again" if "mlp_chunk" in cp.chosen else ""
+        yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens{why}"
     if recomputes(model):
         if strategy.kept_share:
             yield f"attention is not computed again: keep_attention={strategy.keep_attention!r}"
         else:
-            yield "attention is computed again: there is no room to keep it"
+            yield f"attention is computed again: {_why_again(cp, step)}"
+
+
+def _why_again(cp: ContextParallel, step: NextStep | None) -> str:
+    """Return why attention is not kept under checkpoints."""
+    if "keep_attention" not in cp.chosen:
+        if cp.strategy.offload:
+            return "with offload=True, keep_attention is yours to set"
+        return "checkpoints of this release of PyTorch cannot keep it"
+    if step is None:
+        return "it would take more than a tenth of the free memory, and no plan is made for this model"
+    return "there is no room to keep it on the fullest rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -285,6 +285,36 @@ def test_only_chunks_that_are_used_count() -> None:
     kept = ["all", "none", "none"]
     assert found[0]["read on rank 1"][:2] == ([chunked] * 2, kept)
     assert found[1]["read on rank 1"][:2] == ([chunked, whole], kept), "chosen anew by all ranks together"
+
+
+def _reasons(rank: int) -> list[str]:
+    """Return the line on why attention is computed again, by cause."""
+    found = []
+    for cause in ("offload", "release", "room", "unknown model"):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, offload=cause == "offload")
+        model, said = prepare(_model("llama")), io.StringIO()
+        model.gradient_checkpointing_enable()
+        with ExitStack() as changes:
+            changes.enter_context(redirect_stdout(said))
+            if cause == "release":
+                changes.enter_context(mock.patch.object(auto_memory, "attention_can_be_kept", return_value=False))
+            if cause in ("room", "unknown model"):
+                changes.enter_context(mock.patch.object(auto_memory, "_free_bytes", return_value=1))
+            if cause == "unknown model":
+                changes.enter_context(mock.patch.object(auto_memory, "shape_of", side_effect=KeyError))
+            model(**_given(cp), use_cache=False)
+        found += [line.strip() for line in said.getvalue().splitlines() if "attention is computed again" in line]
+    return found
+
+
+def test_the_reason_why_attention_is_computed_again_is_the_true_one() -> None:
+    reasons = [
+        "with offload=True, keep_attention is yours to set",
+        "checkpoints of this release of PyTorch cannot keep it",
+        "there is no room to keep it on the fullest rank",
+        "it would take more than a tenth of the free memory, and no plan is made for this model",
+    ]
+    assert run_ranks(_reasons, 1) == [[f"attention is computed again: {each}" for each in reasons]]
 
 
 def _recomputed(rank: int) -> list[str]:
