@@ -56,7 +56,7 @@ class HeldStates:
 
 @dataclass
 class _Counted:
-    """What the latest choice for a model has counted, and what its forwards have turned out to be.
+    """What the latest choice for a model on a ring has counted, and what its forwards have turned out to be.
 
     tokens: the tokens of a rank that were counted; 0 before the first choice.
     whole_logits: whether logits of all tokens at once were counted.
@@ -71,7 +71,7 @@ class _Counted:
 
 
 _STATES: WeakKeyDictionary[ContextParallel, HeldStates] = WeakKeyDictionary()
-_COUNTED: WeakKeyDictionary[Any, _Counted] = WeakKeyDictionary()  # by model
+_COUNTED: WeakKeyDictionary[ContextParallel, WeakKeyDictionary[Any, _Counted]] = WeakKeyDictionary()  # by model
 
 
 def note_states(cp: ContextParallel, states: HeldStates) -> None:
@@ -118,7 +118,8 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     if cp.strategy.memory != AUTO or not model.training or not torch.is_grad_enabled():
         return
     before, was_chosen = cp.strategy, "keep_attention" in cp.chosen
-    tokens, counted = tokens_of(shard, batch), _COUNTED.setdefault(model, _Counted())
+    tokens, of_ring = tokens_of(shard, batch), _COUNTED.setdefault(cp, WeakKeyDictionary())
+    counted = of_ring.setdefault(model, _Counted())
     is_first, is_longer = not counted.tokens, tokens > counted.tokens
     if is_longer:
         choose_chunks(cp, model, is_first=False)

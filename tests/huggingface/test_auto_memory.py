@@ -131,6 +131,24 @@ def test_steps_equal_one_rank_whatever_reads_logits(name: str, checkpoints: bool
     assert found["options"] == expected
 
 
+def _on_rings(rank: int) -> list[list[Any]]:
+    """What is chosen for a model on one ring, and then on another."""
+    model, chosen = prepare(_model("llama")), []
+    model.gradient_checkpointing_enable()
+    for _ in range(2):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        with _small_chunks():
+            model(**_given(cp), use_cache=False).loss.backward()
+        chosen.append([getattr(cp.strategy, name) for name in OPTIONS])
+        cp.close()
+    return chosen
+
+
+def test_each_ring_of_a_model_has_a_choice_of_its_own() -> None:
+    for chosen in run_ranks(_on_rings, 2):
+        assert chosen == [[ROWS, ROWS, "all"]] * 2
+
+
 def _off(rank: int) -> tuple[bool, dict[str, Any]]:
     with _small_chunks():
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, memory="off")
