@@ -36,16 +36,22 @@ _MODES = {  # that are right on a ring, and whether they may draw random numbers
     GenerationMode.BEAM_SAMPLE: True,
     GenerationMode.ASSISTED_GENERATION: True,
 }
-_RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_generation", default=None)
+_RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_generation")
+_OPEN: dict[object, ContextParallel | None] = {}  # rings of all open blocks, for threads: they do not inherit _RING
 
 
 @contextmanager
 def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
-    """Have `generate` make a `RingCache(cp)` in this context if it is called without a cache; None: its usual one."""
-    before = _RING.set(cp)
+    """Have `generate` make a `RingCache(cp)` in this block if it is called without a cache; None: its usual one.
+
+    This holds in other threads, too, unless they are in a block of their own: keep the block open until they end.
+    """
+    block, before = object(), _RING.set(cp)
+    _OPEN[block] = cp
     try:
         yield
     finally:
+        del _OPEN[block]
         _RING.reset(before)
 
 
@@ -62,7 +68,7 @@ def watch_generate() -> None:
 
 def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `GenerationMixin.generate`."""
-    cache, cp = ring_cache_of(kwargs.values()), _RING.get()
+    cache, cp = ring_cache_of(kwargs.values()), _RING.get((None, *_OPEN.values())[-1])
     if cache is None and cp is not None and all(kwargs.get(name) is None for name in CACHES):
         cache = RingCache(cp)
         kwargs = {**{name: x for name, x in kwargs.items() if name not in CACHES}, name_of_cache(type(model)): cache}
@@ -74,14 +80,15 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     given = by_name(original, (model, *args), kwargs)
     _compare_settings(cache.cp, model, given)
     cache.in_forward, cache.gets_all_tokens = False, name_here == OWN_NAME
+    before = _RING.set(None)  # in this thread alone: a model that assists has a cache of its own
     try:
-        with ring_for_generation(None):  # a model that assists has a cache of its own
-            found = original(model, *args, **kwargs)
+        found = original(model, *args, **kwargs)
     except Exception as error:  # of any kind: the other ranks must know of it
         if not cache.in_forward:  # else they do
             tell(cache.cp, error)
         raise
     finally:
+        _RING.reset(before)
         cache.gets_all_tokens = False
     sequences = found if isinstance(found, Tensor) else found.sequences
     prompt = given.get("inputs", given.get("input_ids"))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, StoppingCriteria, StoppingCriteriaList
 
 from burst_plugin import Causal, ContextParallel, Scores, Topology
 from burst_plugin.huggingface import RingCache, prepare
@@ -206,6 +207,33 @@ def test_all_logits_are_there_if_asked_for_and_every_generate_may_run_on_the_rin
         torch.testing.assert_close(logits[real], truth[real], rtol=2e-5, atol=2e-5)
         assert torch.equal(sequences, generated(model, PROMPT, 3).sequences)
         assert on_the_ring == [True, True]
+
+
+def test_threads_in_a_block_generate_on_the_ring() -> None:
+    def tell(cp: ContextParallel | None) -> list[Any]:
+        model, told = model_of("llama") if cp is None else prepare(model_of("llama")), []
+
+        def generate() -> None:
+            told.append(generated(model, PROMPT[:1], 3, assistant_model=assistant()))
+
+        def in_thread() -> None:
+            thread = Thread(target=generate)
+            thread.start()
+            thread.join()
+
+        with ring_for_generation(cp):
+            in_thread()
+            with ring_for_generation(None):
+                in_thread()
+            generate()
+        in_thread()
+        return [(x.sequences, next(type(c).__name__ for c in x.values() if isinstance(c, Cache))) for x in told]
+
+    truth = tell(None)
+    for found in on_ring(tell):
+        assert [kind for _, kind in found] == ["RingCache", "DynamicCache", "RingCache", "DynamicCache"]
+        for (sequences, _), (expected, _) in zip(found, truth, strict=True):
+            assert torch.equal(sequences, expected)
 
 
 class Odd(StoppingCriteria):  # type: ignore[misc]
