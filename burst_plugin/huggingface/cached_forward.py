@@ -254,7 +254,8 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         tell(cache.cp, error)
         raise
     try:
-        layers, last = (_windows(model), _indexed(model)), given.get("logits_to_keep") == 1
+        layers, kept = (_windows(model), _indexed(model)), given.get("logits_to_keep")
+        last = kept if isinstance(kept, int) and kept > 0 else 0
         states = states_of(model.config.get_text_config()) if any(mixers(model)) else None
         cache.longest = tokens.longest
         turn = cache.begin_turn(layers, states, tokens.real, tokens.ids, last)

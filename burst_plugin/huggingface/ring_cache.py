@@ -16,6 +16,7 @@ from burst_plugin.huggingface.recurrent.states import XLSTM, LayerStates
 from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.attending import CachedExtras
 from burst_plugin.inference.columns import Columns
+from burst_plugin.inference.gathering import gathered_ends
 from burst_plugin.ring.agreement import error_text
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.mask import Both
@@ -73,7 +74,7 @@ class RingCache(Cache):
         self._seen = torch.ones(0, 0, dtype=torch.bool, device="cpu")
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
-        self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
+        self._last, self._is_whole = 0, False  # what is asked of the turn, and whether that is brought together
         self.marked: MarkedTurn | None = None  # types of the turn's tokens, by which masks are made
         self._in_groups: frozenset[int] = frozenset()  # rows that end in a group, the rest of which must not follow
         self._ending_in_groups = self._in_groups  # after the turn
@@ -154,7 +155,7 @@ class RingCache(Cache):
         states: LayerStates | None,
         new: Tensor,
         ids: Tensor,
-        last: bool,
+        last: int,
     ) -> Turn | Columns:
         """Begin the turn of a forward, and return which of its new tokens this rank computes; collective.
 
@@ -165,7 +166,7 @@ class RingCache(Cache):
                 models.
             new: bool [B, n], which of the new tokens are no padding.
             ids: integers, the ids of the new tokens without padding, which ranks compare.
-            last: whether only logits of each row's last token are asked for.
+            last: of how many last columns of the forward logits are asked for; 0 for all.
 
         Returns:
             The `Turn`, or for recurrent layers the `Columns` of a turn of more than one token.
@@ -320,30 +321,25 @@ class RingCache(Cache):
         return self.states.own[XLSTM]
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all the turn's tokens, [B, n, H]; collective where ranks share the tokens.
+        """Return the hidden states whose logits are asked for, [B, n, H]; collective where ranks share the tokens.
 
         hidden: the hidden states that this rank has computed.
 
-        n is the number of new tokens of the forward, padding included, for which there are zeros. If only logits of
-        the last token are asked for, the result is [B, 1, H].
+        n is the number of columns of the forward, or of its last ones that logits are asked for. Padding has zeros.
         """
-        assert self._kv is not None
         assert self._turn is not None
         assert self._new is not None
-        turn, new, self._is_whole = self._turn, self._new, True
+        new, self._is_whole = self._new[:, -self._last :], True
+        counts = new.sum(1).tolist()
         if self.states is not None and self.states.columns is not None:
-            found = self.states.columns.gather(hidden, last=self._last)
-            return found.unsqueeze(1) if self._last else self._in_columns_of_forward(found, new)
-        if self._last and not turn.replicated:
-            return self._kv.gather(hidden, last=True).unsqueeze(1)
-        if self._last:
-            ends = torch.tensor(turn.lengths, device=hidden.device) - 1
-            return hidden[torch.arange(len(ends), device=hidden.device), ends].unsqueeze(1)
-        return self._in_columns_of_forward(hidden if turn.replicated else self._kv.gather(hidden), new)
+            found = self.states.columns.gather(hidden, last=max(counts))
+        else:
+            found = gathered_ends(self.cp, self._turn, hidden, counts)
+        return self._in_columns_of_forward(found, new)
 
     @staticmethod
     def _in_columns_of_forward(whole: Tensor, new: Tensor) -> Tensor:
-        """Return [B, columns of the forward, ...] of the rows of a turn, [B, T, ...]; 0 for padding."""
+        """Return [B, columns, ...] of the rows of their tokens, [B, T, ...]; 0 for padding."""
         if bool(new.all()):
             return whole
         columns = whole.new_zeros(*new.shape, *whole.shape[2:])

@@ -159,7 +159,7 @@ class Columns:
             ...], if the turn is `replicated`. They are what `KVCache.attend` takes.
         """
         if self.turn.replicated:
-            return [self._rows(x) for x in xs]
+            return [self.gather(x) for x in xs]
         route = self._route
         return self._exchanged(xs, route.computed, route.to_store, route.stored, route.to_compute, self.turn.size)
 
@@ -199,23 +199,20 @@ class Columns:
             at += width
         return found
 
-    def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
-        """Return all new tokens [B, T, ...] on every rank, from each rank's columns; collective.
+    def gather(self, x: Tensor, *, last: int | None = None) -> Tensor:
+        """Return new tokens [B, n, ...] on every rank, from each rank's columns; collective.
 
-        Rows are padded at their ends with anything. With `last` it is only the last new token of each row, [B, ...].
-        `x` is [B, columns, ...]. Results are equal to the bit on every rank.
+        x: [B, columns, ...].
+        last: how many last new tokens of each row to return, n, at most that of the longest row; None for all.
+
+        Shorter rows are padded at their ends with anything. Results are equal to the bit on every rank.
         """
-        if not last:
-            return self._rows(x)
-        self._compare("the last column", (x,))
-        return (x if self.cp.ranks == 1 else of_ranks(self.cp, x[:, -1:])[-1])[:, -1]
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Return [B, T, ...] of the columns of all ranks, rows padded with anything at their ends; collective."""
-        self._compare("all columns", (x,))
-        whole = x if self.cp.ranks == 1 else torch.cat(of_ranks(self.cp, x), 1)
-        token = torch.arange(max(self.turn.lengths), device="cpu")
-        return _taken(whole, (token + self.padding).clamp(max=self.total - 1))
+        size = max(self.turn.lengths) if last is None else last
+        self._compare(f"the last {size} tokens of columns", (x,))
+        ends = x[:, -size:]
+        whole = ends if self.cp.ranks == 1 else torch.cat(of_ranks(self.cp, ends), 1)
+        first = whole.shape[1] - torch.tensor(self.turn.lengths, device="cpu").clamp(max=size).unsqueeze(1)
+        return _taken(whole, (first + torch.arange(size, device="cpu")).clamp(max=whole.shape[1] - 1))
 
     def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return this rank's columns after the `width` tokens before them, and rows' last `width` tokens; collective.

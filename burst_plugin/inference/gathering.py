@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from hashlib import blake2b
 
 import torch
@@ -55,6 +56,26 @@ def gathered(cp: ContextParallel, turn: Turn | None, x: Tensor, last: bool) -> T
         last_of_ranks = of_ranks(cp, _last(x, now.counts))
         return torch.stack([last_of_ranks[(stop - 1) % now.ranks][row] for row, stop in enumerate(now.stops)])
     return _whole(cp, now, x)
+
+
+def gathered_ends(cp: ContextParallel, turn: Turn, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the last tokens of each row of a turn on every rank; collective where ranks share the turn's tokens.
+
+    Args:
+        cp: the ring.
+        turn: the turn.
+        x: [B, size, ...], values of this rank's tokens.
+        counts: how many of its new tokens to return, for each row.
+
+    Returns:
+        [B, max(counts), ...], rows padded with zeros at their ends.
+    """
+    starts = tuple(stop - count for stop, count in zip(turn.stops, counts, strict=True))
+    ends = replace(turn, starts=starts, known={})
+    own = x.new_zeros(len(x), ends.size, *x.shape[2:])
+    for row, (stop, count) in enumerate(zip(turn.counts, ends.counts, strict=True)):
+        own[row, :count] = x[row, stop - count : stop]
+    return own if ends.replicated else gathered(cp, ends, own, last=False)
 
 
 def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:

@@ -209,6 +209,39 @@ def test_all_logits_are_there_if_asked_for_and_every_generate_may_run_on_the_rin
         assert on_the_ring == [True, True]
 
 
+def test_only_the_last_columns_that_logits_are_asked_for_are_brought_together() -> None:
+    ids, mask = torch.cat([PROMPT, PROMPT[:1]]), torch.cat([PADDING, torch.zeros_like(PADDING[:1])])
+    mask[2, [20, 22, 49]] = 1  # a row with fewer tokens than there are ranks, and padding among them
+
+    def tell(cp: ContextParallel | None) -> tuple[list[Any], list[torch.Tensor]]:
+        model, sizes = model_of("llama") if cp is None else prepare(model_of("llama")), []
+        model.base_model.register_forward_hook(lambda *args: sizes.append(list(args[2][0].shape)))
+
+        def cache() -> RingCache | None:
+            return None if cp is None else RingCache(cp)
+
+        drafted, found = PROMPT[:1, :9].repeat(1, 4), []
+        for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant()}):
+            before = len(sizes)
+            found.append(torch.stack(generated(model, drafted, 5, cache(), **options).logits))
+            del sizes[before + 1 :]  # the first forward has the prompt and a draft
+        for length, keep in ((50, 2), (50, 3), (50, 29), (50, 99), (7, 5)):  # the last one on every rank
+            tokens = {"input_ids": ids[:, -length:], "attention_mask": mask[:, -length:]}
+            tokens["position_ids"] = (tokens["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            with torch.no_grad():
+                found.append(model(**tokens, **{NAME: cache()}, logits_to_keep=keep).logits)
+        return sizes, found
+
+    truth = tell(None)[1]
+    for sizes, found in on_ring(tell):
+        assert [size[1] for size in sizes] == [4, sizes[1][1], 2, 3, 29, 50, 5]
+        assert 2 <= sizes[1][1] < 36
+        for number, (logits, expected) in enumerate(zip(found, truth, strict=True)):
+            real = mask[:, -logits.shape[1] :].bool() if number > 1 else torch.ones(logits.shape[:2]) > 0
+            torch.testing.assert_close(logits[real], expected[real], rtol=2e-5, atol=2e-5)
+            assert not logits[~real].any()
+
+
 def test_threads_in_a_block_generate_on_the_ring() -> None:
     def tell(cp: ContextParallel | None) -> list[Any]:
         model, told = model_of("llama") if cp is None else prepare(model_of("llama")), []

@@ -6,6 +6,7 @@ import random
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from burst_plugin import ContextParallel
 from burst_plugin.inference import KVCache
@@ -27,6 +28,9 @@ def drawn(cp: ContextParallel, seed: int) -> list[str]:
     x = torch.randn(rows, max(lengths), 3, generator=generator, dtype=torch.float64)
     y = torch.randn(rows, max(lengths), generator=generator).bfloat16()
     real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    size = draw.randint(1, max(lengths))
+    ends = pad_sequence([row[max(0, n - size) : n] for row, n in zip(x, lengths, strict=True)], batch_first=True)
+    at_ends = torch.arange(size) < torch.tensor(lengths).unsqueeze(1)
     mine, valid = columns.take(x), columns.valid
     stored, other = columns.to_storage([mine, columns.take(y)])
     wrong = []
@@ -36,7 +40,7 @@ def drawn(cp: ContextParallel, seed: int) -> list[str]:
         ("from storage", columns.from_storage(stored), mine, valid),
         ("padding", columns.from_storage(stored), torch.zeros_like(mine), ~valid),
         ("whole", columns.gather(mine), x, real),
-        ("last", columns.gather(mine, last=True), x[range(rows), [n - 1 for n in lengths]], slice(None)),
+        (f"last {size}", columns.gather(mine, last=size), ends, at_ends),
     ):
         if not torch.equal(found[at], expected[at]):
             wrong.append(f"{seed}: {name}")
