@@ -55,8 +55,8 @@ def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
         _RING.reset(before)
 
 
-def watch_generate() -> None:
-    """Replace `GenerationMixin.generate` of transformers by one that takes a `RingCache`.
+def watch_generate(kind: type[Any]) -> None:
+    """Replace `GenerationMixin.generate` of transformers by one that takes a `RingCache`, for models of class `kind`.
 
     Repeated calls change nothing. With such a cache it raises ValueError on every rank if ranks differ in settings,
     images or results, or if an option is not supported. Without one it runs as before, but for calls within
@@ -64,6 +64,10 @@ def watch_generate() -> None:
     """
     if not hasattr(GenerationMixin.generate, _MARK):
         setattr(wrap(GenerationMixin, "generate", _generate), _MARK, True)
+    usual = GenerationMixin.prepare_inputs_for_generation
+    prepare = getattr(kind, usual.__name__, usual)
+    if prepare is not usual and not hasattr(prepare, _MARK):
+        setattr(wrap(kind, usual.__name__, _prepare_inputs), _MARK, True)
 
 
 def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +100,27 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     compared = {"sequences": list(sequences.shape), "new tokens": TensorValues(new.flatten())}
     cache.cp.agree(compared, of="the end of generate")
     return found
+
+
+def _prepare_inputs(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Replace a class's `prepare_inputs_for_generation`: put a `RingCache` that the model leaves out back, emptied.
+
+    Phi-3 leaves it out where a text becomes longer than `original_max_position_embeddings`, to compute it again with
+    other rotary embeddings. Raises ValueError if the beginning of the text is not there.
+    """
+    inputs: dict[str, Any] = original(model, *args, **kwargs)
+    cache = ring_cache_of((*args, *kwargs.values()))
+    if cache is None or ring_cache_of(inputs.values()) is not None:
+        return inputs
+    positions = inputs.get("position_ids")
+    if positions is not None and bool(positions[..., :1].any()):  # the first token has another one than 0
+        raise ValueError(
+            f"{type(model).__name__}.generate with a RingCache: the model leaves its cache to compute a text of this "
+            "length again, with other rotary embeddings, but did not get its beginning; give generate input_ids of "
+            "all tokens so far, and leave prefill_chunk_size out"
+        )
+    cache.reset()
+    return {**inputs, name_of_cache(type(model)): cache}
 
 
 def name_of_cache(kind: type[Any] = GenerationMixin) -> str:

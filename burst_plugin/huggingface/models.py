@@ -98,12 +98,12 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
     averages gradients over the ranks of the ring, as DeepSpeed does, rather than adding them.
     """
     register_attention()
-    watch_generate()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if adapt(pretrained) or is_recurrent_alone(pretrained):  # transformers would leave them as they are
             pretrained.config._attn_implementation = ATTN_IMPLEMENTATION
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(_implementations(pretrained.config))
+        watch_generate(type(pretrained))
         _switch_copied_layers(pretrained)
         use_router_losses(pretrained, averages_gradients)
         use_longest_positions(pretrained)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Cache, StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, Phi3Config, PhimoeConfig, StoppingCriteria, StoppingCriteriaList
 
 from burst_plugin import Causal, ContextParallel, Scores, Topology
 from burst_plugin.huggingface import RingCache, prepare
@@ -269,6 +269,47 @@ def test_threads_in_a_block_generate_on_the_ring() -> None:
             assert torch.equal(sequences, expected)
 
 
+def growing(kind: type[Any]) -> Any:
+    """A model that has other rotary embeddings in texts of more than 55 tokens."""
+    lengths = {"original_max_position_embeddings": 55, "max_position_embeddings": 220}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [5.0, 4.0, 3.0, 2.0],
+    }
+    if kind is PhimoeConfig:
+        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None, "initializer_range": 0.15}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return build(Run(model=kind(rope_parameters={**rope, **lengths}, **lengths, **sizes, **heads, **ends))).eval()
+
+
+def test_texts_that_outgrow_short_rotary_embeddings_stay_on_the_ring() -> None:
+    def tell(cp: ContextParallel | None) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        found = []
+        for kind in (Phi3Config, PhimoeConfig):
+            model, sizes = growing(kind) if cp is None else prepare(growing(kind)), []
+            model.base_model.layers[0].register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))  # noqa: B023
+            for options in ({"attention_mask": PADDING}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}):
+                ids = PROMPT[:1, :10].repeat(1, 5) if "prompt_lookup_num_tokens" in options else PROMPT
+                given = options if cp is None else {**options, NAME: RingCache(cp)}
+                told = generated(model, ids, 9, **given)
+                found.append((told.sequences, torch.stack(told.logits), list(sizes)))
+                sizes.clear()
+        return found
+
+    truth, by_rank = tell(None), on_ring(tell)
+    for number, (sequences, logits, sizes) in enumerate(truth):
+        assert max(sizes[1:]) > 50
+        for found in by_rank:
+            assert torch.equal(found[number][0], sequences)
+            torch.testing.assert_close(found[number][1], logits, rtol=2e-5, atol=2e-5)
+        for size, *of_ranks in zip(sizes, *(found[number][2] for found in by_rank), strict=True):
+            assert sum(of_ranks) == (size if size > 2 * RANKS else size * RANKS)
+
+
 class Odd(StoppingCriteria):  # type: ignore[misc]
     """Stops, or fails, after four tokens on rank 1."""
 
@@ -366,6 +407,13 @@ def test_what_is_not_right_on_a_ring_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"do not count the tokens of each row from \[33, 50\] on"):
             model(PROMPT[:, :1], attention_mask=mask, position_ids=torch.zeros(2, 1), **{NAME: cache})
         assert cache.lengths == (33, 50)
+    outgrown, cache = prepare(growing(Phi3Config)), RingCache(ContextParallel())
+    generated(outgrown, PROMPT, 2, cache)
+    with pytest.raises(
+        ValueError, match="give generate input_ids of all tokens so far, and leave prefill_chunk_size"
+    ):
+        generated(outgrown, torch.cat([PROMPT, PROMPT], 1)[:, :60], 2, cache, attention_mask=torch.ones(2, 111))
+    assert cache.lengths == (51, 51)
     x = torch.ones(2, 2, 1, 8)
     with pytest.raises(ValueError, match="keys and values that it did not store in the RingCache"):
         cache.attend("a layer", (x, x, x), Causal(), Scores(), None)
