@@ -78,6 +78,15 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         kwargs = {**{name: x for name, x in kwargs.items() if name not in CACHES}, name_of_cache(type(model)): cache}
     if cache is None:
         return original(model, *args, **kwargs)
+    # A new thread has GPU 0 as its current one, but a group of processes communicates on the current GPU.
+    with torch.cuda.device(model.device if model.device.type == "cuda" else -1):
+        return _generate_on_ring(original, cache, model, *args, **kwargs)
+
+
+def _generate_on_ring(
+    original: Callable[..., Any], cache: RingCache, model: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `generate` with a `RingCache` that is among its arguments, and compare settings and results of ranks."""
     # Releases call it differently, and warn of what others call it.
     name_here = name_of_cache(type(model))
     kwargs = {name_here if x is cache else name: x for name, x in kwargs.items()}

@@ -310,6 +310,17 @@ def test_texts_that_outgrow_short_rotary_embeddings_stay_on_the_ring() -> None:
             assert sum(of_ranks) == (size if size > 2 * RANKS else size * RANKS)
 
 
+def test_the_gpu_of_the_model_is_the_current_one_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(device: Any) -> None:
+        raise RuntimeError(f"the current GPU is {device}")
+
+    model = prepare(model_of("llama"))
+    monkeypatch.setattr(torch.cuda, "device", of)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda", 3))
+    with pytest.raises(RuntimeError, match="the current GPU is cuda:3"):
+        generated(model, PROMPT, 1, RingCache(ContextParallel()))
+
+
 class Odd(StoppingCriteria):  # type: ignore[misc]
     """Stops, or fails, after four tokens on rank 1."""
 
