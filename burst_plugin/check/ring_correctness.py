@@ -154,19 +154,18 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
 
 
 def _run_steps(world: World, ring: RingCase, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
-    """Run some steps on this rank; return its errors, the kernel, and what its traffic was and should have been."""
+    """Run some steps on this rank; return its errors by step, the kernel, and its traffic with what it should be."""
     heads = heads_for(world.size)
     problem = Problem.draw((ring.tokens, ring.tokens), heads, (_DIM, _DIM), dtype, world.device)
     cps = [world.ring(**{"kernel": kernel, **ring.options}) for _ in range(ring.rings)]
     tokens, outside = Tokens(ring.tokens), world.outside_bytes()
-    for number in range(steps * ring.rings):
-        cp = cps[number % ring.rings]
-        results = _step(cp, problem, ring, tokens)
+    # A comparison waits for the GPU, and steps have to follow each other without that: all are compared at the end.
+    by_step = [_step(cps[number % ring.rings], problem, ring, tokens) for number in range(steps * ring.rings)]
     world.synchronize()
     outside = world.outside_bytes() - outside
     expected = definition(problem, ring.allowed(world.device))
     expected_here = [cps[0].shard(x, 2 if x.dim() == 3 else 1, tokens) for x in expected]
-    errors = differences(results, expected_here)
+    errors = [differences(results, expected_here) for results in by_step]
     traffic = [(cp.traffic(), cp.expected_traffic()) for cp in cps]
     for cp in cps:
         cp.close()
@@ -194,7 +193,8 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
     if error_message:
         return Finding(CORRECTNESS, FAILED, ring.name, error_message, {}, seconds)
     values = [outcome.value for outcome in outcomes]
-    largest = [worst(value["errors"]) for value in values]  # (result, error) by rank
+    errors = [_largest_of_steps(value["errors"]) for value in values]
+    largest = [worst(of_rank) for of_rank in errors]  # (result, error) by rank
     rank = max(range(world.size), key=lambda other: (math.isnan(largest[other][1]), largest[other][1]))
     result, error = largest[rank]
     kernel = values[rank]["kernel"]
@@ -202,8 +202,11 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
     if not error <= bound:
         wrong_ranks = [other for other, (_, value) in enumerate(largest) if not value <= bound]
         where = "on every rank" if len(wrong_ranks) == world.size else f"on {', '.join(map(world.name, wrong_ranks))}"
-        wrong_results = ", ".join(name for name, value in values[rank]["errors"].items() if not value <= bound)
-        text = f"{wrong_results} off by up to {error:.1e} (bound {bound:.0e}), {where}; kernel {kernel}"
+        wrong_results = ", ".join(name for name, value in errors[rank].items() if not value <= bound)
+        by_step = zip(*(value["errors"] for value in values), strict=True)  # of all ranks
+        wrong_steps = [any(not worst(of_rank)[1] <= bound for of_rank in step) for step in by_step]
+        when = f"first in step {wrong_steps.index(True) + 1} of {len(wrong_steps)}"
+        text = f"{wrong_results} off by up to {error:.1e} (bound {bound:.0e}), {where}, {when}; kernel {kernel}"
         return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
     for other, value in enumerate(values):
         if value["traffic"]:
@@ -211,6 +214,15 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
             return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
     text = f"largest error {error:.1e} ({result}, rank {rank}), kernel {kernel}, bytes as scheduled"
     return Finding(CORRECTNESS, OK, ring.name, text, figures, seconds)
+
+
+def _largest_of_steps(by_step: list[dict[str, float]]) -> dict[str, float]:
+    """Return the largest error of every result; NaN counts as larger than any."""
+
+    def largest(name: str) -> float:
+        return max((errors[name] for errors in by_step), key=lambda error: (math.isnan(error), error))
+
+    return {name: largest(name) for name in by_step[0]}
 
 
 def first_error(outcomes: list[Outcome]) -> str:

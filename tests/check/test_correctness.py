@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from burst_plugin.check import ring_correctness
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
 from burst_plugin.check.kernel_correctness import check_kernels
 from burst_plugin.check.ring_correctness import check_rings
@@ -94,6 +95,25 @@ def test_a_ring_names_the_rank_whose_results_are_wrong() -> None:
     assert wrong.verdict == FAILED
     assert "dv off by up to" in wrong.text
     assert "kernel torch_cpu" in wrong.text
+
+
+def _in_first_step() -> Any:
+    """Only the first of the two steps of a ring is wrong."""
+    right, calls = ring_correctness._step, []
+
+    def wrong(*arguments: Any) -> Any:
+        calls.append(arguments)
+        out, *others = right(*arguments)
+        return out * 1.5 if len(calls) % 2 else out, *others
+
+    return mock.patch.object(ring_correctness, "_step", wrong)
+
+
+def test_every_step_of_a_ring_is_compared() -> None:
+    first, _ = run_ranks(_rings, 2, _in_first_step)
+    assert [each.verdict for each in first] == [FAILED, FAILED]
+    assert "out off by up to 5.0e-01 (bound 1e-05), on rank 1" in first[0].text
+    assert "first in step 1 of 2" in first[0].text
 
 
 @pytest.mark.alone
