@@ -43,7 +43,8 @@ class Widths:
     row, stream, gathered: [tokens, hidden] outside attention, between layers, and gathered from tensor-parallel
         ranks.
     q, kv, kv_inside, out, lse: of attention; `kv_inside` after an exchange of heads.
-    mlp: one tensor [tokens, ffn]. routed: the tokens that go to experts, once for each.
+    mlp: one tensor [tokens, ffn]. routed: the tokens that go to experts, once for each. weighted: their results,
+        times routing weights.
     """
 
     def __init__(self, model: ModelShape, setting: Setting) -> None:
@@ -63,6 +64,7 @@ class Widths:
         self.mlp = BF16 * model.mlp_width / tensor * tokens  # one tensor [tokens, ffn]
         self.inside = tokens / tensor  # tokens of a mixer, as if it had them with all its heads
         self.routed = BF16 * model.hidden * model.active * self.outside  # tokens, once for each expert that sees them
+        self.weighted = self.routed * (1 if model.routed_in_16_bits else FP32 / BF16)
 
     @property
     def kept_attention(self) -> float:
@@ -117,8 +119,13 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
 
 
 def _mlp_kept(model: ModelShape, setting: Setting) -> int:
-    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product."""
-    return setting.code.mlp_kept - (2 if setting.code.mlp_kept > 3 else 1) * (model.matrices == 2)
+    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product.
+
+    In single operations a clamped MLP keeps gate and up before and after they are clamped, and the gate's sigmoid.
+    """
+    is_plain = setting.code.mlp_kept > 3
+    more = 3 if is_plain and model.clamped_mlp else 0
+    return setting.code.mlp_kept + more - (2 if is_plain else 1) * (model.matrices == 2)
 
 
 def _saved_by_attention(model: ModelShape, setting: Setting, w: Widths) -> Moment:
@@ -297,6 +304,8 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     share = _chunk_share(setting, w)
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
+    if model.experts and setting.code.weighs_results:
+        inside = max(inside, _experts_backward(model, setting, w))
     if setting.mlp_chunk:
         inside += _mlp_kept(model, setting) * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
     moment = {"gradients inside the MLP": inside * share}
@@ -308,6 +317,20 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
         weights = model.mlp_parameters / setting.tensor
         moment["gradients of the MLP's weights"] = weights * (FP32 + BF16) if setting.mlp_chunk else 0.0
     return moment
+
+
+def _experts_backward(model: ModelShape, setting: Setting, w: Widths) -> float:
+    """Return the most bytes of gradients inside experts whose results are multiplied by routing weights.
+
+    What the forward pass has saved, and the backward pass has freed by then, is taken off.
+    """
+    weights = 0.0
+    if setting.zero != 3 and setting.code.sums_weights:  # sharded, gradients of all weights of a layer count already
+        weights = BF16 * model.experts * model.hidden * model.ffn / setting.tensor  # gradients of one projection
+    of_product = 3 * w.weighted  # of the product, in two orders of tokens, and what routing weights' sum up
+    of_down = w.mlp + weights  # and of results of experts, in place of the results
+    of_up = (model.matrices - 1) * (w.mlp + weights) - _mlp_kept(model, setting) * w.mlp  # and of tokens
+    return max(of_product, of_down, of_up)
 
 
 def _waiting(setting: Setting, side: float) -> int:

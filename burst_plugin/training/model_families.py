@@ -161,6 +161,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+# Families of transformers whose routers multiply results of experts by weights in 16 bits. Others' weights, and with
+# them the products, are float32, whatever the type of the router's own parameters is.
+ROUTED_IN_16_BITS = frozenset(
+    """
+    aria_text cohere2_moe ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+    jamba laguna mellum mistral4 olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_omni_moe_text
+    qwen3_vl_moe_text
+    """.split()  # noqa: SIM905
+)
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}
 )

@@ -18,7 +18,7 @@ from burst_plugin.checks import as_whole, shown
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, is_sparse, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
-from burst_plugin.training.model_families import defaults_of
+from burst_plugin.training.model_families import ROUTED_IN_16_BITS, defaults_of
 from burst_plugin.training.tower_families import Media, text_of
 
 
@@ -29,6 +29,8 @@ class ModelShape:
     ffn: width of the MLP, 0 for none; with experts each one's. matrices: its projections: gate, up and down, or 2.
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
+    clamped_mlp: whether gate and up are clamped, as gpt-oss's are.
+    routed_in_16_bits: whether routing weights, which multiply results of experts, are in 16 bits; else in float32.
     qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
     wide_norms: whether transformers' code multiplies by the weights of norms in float32.
     wide_stream: whether hidden states are float32 between layers.
@@ -54,6 +56,8 @@ class ModelShape:
     experts: int = 0
     active: int = 0
     shared_ffn: int = 0
+    clamped_mlp: bool = False
+    routed_in_16_bits: bool = False
     matrices: int = 3
     qk_norm: bool = False
     query_gate: bool = False
@@ -295,6 +299,8 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
+        clamped_mlp=kind == "gpt_oss",
+        routed_in_16_bits=kind in ROUTED_IN_16_BITS,
         wide_norms=family is not None and family.wide_norms,
         in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,
         qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),

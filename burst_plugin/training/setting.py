@@ -23,6 +23,7 @@ class Code:
     logit_bytes: bytes per element of whole logits while their loss is at work: in 16 bits, and copies in float32.
     sums_weights: gradients of weights come out of a backward pass as tensors, and chunks are summed up in float32;
         else they are added to the optimizer's gradients where they arise.
+    weighs_results: results of experts are multiplied by routing weights, each by itself; else what is inside experts.
     plain_mixers: norms of mixers, with their gates, are written in single operations; else one kernel each.
     waiting: how many results of tiles wait until they are added up; 1 without the fused kernel for GPUs.
     workspace: bytes that a backward kernel takes per element of q, for sums of dq in float32.
@@ -33,6 +34,7 @@ class Code:
     logit_bytes: int
     sums_weights: bool
     plain_mixers: bool = False
+    weighs_results: bool = False
     waiting: int = 4
     workspace: int = 4
 
@@ -43,7 +45,14 @@ class Code:
         fused_norms: whether norms are one kernel each, as with Liger; norms of mixers are single operations in any
             case.
         """
-        return cls(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True, plain_mixers=True)
+        return cls(
+            plain_norms=not fused_norms,
+            mlp_kept=4,
+            logit_bytes=12,
+            sums_weights=True,
+            plain_mixers=True,
+            weighs_results=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

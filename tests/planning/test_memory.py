@@ -16,7 +16,7 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.training.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.training.memory import GIB, memory
-from burst_plugin.training.model_shape import MODELS, ModelShape
+from burst_plugin.training.model_shape import MODELS, ModelShape, shape_of
 from burst_plugin.training.setting import Code, Setting
 from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
@@ -61,6 +61,34 @@ def test_a_step_takes_what_the_plan_says(
     measured = activation_bytes(shape, setting).peak
     print(f"{changes} {tokens} {recompute} plain {plain_norms}: {expected / measured:.4f} {moment}")
     assert moment == fullest or not plain_norms
+    assert expected == pytest.approx(measured, rel=0.05)
+
+
+_EXPERTS: dict[str, dict[str, Any]] = {  # as in a config.json
+    "glm4_moe": {"n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 256},
+    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 256},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 384},
+    "gpt_oss": {"num_local_experts": 32, "intermediate_size": 512},
+}
+
+
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", _EXPERTS)
+@pytest.mark.parametrize(("active", "tokens"), [(4, 4096), (2, 512)])  # with few tokens gradients of weights are more
+def test_a_step_with_experts_takes_what_the_plan_says(kind: str, active: int, tokens: int) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": active}
+    more = {"pad_token_id": None, "eos_token_id": None, "first_k_dense_replace": 0}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **more, **_EXPERTS[kind])
+    shape = shape_of(config.to_dict(), kind)
+    setting = Setting(tokens=tokens, code=measured_code(), recompute="full")
+    expected, moment = said(shape, setting)
+    measured = activation_bytes(shape, setting, config=config).peak
+    print(f"{kind} {tokens} tokens, {active} experts: {expected / measured:.4f} {moment}")
+    assert moment == "MLP, backward"
     assert expected == pytest.approx(measured, rel=0.05)
 
 

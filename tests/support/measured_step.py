@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,9 +38,7 @@ _AUTOCAST = {  # which knows no "meta"
 
 def measured_code() -> Code:
     """Return what the code of this step keeps: on a CPU results do not wait, and kernels' workspaces are not seen."""
-    return Code(
-        plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True, plain_mixers=True, waiting=1, workspace=0
-    )
+    return replace(Code.of_modules(fused_norms=False), waiting=1, workspace=0)
 
 
 def _nothing(model: Any, setting: Setting) -> None:
