@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import shown
+from burst_plugin.training.expert_layers import sparse_layers
 from burst_plugin.training.mixers import (
     TokenMixer,
     decay_attention,
@@ -133,14 +134,6 @@ def _interleaved(config: Config, layers: int) -> list[str]:
     return layer_kinds(config, layers) or usual
 
 
-def is_sparse(config: Config, layer: int) -> bool:
-    """Return whether layer number `layer`, from 0, has experts, by the keys that Qwen's and DeepSeek's files use."""
-    if layer in (config.get("mlp_only_layers") or ()):
-        return False
-    step = config.get("decoder_sparse_step") or 1
-    return (layer + 1) % step == 0 and layer >= (config.get("first_k_dense_replace") or 0)
-
-
 def _qwen_next(config: Config, size: Size) -> list[Layer]:
     layers = size("num_hidden_layers")
     attention = _attention(config, size, qk_norm=True, query_gate=True)
@@ -149,7 +142,8 @@ def _qwen_next(config: Config, size: Size) -> list[Layer]:
     if size("num_experts", default=0):
         shared, gate = size("shared_expert_intermediate_size"), size("hidden_size")
         sparse = _experts(size, "moe_intermediate_size", "num_experts", shared, gate)
-        mlps = [sparse if is_sparse(config, layer) else mlp for layer, mlp in enumerate(mlps)]
+        has_experts = sparse_layers(config, size, layers)
+        mlps = [sparse if has else mlp for has, mlp in zip(has_experts, mlps, strict=True)]
     return _chosen(_interleaved(config, layers), by_kind, mlps)
 
 

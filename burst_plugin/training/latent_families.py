@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from burst_plugin.checks import shown
+from burst_plugin.training.expert_layers import experts, sparse_layers
 from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense
 
 
@@ -91,29 +91,10 @@ def _all_dense(config: Config, size: Size) -> list[Layer]:
 
 
 def _with_experts(config: Config, size: Size) -> list[Layer]:
-    layers, ffn = size("num_hidden_layers"), size("moe_intermediate_size")
-    shared = size("n_shared_experts", default=0) * ffn
-    sparse: Layer = {
-        "ffn": ffn,
-        "experts": size("n_routed_experts", "num_local_experts", "num_experts"),
-        "active": size("num_experts_per_tok"),
-        "shared_ffn": shared,
-        "extra": _of_attention(config, size) + _mlp_biases(config, size, shared),
-    }
-    return [sparse if kind == "sparse" else _mlp(config, size) for kind in _mlp_kinds(config, size, layers)]
-
-
-def _mlp_kinds(config: Config, size: Size, layers: int) -> list[str]:
-    """Return "dense" or "sparse" for every layer. Raise ValueError for another list than that."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        first = size("first_k_dense_replace", default=0)
-        return ["dense" if layer < first else "sparse" for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
-        raise ValueError(
-            f'mlp_layer_types is {shown(kinds)}, expected a list with "dense" or "sparse" for each of {layers} layers'
-        )
-    return list(kinds)
+    layer = experts(size)
+    sparse = {**layer, "extra": _of_attention(config, size) + _mlp_biases(config, size, layer["shared_ffn"])}
+    has_experts = sparse_layers(config, size, size("num_hidden_layers"))
+    return [sparse if has else _mlp(config, size) for has in has_experts]
 
 
 _DEEPSEEK = MappingProxyType(

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, shown
-from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, is_sparse, nemotron_kinds
+from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, unread_key
+from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import ROUTED_IN_16_BITS, defaults_of
@@ -242,6 +243,8 @@ _REFUSED_UNLESS_LATENT = MappingProxyType({"kv_lora_rank": "latent attention"})
 _REFUSED = MappingProxyType(
     {
         "attention_chunk_size": "attention in chunks",
+        "enable_moe_block": "experts beside an MLP",
+        "hidden_size_per_layer_input": "embeddings for every layer",
         "is_encoder_decoder": "an encoder",
         "num_kv_shared_layers": "layers that share keys and values",
     }
@@ -256,18 +259,25 @@ _REFUSED_UNLESS_HYBRID = MappingProxyType(
         "mamba_d_state": "state-space layers",
     }
 )
+_OTHER_EXPERTS = MappingProxyType({"jetmoe": "experts of attention", "doge": "experts of one neuron each"})
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 def _check(config: Mapping[str, Any], path: str) -> None:
     """Raise ValueError if a config.json has what no plan knows."""
-    is_hybrid, has_latents = (str(config.get("model_type")) in table for table in (HYBRIDS, LATENT_FAMILIES))
+    kind = str(config.get("model_type"))
+    is_hybrid, has_latents = kind in HYBRIDS, kind in LATENT_FAMILIES
     refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
     refused = refused if has_latents else {**_REFUSED_UNLESS_LATENT, **refused}
     others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]
     if not is_hybrid:
-        kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
-        others += [f"layers of the type {kind}" for kind in sorted(map(str, kinds))]
+        listed = {str(each) for each in config.get("layer_types") or () if each not in _ATTENTION_LAYERS}
+        others += [f"layers of the type {each}" for each in sorted(listed)]
+    if kind in _OTHER_EXPERTS:
+        others.append(f"{_OTHER_EXPERTS[kind]} (model_type={kind})")
+    unread = unread_key(config)
+    if unread:
+        others.append(f"experts and the key {unread}")
     if others:
         raise ValueError(
             f"{path} describes a model with {others[0]}, whose memory is not known; a plan takes decoders with "
@@ -324,18 +334,11 @@ def _unmultiplied(base: ModelShape) -> int:
 
 def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:
     """Return the MLP or the experts of every layer."""
-    experts = size(*_EXPERTS, default=0)
-    if not experts:
+    if not size(*COUNT, default=0):
         return [dense(size("intermediate_size"))] * layers
-    ffn = size("moe_intermediate_size", "intermediate_size")
-    sparse: Layer = {
-        "ffn": ffn,
-        "experts": experts,
-        "active": size("num_experts_per_tok"),
-        "shared_ffn": size("n_shared_experts", default=0) * ffn or size("shared_expert_intermediate_size", default=0),
-    }
-    has_experts = [is_sparse(config, layer) for layer in range(layers)]
-    return [sparse if has else dense(size("intermediate_size")) for has in has_experts]
+    sparse = experts(size)
+    width = ("dense_intermediate_size", "intermediate_size")
+    return [sparse if has_experts else dense(size(*width)) for has_experts in sparse_layers(config, size, layers)]
 
 
 def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]) -> ModelShape:
@@ -354,9 +357,6 @@ def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]
     windowed = sum(kind.windowed for kind in kinds)
     attends = any(kind.attends for kind in kinds)
     return replace(base, layers=len(layers), windowed=windowed, window=window, attends=attends, kinds=kinds)
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class _Sizes:
