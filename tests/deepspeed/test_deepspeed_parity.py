@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tests.support.deepspeed_run import Batch, Result, Run, draw, llama, reference, train, worst
+from burst_plugin.deepspeed.planning import files, space
+from burst_plugin.training.model_shape import MODELS
+from burst_plugin.training.setting import Setting
+from tests.support.deepspeed_run import Batch, Result, Run, draw, gradients, llama, reference, train, worst
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
@@ -177,3 +182,37 @@ def test_gradients_summed_up_in_float32_as_in_the_recipe() -> None:
         found = run_ranks(_several, ranks, [replace(run, cp=ranks)], BATCHES, timeout_s=120.0)[0][0]
         errors.append(_total(found.changes, truth))
     assert 1e-5 < errors[1] <= 1.2 * errors[0] < 0.05, errors
+
+
+def _left(rank: int, runs: Sequence[Run], batches: Sequence[Batch]) -> list[tuple[Result, list[str]]]:
+    """The results of runs, and the parameters that still have a gradient of their own after a backward pass."""
+    found = []
+    for run in runs:
+        left: set[str] = set()
+
+        def grads(engine: Any, left: set[str] = left) -> dict[str, torch.Tensor]:
+            left |= {name for name, parameter in engine.module.named_parameters() if parameter.grad is not None}
+            return gradients(engine)
+
+        with mock.patch("tests.support.deepspeed_run.gradients", grads):
+            found.append((train(run, batches), sorted(left)))
+    return found
+
+
+def test_a_plan_keeps_no_gradients_in_16_bits_beside_the_sums() -> None:
+    """ZeRO 1 as `burst plan` writes it; gradients are what they are where DeepSpeed adds them up at the end."""
+    setting = Setting(tokens=32, code=space(False).code, context=2, inner=2, batch=2)
+    written = json.loads(files(MODELS["llama3_8b"], setting)["ds_config.json"])
+    assert written["zero_optimization"]["stage"] == 1
+    precision = {name: written[name] for name in ("bf16", "data_types")}
+    late = {**precision, "bf16": {"enabled": True}}
+    whole = Run(stage=1, accumulation=2, steps=2, checkpointing=True)
+    tied = replace(whole, model=llama(tie_word_embeddings=True), block={"mlp_chunk": 8})
+    runs = [replace(run, config=config) for run in (whole, tied) for config in (precision, late)]
+    for found in run_ranks(_left, 2, runs, BATCHES, timeout_s=120.0):
+        for (planned, left), (usual, usually_left) in (found[:2], found[2:]):
+            assert not left
+            assert usually_left
+            for name, grad in planned.grads.items():
+                assert torch.equal(grad, usual.grads[name]), name
+                assert torch.equal(planned.changes[name], usual.changes[name]), name
