@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups, set_z3_leaf_module
 
@@ -206,10 +207,21 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     engine = _run(original, given, config, Unit(made))
     adapter.sessions[engine[0]] = adapter.latest = session
     session.engine = weakref.ref(engine[0])
+    if isinstance(engine[0].optimizer, BF16_Optimizer):
+        engine[0].register_forward_pre_hook(_drop_added_gradients)
     for loader in waiting:
         loader.bind(session)
     announce(cp)
     return engine
+
+
+def _drop_added_gradients(engine: Any, args: tuple[Any, ...]) -> None:
+    """Drop gradients in 16 bits of the last backward pass, which DeepSpeed has added to sums in float32.
+
+    DeepSpeed does so at the first gradient of an output, and a loss in chunks is made of logits that are no output;
+    they would be added to the sums twice.
+    """
+    engine.optimizer.clear_lp_grads(set_to_none=True)
 
 
 def _states(config: Mapping[str, Any], is_trained: bool) -> HeldStates:

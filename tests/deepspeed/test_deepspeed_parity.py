@@ -207,10 +207,12 @@ def test_a_plan_keeps_no_gradients_in_16_bits_beside_the_sums() -> None:
     precision = {name: written[name] for name in ("bf16", "data_types")}
     late = {**precision, "bf16": {"enabled": True}}
     whole = Run(stage=1, accumulation=2, steps=2, checkpointing=True)
-    tied = replace(whole, model=llama(tie_word_embeddings=True), block={"mlp_chunk": 8})
-    runs = [replace(run, config=config) for run in (whole, tied) for config in (precision, late)]
+    chunks = replace(whole, model=llama(tie_word_embeddings=True), block={"loss_chunk": 8, "mlp_chunk": 8})
+    runs = [replace(run, config=config) for run in (whole, chunks) for config in (precision, late)]
+    truths = [reference(replace(run, checkpointing=False), BATCHES).grads for run in (whole, chunks)]
     for found in run_ranks(_left, 2, runs, BATCHES, timeout_s=120.0):
-        for (planned, left), (usual, usually_left) in (found[:2], found[2:]):
+        for truth, ((planned, left), (usual, usually_left)) in zip(truths, (found[:2], found[2:]), strict=True):
+            assert worst(planned.grads, truth)[0] < 0.05
             assert not left
             assert usually_left
             for name, grad in planned.grads.items():
