@@ -170,6 +170,11 @@ ROUTED_IN_16_BITS = frozenset(
     qwen3_vl_moe_text
     """.split()  # noqa: SIM905
 )
+# Beginnings of families that normalize queries and keys in any case; others do where their files say use_qk_norm.
+NORMALIZING = (
+    *("afmoe", "beam", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma3", "hy_v3", "kolibri1", "laguna"),
+    *("mellum", "minimax_m", "olmo2", "olmo3", "olmoe", "qwen3"),
+)
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}
 )

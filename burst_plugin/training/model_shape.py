@@ -19,7 +19,7 @@ from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, u
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
-from burst_plugin.training.model_families import ROUTED_IN_16_BITS, defaults_of
+from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, defaults_of
 from burst_plugin.training.tower_families import Media, text_of
 
 
@@ -313,7 +313,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         routed_in_16_bits=kind in ROUTED_IN_16_BITS,
         wide_norms=family is not None and family.wide_norms,
         in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,
-        qk_norm=family is None and kind.startswith(("qwen3", "gemma3", "olmo2")),
+        qk_norm=family is None and (kind.startswith(NORMALIZING) or bool(config.get("use_qk_norm"))),
     )
     if family is None:
         more = _unmultiplied(base)

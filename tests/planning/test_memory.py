@@ -67,6 +67,7 @@ def test_a_step_takes_what_the_plan_says(
 _EXPERTS: dict[str, dict[str, Any]] = {  # as in a config.json
     "glm4_moe": {"n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 256},
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 256},
+    "olmoe": {"num_experts": 16, "intermediate_size": 256},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 384},
     "gpt_oss": {"num_local_experts": 32, "intermediate_size": 512},
 }
