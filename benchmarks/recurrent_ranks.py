@@ -30,7 +30,7 @@ _HEADS = {"delta_rule": (16, 128), "mamba2": (16, 64)}  # heads of a layer, and 
 _HIDDEN = {"delta_rule": 512, "mamba2": 512}  # width of the model, for this share of its heads
 _PAIR = 0.74  # of the kernel's time: what pieces of a delta rule do to states, as measured of the kernels here
 _ENTERING = 0.38  # of its backward pass: the gradients of entering states, as measured
-_STAGES = ((0.35, 0.43), (0.41, 0.36), (0.24, 0.31))
+_STAGES = ((0.36, 0.42), (0.41, 0.37), (0.24, 0.29))
 """Of Mamba-2's kernel forward and backward: what pieces do to states, what needs no other pieces, and outputs from
 entering states, as measured of the kernel here."""
 
