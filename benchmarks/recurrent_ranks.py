@@ -102,15 +102,15 @@ class _Chunks:
         maps = [(torch.float32, (len(x), x.shape[2], *sizes)) for sizes in ((1, 1), (B.shape[3], x.shape[3]))]
         self.transition, self.bias = self.stages[0]._run(x.shape, *maps, tensors=tensors)
 
-    def inside(self) -> Tensor:
+    def inside_then_outputs(self, dtype: torch.dtype, transposed: bool) -> Callable[[Tensor | None], Tensor]:
         x = self.tensors[0]
-        inside: Tensor = self.stages[1]._run(x.shape, (torch.bfloat16, x.shape), tensors=self.tensors)
-        return inside
+        inside = self.stages[1]._run(x.shape, (dtype, x.shape), tensors=self.tensors)
 
-    def outputs(self, inside: Tensor, entries: Tensor) -> Tensor:
-        x = self.tensors[0]
-        out: Tensor = self.stages[2]._run(x.shape, (torch.bfloat16, x.shape), tensors=(inside, entries))
-        return out
+        def outputs(entries: Tensor | None) -> Tensor:
+            out: Tensor = self.stages[2]._run(x.shape, (dtype, x.shape), tensors=(inside, entries))
+            return out
+
+        return outputs
 
 
 def _state(keys: Tensor, values: Tensor) -> tuple[int, ...]:
