@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class ShardedLoader:
         self._pad_token_id = pad_token_id
         self._skip = 0
         self._turns_left = 0
+        if exchange and hasattr(loader, "state_dict"):  # Accelerate asks `loader` itself
+            loader.state_dict = partial(self._state_dict, loader.state_dict)
 
     def __len__(self) -> int:
         count = len(self.loader)  # type: ignore[arg-type]
@@ -59,12 +62,6 @@ class ShardedLoader:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state_dict" and self.__dict__["_turns_left"]:  # which counts batches of `loader`
-            raise RuntimeError(
-                f"{self._turns_left} rank(s) of the ring have not had their turn with the batches drawn last, which "
-                f"would be left out on resuming: save after a multiple of {self._found().cp.ranks} batches, or leave "
-                "use_stateful_dataloader out"
-            )
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
     def bind(self, session: Session) -> None:
@@ -75,6 +72,17 @@ class ShardedLoader:
         if self._session is None:
             raise RuntimeError("this data loader has no engine yet: call accelerator.prepare(model, ...) first")
         return self._session
+
+    def _state_dict(self, original: Callable[[], Any]) -> Any:
+        """Replace `state_dict` of a stateful loader, which counts the batches that it has drawn."""
+        if self._turns_left:
+            warnings.warn(
+                f"{self._turns_left} rank(s) of the ring have not had their turn with the batches drawn last, which "
+                f"are left out on resuming: save after a multiple of {self._found().cp.ranks} batches, or leave "
+                "use_stateful_dataloader out",
+                stacklevel=3,
+            )
+        return original()
 
     def _whole(self) -> Iterator[Any]:
         cp, self._turns_left = self._found().cp, 0

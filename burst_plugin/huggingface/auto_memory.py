@@ -130,7 +130,9 @@ def choose_kept(model: Any, shard: SequenceShard, batch: Mapping[str, Any]) -> N
     is_open = is_open and attention_can_be_kept()
     if not is_longer and not _has_news(cp, counted, is_open):
         return
-    counted.tokens, counted.whole_logits = tokens, counted.makes_whole_logits
+    if is_longer or is_open:  # on all ranks alike: news are a rank's own unless the choice is open
+        counted.tokens = tokens
+    counted.whole_logits = counted.makes_whole_logits
     chunk = 0 if counted.whole_logits else chunk
     step = next_step(model, shard, tokens, chunk)
     if is_open:
@@ -232,8 +234,12 @@ def _counted_type(model: Any) -> torch.dtype:
     """Return the type in which activations are counted: the model's, also under autocast, or a type of 16 bits.
 
     Under autocast products are in 16 bits, but what layers add up is not. Products of 8-bit weights have 16 bits.
+    FSDP2 casts weights of its units to the type of its policy, which nothing public tells.
     """
-    found: torch.dtype = model.dtype
+    units = (each for each in model.modules() if isinstance(each, FSDPModule))
+    policies = (getattr(unit._get_fsdp_state(), "_mp_policy", None) for unit in units)
+    types = (getattr(policy, "param_dtype", None) for policy in policies)
+    found: torch.dtype = next((each for each in types if each is not None), model.dtype)
     return found if found.itemsize >= torch.bfloat16.itemsize else torch.bfloat16
 
 
@@ -309,10 +315,10 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, 
 def _chosen(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> Iterator[str]:
     """Return a line for each option that is on and matters for this many tokens."""
     strategy, config = cp.strategy, model.config.get_text_config()
-    if chunk and tokens > chunk:
+    if chunk and tokens > chunk and model.get_output_embeddings() is not None:
         vocabulary = getattr(config, "vocab_size", 0)
         logits = f"{tokens * vocabulary * model.dtype.itemsize / GIB:.2f} GiB in one piece"
-        yield f"loss in chunks of {chunk:,} tokens: its logits would take {logits}, and are computed if they are read"
+        yield f"loss in chunks of {chunk:,} tokens: its logits would take {logits}"
     if strategy.mlp_chunk and tokens > strategy.mlp_chunk and mlps_can_be_cut(model):
         why = ", since layers are computed again" if "mlp_chunk" in cp.chosen else ""
         yield f"MLPs in chunks of {strategy.mlp_chunk:,} tokens{why}"

@@ -65,7 +65,8 @@ def chunk_of_logits(model: PreTrainedModel, shard: SequenceShard, kwargs: Mappin
     if state is not None:
         return state.chunk
     chunk = shard.cp.strategy.loss_chunk
-    if kwargs.get("fused_lm_head"):  # TRL's SFTTrainer computes losses without whole logits
+    # TRL's SFTTrainer computes losses without whole logits; a model without a head computes neither.
+    if kwargs.get("fused_lm_head") or model.get_output_embeddings() is None:
         return chunk
     return chunk if _takes_chunks(model, shard, kwargs) else 0
 
@@ -129,7 +130,7 @@ def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     if isinstance(count, Tensor) and count.is_floating_point() and count.dtype.itemsize < 4:
         raise ValueError(
             f"{type(model).__name__} got num_items_in_batch in {count.dtype}, which cannot count tokens; "
-            "FSDP casts tensors among arguments to it: pass a Python number, float(count)"
+            "FSDP and DeepSpeed's auto_cast cast tensors among arguments: pass a Python number, float(count)"
         )
     if count is None and shard.cp.ranks > 1:
         raise ValueError(
@@ -263,6 +264,8 @@ class ChunkedLoss:
         if isinstance(logits, DeferredLogits) and logits.made is not None:
             logits = logits.made
         if isinstance(logits, Tensor):
+            if not self.needed:  # the model needs whole logits itself, and makes them next time as well
+                setattr(self._model, _READ, True)
             whole: Tensor = LOSS_MAPPING[_LOSS](
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )

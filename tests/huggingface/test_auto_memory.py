@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from burst_plugin import ContextParallel, shard_batch
@@ -149,6 +149,29 @@ def test_each_ring_of_a_model_has_a_choice_of_its_own() -> None:
         assert chosen == [[ROWS, ROWS, "all"]] * 2
 
 
+def _choice_that_opens(rank: int) -> list[str]:
+    """What is kept of batches before and after checkpoints are switched on, where one rank read logits before."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    model, kept = prepare(_model("llama")), []
+    for length in (100, 50, 80, 80):
+        if length == 80:
+            model.gradient_checkpointing_enable()
+        local = shard_batch(draw(1, rows=2, length=length)[0], cp)
+        given = {**local, "labels": local["shift_labels"], "num_items_in_batch": local["burst"].valid_tokens}
+        with _small_chunks():
+            output = model(**given, use_cache=False)
+        if length == 100 and rank == 0:
+            output.logits.sum()
+        output.loss.backward()
+        kept.append(str(cp.strategy.keep_attention))
+    return kept
+
+
+def test_news_of_one_rank_leave_ranks_in_step() -> None:
+    first, second = run_ranks(_choice_that_opens, 2)
+    assert first == second
+
+
 def _off(rank: int) -> tuple[bool, dict[str, Any]]:
     with _small_chunks():
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, memory="off")
@@ -256,7 +279,7 @@ def test_short_batches_are_computed_at_once() -> None:
     assert run_ranks(few, 2) == [False] * 2
 
 
-KINDS = ("labels", "read on rank 1", "no labels", "head of no unit", "experts")
+KINDS = ("labels", "read on rank 1", "no labels", "head of no unit", "experts", "no head", "whole inside")
 
 
 def _with_room_for_chunks(step: NextStep) -> NextStep:
@@ -272,13 +295,18 @@ def _counted(rank: int) -> dict[str, Any]:
     found = {}
     for kind in KINDS:
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
-        model = prepare(_model("mixtral" if kind == "experts" else "llama", vocab_size=4096))
+        model = _model("mixtral" if kind == "experts" else "llama", vocab_size=4096)
+        if kind == "no head":
+            model = model.model
+        elif kind == "whole inside":
+            model = _Masked(llama())
+        model = prepare(model)
         model.gradient_checkpointing_enable()
         if kind == "head of no unit":
             for unit in (*model.model.layers, model):
                 fully_shard(unit)
         given, kept, said = _given(cp), [], io.StringIO()
-        if kind == "no labels":
+        if kind in ("no labels", "no head"):
             given = {name: x for name, x in given.items() if "label" not in name}
         with _small_chunks(), _steps_counted(_with_room_for_chunks) as steps, redirect_stdout(said):
             for _ in range(3):
@@ -300,6 +328,8 @@ def test_only_chunks_that_are_used_count() -> None:
         assert of_rank["no labels"] == ([whole], ["none"] * 3, [False, says])
         assert of_rank["head of no unit"] == ([whole], ["none"] * 3, [False, says])
         assert of_rank["experts"] == ([(ROWS, 0)], all_kept, [says, False])
+        assert of_rank["no head"] == ([chunked], all_kept, [False, says])
+        assert of_rank["whole inside"][0] == [chunked, whole]
     kept = ["all", "none", "none"]
     assert found[0]["read on rank 1"][:2] == ([chunked] * 2, kept)
     assert found[1]["read on rank 1"][:2] == ([chunked, whole], kept), "chosen anew by all ranks together"
@@ -364,6 +394,19 @@ def _types(rank: int) -> list[tuple[int, bool]]:
 
 def test_activations_of_float32_models_count_in_float32_also_under_autocast() -> None:
     assert run_ranks(_types, 1) == [[(4, True), (2, True)]]
+
+
+def test_activations_count_in_the_type_to_which_fsdp_casts_weights() -> None:
+    def item_bytes(rank: int) -> int:
+        cp, model = ContextParallel(dist.group.WORLD, ranks_per_node=1), prepare(_model("llama"))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for unit in (model.model.embed_tokens, *model.model.layers, model):
+            fully_shard(unit, mp_policy=policy)
+        step = auto_memory.next_step(model, _given(cp)["burst"], 64, 8)
+        assert step is not None
+        return step.item_bytes
+
+    assert run_ranks(item_bytes, 1) == [2]
 
 
 def _states_under_fsdp(rank: int) -> list[tuple[float, float, int]]:
