@@ -36,7 +36,7 @@ def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
 
 @cache
 def problem_on_device(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> str | None:
-    """Return what `problem_of` returns, for a case with the features that are tried; once for each case."""
+    """Return why a kernel is wrong on a device, or None, for a case of the features that are tried; once per case."""
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             wrong = _wrong(kernel, trusted, device, case)

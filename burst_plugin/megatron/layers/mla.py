@@ -37,7 +37,7 @@ def hook_latents() -> None:
 
 
 def _with_latents(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a layer's core attention is given, with latents and shared keys for keys and values."""
+    """Return the arguments of a layer's core attention, with latents and shared keys for keys and values."""
     core = layer.core_attention
     if not isinstance(core, BurstCoreAttention) or core.attend is not None:
         return original(layer, *args, **kwargs)
@@ -88,7 +88,7 @@ def gather_latents(layer: Any, latents: Tensor) -> Tensor:
 
 
 def problem_of_latents(layer: Any) -> str:
-    """Return what keeps a layer from sending latents; "" if nothing."""
+    """Return the reason why a layer cannot send latents; "" if it can."""
     projection, config, name = layer.linear_kv_up_proj, layer.config, type(layer).__name__
     kind = type(projection).__name__
     if type(projection) is not ColumnParallelLinear and kind not in (_WITHOUT_NORM, _WITH_NORM):

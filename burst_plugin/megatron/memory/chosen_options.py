@@ -62,7 +62,7 @@ def with_chosen(strategy: Strategy, args: Any) -> Strategy:
 
 
 def _sizes(args: Any) -> dict[str, Any]:
-    """Return what Megatron's arguments say of a run, by name, as values that can be hashed; None for missing ones."""
+    """Return the sizes of a run from Megatron's arguments, by name, as values that can be hashed; None if missing."""
     found = ((name, getattr(args, name, None)) for name in _SIZES)
     return {name: str(value) if isinstance(value, list) else value for name, value in found}
 

@@ -86,7 +86,7 @@ def scaled_main_loss(registry: Registry, original: Any, *args: Any, **kwargs: An
 
 
 def _reported_by_all(registry: Registry, reported: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Return what an evaluation with --sft reports, with losses and numbers of tokens added up over the ranks.
+    """Return the report of an evaluation with --sft, with losses and numbers of tokens added up over the ranks.
 
     Megatron divides a rank's loss by the rank's number of tokens, and takes the mean of ranks and microbatches.
     """
