@@ -150,5 +150,5 @@ def test_options_on_the_page_exist() -> None:
             options = parse_arguments(words[words.index("burst_plugin.run") + 1 :])
             assert options.framework in ("deepspeed", "megatron")
             assert options.script.endswith(".py")
-    assert sum("burst_plugin.run" in line for line in commands) == 3
+    assert sum("burst_plugin.run" in line for line in commands) == 5
     assert all(json.loads(each) for each in blocks("json"))

@@ -26,6 +26,7 @@ from burst_plugin.deepspeed.evaluation_turns import predict_in_turns
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.deepspeed.losses import router_loss_in
+from burst_plugin.deepspeed.swift_trainers import follow_swift_trainer
 from burst_plugin.deepspeed.trl_trainers import (
     count_input_tokens,
     count_once,
@@ -161,7 +162,8 @@ def _init_trainer(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is None or not parallelism.sp_enabled or not _block_is_enabled():
         return
-    follow_trainer(adapter, trainer, parallelism.sp_size)
+    if not follow_swift_trainer(adapter, trainer, parallelism.sp_size):
+        follow_trainer(adapter, trainer, parallelism.sp_size)
     takes_count = getattr(trainer.model, "accepts_loss_kwargs", None)
     if takes_count is None:
         parameters = inspect.signature(trainer.model.forward).parameters.values()

@@ -750,3 +750,38 @@ def test_trainers_of_trl_with_other_losses_are_refused_by_name() -> None:
     steps_by_itself = type("OnlineDPOTrainer", (), {"__module__": "trl.online", "training_step": None})
     with pytest.raises(ValueError, match="OnlineDPOTrainer with sp_size=2 is not supported"):
         follow_trainer(adapter, steps_by_itself(), 2)
+
+
+@pytest.mark.huggingface
+def test_trainers_and_options_of_ms_swift_that_change_the_loss_are_refused_by_name() -> None:
+    from burst_plugin.deepspeed.adapter import Adapter
+    from burst_plugin.deepspeed.swift_trainers import follow_swift_trainer
+
+    def trainer(name: str, multimodal: bool = False, cut: int = 1, **options: Any) -> Any:
+        model = types.SimpleNamespace(is_multimodal=multimodal, model_type="qwen3_vl")
+        parts = {
+            "args": types.SimpleNamespace(use_logits_to_keep=None, **options),
+            "template": types.SimpleNamespace(sequence_parallel_size=cut, model_meta=model),
+            "compute_loss": lambda *args: None,
+        }
+        return type(name, (), {"__module__": "swift.trainers", **parts})()
+
+    def follow(given: Any) -> bool:
+        return follow_swift_trainer(Adapter(), given, 2)
+
+    assert not follow(types.SimpleNamespace())
+    taken = trainer("Seq2SeqTrainer", enable_dft_loss=False)
+    assert follow(taken)
+    assert taken.args.use_logits_to_keep is False
+    derived = type("Mine", (type(trainer("Seq2SeqTrainer")),), {"__module__": "__main__"})
+    assert follow(derived())
+    for given, message in (
+        (trainer("EmbeddingTrainer"), "EmbeddingTrainer of ms-swift with sp_size=2 is not supported with burst_at"),
+        (trainer("Seq2SeqTrainer", enable_dft_loss=True), "ms-swift's enable_dft_loss=True is a loss that is not"),
+        (trainer("Seq2SeqTrainer", enable_channel_loss=True), "enable_channel_loss=True is a loss for each channel"),
+        (trainer("Seq2SeqTrainer", predict_with_generate=True), "predict_with_generate=True is generation in ev"),
+        (trainer("Seq2SeqTrainer", cut=4), "sequence_parallel_size=4 is ms-swift's own cut, which is not supported"),
+        (trainer("Seq2SeqTrainer", multimodal=True), "model_type=qwen3_vl is a model with images, sound or video"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            follow(given)

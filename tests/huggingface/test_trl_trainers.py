@@ -26,6 +26,7 @@ from tests.support.deepspeed_run import VOCAB
 from tests.support.grpo_run import tokenizer
 from tests.support.media import tiny_model
 from tests.support.ranks import run_ranks
+from tests.support.swift_like import labelled
 from tests.support.trl_run import (
     Case,
     Layout,
@@ -206,6 +207,15 @@ CASES = {
         rows=answered,
         keywords={"model": partial(experts, seed=0)},
     ),
+    "swift_experts": Case(
+        "Seq2SeqTrainer",
+        home="tests.support.swift_like",
+        rows=labelled,
+        keywords={
+            "model": partial(experts, seed=0),
+            "data_collator": lambda directory: DataCollatorForTokenClassification(tokenizer()),
+        },
+    ),
     "orpo": Case("ORPOTrainer", ONE_ROW, home="trl.experimental.orpo"),
     "cpo": Case("CPOTrainer", ONE_ROW, home="trl.experimental.cpo"),
     "simpo": Case("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.5, **ONE_ROW}, home="trl.experimental.cpo"),
@@ -298,7 +308,7 @@ def check(found: Outcome, truth: Outcome, layout: Layout) -> None:
 
 
 QUICK = ("dpo_other", "kto", "reward_lora", "cpo", "sft_talks", "classes_positionally")
-FIRST = (*QUICK, "sft_experts")
+FIRST = (*QUICK, "sft_experts", "swift_experts")
 WITHOUT_PEERS = (
     "dpo",
     "dpo_precomputed_other",
@@ -319,7 +329,16 @@ OTHERS: list[tuple[int, tuple[str, ...]]] = [
     (3, ("tpo",)),
 ]
 if os.environ.get("BURST_SOAK"):  # what is made from a configuration has other weights with ZeRO 3
-    DRAWN = {"tpo", "dpo_experts", "sft_experts", "dpo_patches", "dpo_images", "classes_gpt2", "classes_gemma3"}
+    DRAWN = {
+        "tpo",
+        "dpo_experts",
+        "sft_experts",
+        "swift_experts",
+        "dpo_patches",
+        "dpo_images",
+        "classes_gpt2",
+        "classes_gemma3",
+    }
     OTHERS = [(n, tuple(name for name in CASES if name not in (DRAWN if n == 3 else {"tpo"}))) for n in range(4)]
     OTHERS += [(n, ("tpo",)) for n in range(4)]
 
