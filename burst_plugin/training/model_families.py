@@ -170,6 +170,14 @@ ROUTED_IN_16_BITS = frozenset(
     qwen3_vl_moe_text
     """.split()  # noqa: SIM905
 )
+# Families of transformers whose MLPs, or experts, have no gate.
+UNGATED = frozenset(
+    """
+    apertus apertus1p5_text arcee bert bert-generation big_bird biogpt camembert data2vec-text electra ernie fuyu
+    gpt_neox jais2 megatron-bert nanochat nemotron persimmon phi rembert roberta roberta-prelayernorm roformer
+    starcoder2 xlm-roberta xlm-roberta-xl xmod
+    """.split()  # noqa: SIM905
+)
 # Beginnings of families that normalize queries and keys in any case; others do where their files say use_qk_norm.
 NORMALIZING = (
     *("afmoe", "beam", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma3", "hy_v3", "kolibri1", "laguna"),

@@ -19,7 +19,7 @@ from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, u
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
-from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, defaults_of
+from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, UNGATED, defaults_of
 from burst_plugin.training.tower_families import Media, text_of
 
 
@@ -247,6 +247,7 @@ _REFUSED = MappingProxyType(
         "hidden_size_per_layer_input": "embeddings for every layer",
         "is_encoder_decoder": "an encoder",
         "num_kv_shared_layers": "layers that share keys and values",
+        "H_cycles": "layers that run several times",
     }
 )
 _REFUSED_UNLESS_HYBRID = MappingProxyType(
@@ -310,6 +311,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
         clamped_mlp=kind == "gpt_oss",
+        matrices=2 if kind in UNGATED else 3,
         routed_in_16_bits=kind in ROUTED_IN_16_BITS,
         wide_norms=family is not None and family.wide_norms,
         in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,

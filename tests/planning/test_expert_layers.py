@@ -46,15 +46,17 @@ _CONFIGS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
+_UNGATED = ("apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
 
 
 @pytest.mark.huggingface
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(("kind", "sizes"), _CONFIGS)
+@pytest.mark.parametrize(("kind", "sizes"), [*_CONFIGS, *((kind, {}) for kind in _UNGATED)])
 def test_parameters_are_as_many_as_transformers_counts(kind: str, sizes: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **_SIZES, **sizes, pad_token_id=None, eos_token_id=None)
+    heads = {"num_key_value_heads": 4} if kind in ("gpt_neox", "persimmon") else {}  # which have one kind of heads
+    config = AutoConfig.for_model(kind, **{**_SIZES, **heads, **sizes}, pad_token_id=None, eos_token_id=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict(), kind)
@@ -73,6 +75,7 @@ def test_parameters_are_as_many_as_transformers_counts(kind: str, sizes: dict[st
         ("ernie4_5_vl_moe_text", {**_ERNIE, "moe_intermediate_size": [32, 16]}, r"moe_intermediate_size=\[32, 16\]"),
         ("jetmoe", {"num_local_experts": 8, "num_experts_per_tok": 2}, "experts of attention"),
         ("gemma4_text", {"hidden_size_per_layer_input": 32}, "embeddings for every layer"),
+        ("hrm_text", {"H_cycles": 2}, "layers that run several times"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 8}, "experts beside an MLP"),
         ("mine", {**_ERNIE, "moe_layer_freq": [0, 1]}, r"moe_layer_freq is \[0, 1\], expected a list with 0 or 1"),
         (
