@@ -274,6 +274,8 @@ def _check(config: Mapping[str, Any], path: str) -> None:
     if not is_hybrid:
         listed = {str(each) for each in config.get("layer_types") or () if each not in _ATTENTION_LAYERS}
         others += [f"layers of the type {each}" for each in sorted(listed)]
+    if config.get("global_head_dim") not in (None, config.get("head_dim")):
+        others.append(f"heads of two sizes (global_head_dim={shown(config['global_head_dim'])})")
     if kind in _OTHER_EXPERTS:
         others.append(f"{_OTHER_EXPERTS[kind]} (model_type={kind})")
     unread = unread_key(config)

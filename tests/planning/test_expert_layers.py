@@ -76,6 +76,7 @@ def test_parameters_are_as_many_as_transformers_counts(kind: str, sizes: dict[st
         ("jetmoe", {"num_local_experts": 8, "num_experts_per_tok": 2}, "experts of attention"),
         ("gemma4_text", {"hidden_size_per_layer_input": 32}, "embeddings for every layer"),
         ("hrm_text", {"H_cycles": 2}, "layers that run several times"),
+        ("gemma4_text", {"global_head_dim": 512}, "heads of two sizes"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 8}, "experts beside an MLP"),
         ("mine", {**_ERNIE, "moe_layer_freq": [0, 1]}, r"moe_layer_freq is \[0, 1\], expected a list with 0 or 1"),
         (
