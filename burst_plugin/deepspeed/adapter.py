@@ -18,11 +18,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups, set_z3_leaf_module
 
+from burst_plugin.activations.deferred_logits import LazyLogits
 from burst_plugin.activations.kept_attention import follow_checkpoint_class, follow_checkpoint_function
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.arguments import (
@@ -147,6 +148,9 @@ def install_adapter() -> Adapter:
     follow_checkpoint_class(checkpointing.CheckpointFunction)
     follow_checkpoint_function(checkpointing, "non_reentrant_checkpoint")
     wrap(partition_parameters.Init, "__init__", partial(_zero_init, adapter))
+    hooks = getattr(runtime_utils, "OutputBackwardHookManager", None)  # of later releases
+    if hooks is not None:
+        wrap(hooks, "_traverse_and_register_hooks", _hook_lazy_logits)
     adapter.report.append("deepspeed.zero.Init leaves batch sizes to deepspeed.initialize")
     if importlib.util.find_spec("transformers") is not None:
         from burst_plugin import huggingface
@@ -207,21 +211,23 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     engine = _run(original, given, config, Unit(made))
     adapter.sessions[engine[0]] = adapter.latest = session
     session.engine = weakref.ref(engine[0])
-    if isinstance(engine[0].optimizer, BF16_Optimizer):
-        engine[0].register_forward_pre_hook(_drop_added_gradients)
     for loader in waiting:
         loader.bind(session)
     announce(cp)
     return engine
 
 
-def _drop_added_gradients(engine: Any, args: tuple[Any, ...]) -> None:
-    """Drop gradients in 16 bits of the last backward pass, which DeepSpeed has added to sums in float32.
+def _hook_lazy_logits(original: Callable[..., None], hooks: Any, outputs: Any, first: list[Any]) -> None:
+    """Wrap the search for outputs whose gradient begins a backward pass, which takes tensors with a `grad_fn` alone.
 
-    DeepSpeed does so at the first gradient of an output, and a loss in chunks is made of logits that are no output;
-    they would be added to the sums twice.
+    Lazy logits, of a loss in chunks, have none, so that a loss made of them would begin no backward pass: DeepSpeed
+    would neither reset sums of gradients nor know the last micro-batch of a step.
     """
-    engine.optimizer.clear_lp_grads(set_to_none=True)
+    if not isinstance(outputs, LazyLogits):
+        original(hooks, outputs, first)
+    elif outputs.requires_grad:
+        handle = outputs.register_hook(hooks._make_backward_hook(outputs))  # type: ignore[no-untyped-call]
+        hooks.hook_handles.append(handle)
 
 
 def _states(config: Mapping[str, Any], is_trained: bool) -> HeldStates:

@@ -70,7 +70,10 @@ class ShardedLoader:
 
     def _found(self) -> Session:
         if self._session is None:
-            raise RuntimeError("this data loader has no engine yet: call accelerator.prepare(model, ...) first")
+            raise RuntimeError(
+                "this data loader has no engine: call accelerator.prepare(model, ...) first; and make a Trainer anew "
+                "for a second train(), at whose beginning Accelerate destroys the engine of the first"
+            )
         return self._session
 
     def _state_dict(self, original: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.activations.deferred_logits import LazyLogits
+from burst_plugin.activations.loss_check import summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.config import TOKEN_MEAN
 from burst_plugin.deepspeed.engine_session import Session
@@ -102,7 +103,7 @@ class OwnLosses:
                 "ranks. This is the loss of the whole batch only if it is a mean of terms that belong to single "
                 "tokens: not with class weights, nor with sums or maxima over rows. For another loss return "
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels) with other terms added, or compute it "
-                "from context().unshard(logits, loss='same')",
+                "from context().unshard(logits, loss='own')",
                 stacklevel=2,
             )
         self._has_warned = True
@@ -186,7 +187,7 @@ def _differs(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
         return True
     with torch.no_grad():
         mean = summed_loss(logits.flatten(0, -2), labels.flatten().long()) / count
-    return not abs(float(loss.detach()) - mean) <= tolerance_of(logits) * max(mean, 1.0)
+    return not abs(float(loss.detach()) - mean) <= tolerance_of(loss) * max(mean, 1.0)
 
 
 def _with(output: Any, place: Any, loss: Tensor) -> Any:
@@ -201,11 +202,6 @@ def _with(output: Any, place: Any, loss: Tensor) -> Any:
     else:
         setattr(output, place, loss)
     return output
-
-
-_TOKENS_AT_ONCE = 1024
-_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
-LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 def check_form_of_loss(model_name: str, output: Any) -> None:
@@ -298,24 +294,3 @@ def refuse_backward(*outputs: Any) -> None:
     for x in outputs:
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> float:
-    """Return the sum of the cross entropy of logits [T, V] over labels [T]; labels of -100 are left out.
-
-    It is computed 1024 tokens at a time in float32, since logits of a long sequence fill a GPU.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for piece, targets in zip(*(torch.split(x, _TOKENS_AT_ONCE) for x in (logits, labels)), strict=True):
-        total += torch.nn.functional.cross_entropy(
-            piece.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-    return float(total)
-
-
-def tolerance_of(logits: Tensor) -> float:
-    """Return the relative difference allowed between a model's loss and the cross entropy of its logits.
-
-    It is 1e-4 for logits in float32 or float64, 1e-2 in other types.
-    """
-    return _LOSS_TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)

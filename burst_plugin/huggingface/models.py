@@ -37,6 +37,7 @@ from burst_plugin.huggingface.media.entries import check_entries
 from burst_plugin.huggingface.media.features import use_media
 from burst_plugin.huggingface.media.positions import with_media_positions
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
+from burst_plugin.huggingface.own_losses import watch_own_loss
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
 from burst_plugin.huggingface.recurrent import (
     LAYER_TYPES,
@@ -151,6 +152,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
         pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
         pretrained.register_forward_hook(_without_logits, prepend=True)  # before those that read what is returned
         pretrained.register_forward_hook(_check_calls, with_kwargs=True)
+        watch_own_loss(pretrained)
         pretrained.register_forward_hook(_forget_shard, always_call=True)
     for key in [key for key, hook in pretrained._forward_pre_hooks.items() if hook is _note_shard]:
         pretrained._forward_pre_hooks.move_to_end(key)

@@ -25,6 +25,7 @@ from tests.support.deepspeed_run import (
     reference,
     start,
     stop,
+    train,
     train_unmodified,
     worst,
 )
@@ -152,6 +153,30 @@ def test_logits_may_be_read_all_the_same() -> None:
     for own, loss, is_equal in run_ranks(_read, 2, (0, 1, 2, 3), timeout_s=120.0)[0]:
         assert loss == pytest.approx(own, rel=1e-6)
         assert is_equal
+
+
+def _of_logits(rank: int, runs: Sequence[Run]) -> list[Result]:
+    """Train on losses made of logits, by `engine.backward` and then by `loss.backward`."""
+
+    def backward(engine: Any, loss: torch.Tensor, **options: Any) -> None:
+        (loss * engine.gradient_accumulation_steps()).backward()
+
+    found = [train(run, BATCHES) for run in runs]
+    with mock.patch.object(deepspeed.DeepSpeedEngine, "backward", backward):
+        return found + [train(run, BATCHES) for run in runs]
+
+
+def test_a_loss_of_logits_begins_a_backward_pass_of_deepspeed() -> None:
+    """DeepSpeed reduces buckets that are full in the backward pass, and has to know which micro-batch is the last."""
+    small = {"reduce_bucket_size": 500}
+    runs = [
+        replace(RUN, stage=stage, config={**RUN.config, "zero_optimization": {**small, **options}}, lr=1.0)
+        for stage, options in ((2, {"offload_optimizer": {"device": "cpu"}}), (1, {"overlap_comm": True}), (2, {}))
+    ]
+    truth = reference(replace(RUN, lr=1.0), BATCHES)
+    for result in run_ranks(_of_logits, 2, runs, timeout_s=180.0)[0]:
+        assert worst(result.grads, truth.grads)[0] <= 2e-6
+        assert worst(result.changes, truth.changes)[0] <= 1e-5
 
 
 def _refused(rank: int) -> list[str]:

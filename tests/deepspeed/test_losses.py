@@ -521,3 +521,18 @@ def _unlike(rank: int) -> str:
 
 def test_ranks_that_ask_for_unlike_means_are_told() -> None:
     assert len(set(run_ranks(_unlike, 2))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_with_class_weights_is_not_taken_for_a_mean(dtype: torch.dtype) -> None:
+    """At the beginning of training it is within 1 % of the mean, as all classes are nearly alike."""
+    from burst_plugin.activations.loss_check import summed_loss, tolerance_of
+
+    draw = torch.Generator().manual_seed(0)
+    logits = (0.3 * torch.randn(512, 64, generator=draw)).to(dtype)
+    labels, weights = torch.randint(64, (512,), generator=draw), 1 + 7 * (torch.arange(64) % 2).float()
+    mean = torch.nn.functional.cross_entropy(logits.float(), labels)
+    weighted = torch.nn.functional.cross_entropy(logits.float(), labels, weight=weights)
+    assert 1e-3 < abs(float(weighted - mean) / float(mean)) < 1e-2
+    assert abs(float(weighted - mean)) > tolerance_of(weighted) * float(mean)
+    assert summed_loss(logits, labels) / 512 == pytest.approx(float(mean), rel=0.1 * tolerance_of(mean))
