@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.checks import shown
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.process_groups import as_group, levels_of, place_in
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.moved_tokens import HeldTokens, WholeSequence, crosses_documents, shifted
@@ -286,10 +287,12 @@ class ContextParallel:
                 "computes the same loss of the whole sequence, loss='own' if the losses of ranks add up; or call "
                 "it on x.detach()"
             )
-        held = self._held_together("unshard", local, dim, tokens, {"loss": loss, "has a gradient": has_gradient})
+        asked = {"loss": loss, "has a gradient": has_gradient}
+        held, meet = self._held_together("unshard", local, dim, tokens, asked)
         if not has_gradient:
             return held.whole(local)
-        whole: Tensor = WholeSequence.apply(local, held, loss == "own")  # type: ignore[no-untyped-call]
+        meet_backward = meet if loss == "own" else None
+        whole: Tensor = WholeSequence.apply(local, held, meet_backward)  # type: ignore[no-untyped-call]
         return whole
 
     @between_graphs
@@ -324,10 +327,10 @@ class ContextParallel:
         state = self.rank_state
         has_gradient = getattr(local, "requires_grad", False) and torch.is_grad_enabled()
         asked = {"by": by, "mask": mask, "fill": fill, "has a gradient": has_gradient}
-        held = self._held_together("shift", local, dim, tokens, asked)
+        held, meet = self._held_together("shift", local, dim, tokens, asked)
         shards = state.route_table.shards(held.tokens)
         empty = crosses_documents(shards[self.rank], held.tokens.length, by, mask or Full(), local.device)
-        moved = shifted(local, by, held.dim, shards, (self.rank, self.group))
+        moved = shifted(local, by, held.dim, shards, (self.rank, self.group), meet)
         sizes = [1] * local.dim()
         sizes[held.dim] = empty.shape[1]
         if empty.shape[0] > 1:
@@ -336,8 +339,11 @@ class ContextParallel:
 
     def _held_together(
         self, what: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
-    ) -> HeldTokens:
-        """Return how ranks hold the sequence of `local`, once all ranks ask alike; collective."""
+    ) -> tuple[HeldTokens, Callable[[], None]]:
+        """Return how ranks hold the sequence of `local`, once all ranks ask alike; collective.
+
+        Also returns a function by which all ranks meet before the backward pass.
+        """
 
         def agree(held: HeldTokens | None, problem: str) -> int:
             if held is None:
@@ -346,7 +352,8 @@ class ContextParallel:
             named = {what: held.tokens, "dim": held.dim, "other sizes": others, "dtype": local.dtype}
             return self.agree({**named, **asked})
 
-        return prepared_together(partial(self._held, local, dim, tokens), agree)[0]
+        held, number = prepared_together(partial(self._held, local, dim, tokens), agree)
+        return held, partial(self.agreement.before_backward, CallId(number, what, is_compared=True))
 
     def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> HeldTokens:
         """Return how ranks hold the sequence of `local`. Raise ValueError if this rank holds another number."""

@@ -9,7 +9,7 @@ In zigzag only values at the ends of chunks travel. Gradients travel the way bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -82,20 +82,24 @@ class HeldTokens(NamedTuple):
 class WholeSequence(torch.autograd.Function):
     """An autograd function that gathers the whole sequence from all ranks' tokens.
 
-    Its gradient is this rank's part of the whole gradient, summed over ranks if `sums`.
+    Its gradient is this rank's part of the whole gradient, summed over ranks if there is a `meet`, which is called
+    before ranks send theirs and raises ValueError where they are not in one backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, held: HeldTokens, sums: bool) -> Tensor:
-        ctx.held, ctx.sums = held, sums
+    def forward(ctx: Any, local: Tensor, held: HeldTokens, meet: Callable[[], None] | None) -> Tensor:
+        ctx.held, ctx.meet = held, meet
         return held.whole(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sums and torch.is_grad_enabled():  # whose graph would lack the other ranks
+        held, meet = ctx.held, ctx.meet
+        if meet is None:
+            return held.part(grad, held.rank), None, None
+        if torch.is_grad_enabled():  # whose graph would lack the other ranks
             raise RuntimeError("unshard(loss='own') has no second derivatives; leave out create_graph=True")
-        held = ctx.held
-        return held.summed_part(grad) if ctx.sums else held.part(grad, held.rank), None, None
+        meet()
+        return held.summed_part(grad), None, None
 
 
 class Rows(NamedTuple):
@@ -140,14 +144,16 @@ class ShiftedRows(torch.autograd.Function):
     """An autograd function that moves rows of a tensor between ranks by a `Shift`, and gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, shift: Shift) -> Tensor:
-        ctx.shift = shift
+    def forward(ctx: Any, local: Tensor, shift: Shift, meet: Callable[[], None] | None) -> Tensor:
+        ctx.shift, ctx.meet = shift, meet
         return shift.move(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shift.move(grad, back=True), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.meet is not None:
+            ctx.meet()
+        return ctx.shift.move(grad, back=True), None, None
 
 
 def _as_sent(x: Tensor) -> Tensor:
@@ -156,7 +162,12 @@ def _as_sent(x: Tensor) -> Tensor:
 
 
 def shifted(
-    local: Tensor, by: int, dim: int, shards: Sequence[Sequence[Run]], place: tuple[int, dist.ProcessGroup | None]
+    local: Tensor,
+    by: int,
+    dim: int,
+    shards: Sequence[Sequence[Run]],
+    place: tuple[int, dist.ProcessGroup | None],
+    meet: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return this rank's tokens of a sequence that is shifted by `by` places along `dim`; collective, also backward.
 
@@ -166,10 +177,12 @@ def shifted(
         dim: a dimension of `local`.
         shards: the runs of every rank.
         place: (this rank's number, the group of all ranks or None if it is alone).
+        meet: called before gradients move; raises ValueError where ranks are not in one backward pass. None to call
+            nothing.
     """
     rank, group = place
     shift = Shift(*exchanged_rows(tuple(map(tuple, shards)), rank, by), group)
-    rows: Tensor = ShiftedRows.apply(local.movedim(dim, 0), shift)  # type: ignore[no-untyped-call]
+    rows: Tensor = ShiftedRows.apply(local.movedim(dim, 0), shift, meet)  # type: ignore[no-untyped-call]
     return rows.movedim(0, dim)
 
 

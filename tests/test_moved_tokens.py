@@ -226,3 +226,22 @@ def test_labels_of_next_tokens_are_ids_shifted() -> None:
     assert "use 'same' or 'own'" in problems[0]
     assert "by" in problems[1]
     assert "several tokens follow one" in problems[2]
+
+
+def _of_unlike_losses(rank: int, what: str) -> str:
+    """Return the error of a backward pass in which each rank uses another one of two tensors that were moved."""
+    cp = ContextParallel(dist.group.WORLD)
+    tensors = [torch.ones(1, 4, 1, requires_grad=True) for _ in range(2)]
+    moved = [cp.unshard(x, loss="own") if what == "unshard" else cp.shift(x, -1) for x in tensors]
+    try:
+        moved[rank].sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["unshard", "shift"])
+def test_backward_passes_of_unlike_tensors_are_an_error_on_every_rank(what: str) -> None:
+    for error in run_ranks(_of_unlike_losses, 2, what):
+        assert f"before the backward pass of call 1 ({what})" in error
+        assert f"before the backward pass of call 2 ({what})" in error

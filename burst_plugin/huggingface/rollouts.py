@@ -198,6 +198,7 @@ class _LossOfAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.cp.meet("the backward pass of values of all rollouts")
         total = grad.contiguous().clone()
         with ctx.cp.rank_state.alone():
             dist.all_reduce(total, group=ctx.cp.group)
