@@ -39,7 +39,7 @@ from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs.faults import REPAIRS, apply_repairs
 from burst_plugin.megatron.repairs.losses import hook_loss_weights
 from burst_plugin.megatron.repairs.router_losses import hook_router_losses
-from burst_plugin.strategy import Strategy
+from burst_plugin.strategy import AUTO, Strategy
 
 _MARK = "_burst_plugin_adapter"
 
@@ -149,11 +149,29 @@ def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
+        if adapter.registry.layout == AUTO:
+            _check_stages(adapter.contexts()[-1])
         announce(adapter.contexts()[-1], layout=adapter.registry.layout)
         chosen = in_words(adapter.registry.given(), adapter.registry.asked(), parsed_arguments())
         if chosen and dist.get_rank() == 0:
             print(chosen, flush=True)
     return result
+
+
+def _check_stages(ring: ContextParallel) -> None:
+    """Raise ValueError if the rings of pipeline stages lie differently on nodes; collective over the stages.
+
+    Every stage chooses by its own nodes which tokens ranks hold, and all have to choose the same.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    said: list[Any] = [None] * stages.size()
+    dist.all_gather_object(said, str(ring.topology), group=stages)
+    if len(set(said)) > 1:
+        raise ValueError(
+            f"layout='auto' goes by the nodes of a ring, and those of pipeline stages differ: {', '.join(said)}; use "
+            "--burst-ranks-per-node or --hierarchical-context-parallel-sizes, which hold for all stages, or another "
+            "--burst-layout, such as striped"
+        )
 
 
 def _forget_rings(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

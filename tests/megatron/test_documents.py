@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from burst_plugin.megatron import identity
 from burst_plugin.megatron.batches.documents import hook_skipped_steps
 from burst_plugin.megatron.batches.packed import layout_of
 from burst_plugin.megatron.registry import Registry
+from burst_plugin.ring import connections
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
 from tests.megatron.test_model_parity import DEEPSEEK, MTP, TWO_LAYERS, check_equal
@@ -35,6 +37,7 @@ from tests.support.megatron_gpt import (
     cut_batch,
     forward_backward,
     full_grads,
+    join,
     loss_of,
     random_tokens,
 )
@@ -442,3 +445,21 @@ def test_steps_that_scripts_skip_leave_their_batches_whole(monkeypatch: pytest.M
     parse(reset_attention_mask=False)
     with pytest.raises(ValueError, match="no schedule"):
         training.dummy_train_step(iter([batch]))
+
+
+def _stages_on(rank: int, nodes: str) -> str:
+    """Return the error of making groups of two stages of two ranks each, on these nodes, a letter for each rank."""
+    with mock.patch.object(connections, "node_id", lambda: nodes[rank]):
+        try:
+            join(replace(TWO_LAYERS, cp=2, pp=2, cp_comm_type="burst", strategy=Strategy(layout="auto")))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("nodes", "differ"), [("AABB", False), ("AABC", True)])
+def test_stages_that_lie_differently_on_nodes_are_an_error_on_every_rank(nodes: str, differ: bool) -> None:
+    """Each would choose other tokens for its ranks, and train on other ones than the stage before it."""
+    for error in run_ranks(_stages_on, 4, nodes):
+        assert ("those of pipeline stages differ: 1x2 (nodes x ranks per node), 2x1" in error) is differ
+        assert bool(error) is differ

@@ -119,7 +119,8 @@ class MicrobatchDocuments:
     @contextmanager
     def recomputing(self, rows: Rows | None) -> Iterator[None]:
         """Make `of` return `rows` in this context, where a backward pass recomputes a layer; None changes nothing."""
-        before, self._recomputed = self._recomputed, rows
+        before = self._recomputed
+        self._recomputed = before if rows is None else rows
         try:
             yield
         finally:
@@ -185,7 +186,8 @@ def hook_documents(registry: Any) -> str:
     wrap(schedules, "forward_step", partial(_keep_what_is_read, registry))
     for kind in (GPTModel, hybrid_model()):
         wrap(kind, "forward", partial(_hand_on, registry))
-    wrap(MultiLatentAttention, "forward", partial(_follow_recomputation, registry))
+    for kind in (MultiLatentAttention, *_absorbed_attention()):
+        wrap(kind, "forward", partial(_follow_recomputation, registry))
     return "--reset-attention-mask: layers get where documents begin, in place of a mask of all pairs"
 
 
@@ -210,6 +212,16 @@ def hook_skipped_steps() -> None:
             training.get_batch_on_this_cp_rank = cut
 
     wrap(training, "dummy_train_step", skip)
+
+
+def _absorbed_attention() -> list[Any]:
+    """Return Megatron's class of multi-latent attention for sparse layers, with a forward of its own from 0.19 on."""
+    try:
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+    except ImportError:
+        return []
+    kind: Any = absorbed_mla.AbsorbedMLASelfAttention
+    return [kind] if "forward" in vars(kind) else []
 
 
 def hybrid_model() -> Any:

@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from burst_plugin.latents import sends_latents
+from burst_plugin.megatron.batches.documents import are_bounds, rows_of
 from burst_plugin.megatron.batches.packed import is_packed
 from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.flags.config import SPARSE
@@ -90,7 +91,8 @@ class BurstSparseAttention(BurstCoreAttention):
         call = self._read_any(query, key, value, arguments)
         assert x is not None, "it is checked"
         assert qr is not None, "Megatron gives it with x"
-        given = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
+        with self.registry.documents.recomputing(rows_of(attention_mask) if are_bounds(attention_mask) else None):
+            given = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
         call.terms["selection"] = self.selected_keys(given, call)
         out = self._compute(call)
         if not self.training or not torch.is_grad_enabled():
