@@ -329,7 +329,9 @@ class ContextParallel:
         asked = {"by": by, "mask": mask, "fill": fill, "has a gradient": has_gradient}
         held, meet = self._held_together("shift", local, dim, tokens, asked)
         shards = state.route_table.shards(held.tokens)
-        empty = crosses_documents(shards[self.rank], held.tokens.length, by, mask or Full(), local.device)
+        empty = crosses_documents(
+            shards[self.rank], held.tokens.length, by, Full() if mask is None else mask, local.device
+        )
         moved = shifted(local, by, held.dim, shards, (self.rank, self.group), meet)
         sizes = [1] * local.dim()
         sizes[held.dim] = empty.shape[1]

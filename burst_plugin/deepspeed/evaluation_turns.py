@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.loaders import exchanged
+from burst_plugin.deepspeed.trl_trainers import is_of_trl
 from burst_plugin.huggingface.media.rows import is_of_media, media_of_rows
 
 
@@ -42,7 +44,8 @@ def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any,
     batches = exchanged(inputs, session.cp)
     if last is not None:
         batches = batches[: last.turns(session)]
-        batches = [last.real_part(trainer.model, batch, turn, session) for turn, batch in enumerate(batches)]
+        of_trl = any(map(is_of_trl, type(trainer).__mro__))
+        batches = [last.real_part(trainer.model, each, turn, session, of_trl) for turn, each in enumerate(batches)]
     kept = {session.cp.rank} if last is None else {0, session.cp.rank}
     results = {}
     session.takes_turns = True
@@ -56,7 +59,9 @@ def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any,
         session.takes_turns = False
     if last is None:
         return results[session.cp.rank]
-    return tree_map(_filled_up, results.get(session.cp.rank, results[0]), results[0])
+    rows_of_all = last.per_rank if session.gathers and not of_trl else 0
+    fill = partial(_filled_up, rows=rows_of_all)
+    return tree_map(fill, results.get(session.cp.rank, results[0]), results[0])
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,19 @@ class _LastBatch:
         return min(session.cp.ranks, -(-self.real // self.per_rank))
 
     def real_part(
-        self, model: torch.nn.Module, batch: Mapping[str, Any], turn: int, session: Session
+        self, model: torch.nn.Module, batch: Mapping[str, Any], turn: int, session: Session, of_trl: bool
     ) -> Mapping[str, Any]:
         """Return the batch of a turn without the rows that do not count, or without their labels.
 
-        Whole outputs are gathered from all rings, so that these keep as many rows as the first ring does. Of shards,
-        several rings keep all rows, and mask labels.
+        TRL gathers whole outputs from all rings within a step, so that these keep as many rows as the first ring
+        does. Of shards, several rings keep all rows, and mask labels.
         """
         has_rings = session.ranks > session.cp.ranks
         count = min(self.per_rank, self.real - turn * self.per_rank)
+        before = (dist.get_rank() - session.cp.rank + turn) * self.per_rank
+        if session.gathers and not of_trl:  # a batch without any row that counts is left out by Trainer
+            count = max(0, min(self.per_rank, self.real - before)) or self.per_rank
+            return first_rows(model, batch, count, self.per_rank)
         if session.gathers:
             part = first_rows(model, batch, count, self.per_rank)
             may_differ = count < self.per_rank and has_rings
@@ -88,7 +97,6 @@ class _LastBatch:
             return part
         if not has_rings:  # of rows without labels, routers would still count the tokens
             batch = first_rows(model, batch, count, self.per_rank)
-        before = (dist.get_rank() - session.cp.rank + turn) * self.per_rank
         labels = batch.get("labels")
         if labels is None or before + len(labels) <= self.real:
             return batch
@@ -133,11 +141,12 @@ def first_rows(model: torch.nn.Module, batch: Mapping[str, Any], count: int, row
     return {name: first(x) for name, x in by_row.items()} | media
 
 
-def _filled_up(x: Any, first: Any) -> Any:
-    """Repeat the last row of a result up to the size of turn 0's: Accelerate gathers equal sizes from all ranks."""
-    if not isinstance(x, Tensor) or not x.dim() or len(x) >= len(first):
+def _filled_up(x: Any, first: Any, rows: int) -> Any:
+    """Repeat the last row of a result up to the size of turn 0's, or to `rows`: Accelerate gathers equal sizes."""
+    if not isinstance(x, Tensor) or not x.dim():
         return x
-    return torch.cat([x, x[-1:].expand(len(first) - len(x), *x.shape[1:])])
+    missing = max(rows, len(first)) - len(x)
+    return x if missing <= 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 
 
 @contextmanager

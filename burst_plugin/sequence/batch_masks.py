@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import and_
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from burst_plugin.sequence.masks import Documents, Mask, PerRow, key_padding
 from burst_plugin.sequence.prefix_tree import PrefixTree
+
+_LOG = logging.getLogger(__name__)
 
 TypeRuns = tuple[tuple[int, int, int], ...]
 """Runs of tokens of one type in a row, (start, stop, type), from its first token to its last."""
@@ -82,8 +85,19 @@ def batch_mask(
     packed = batch.get("attention_mask") is None  # only then does transformers take any break for a document
     rows = [Documents((*_starts(*row, packed), padded)) for row in zip(positions, valid, strict=True)]
     if any(len(row.cu_seqlens) > 2 for row in rows):
+        if not packed:
+            _tell_of_documents_beside_a_mask()
         masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
     return reduce(and_, masks) if masks else None
+
+
+@cache
+def _tell_of_documents_beside_a_mask() -> None:
+    """Log once in this process that documents stay apart, where transformers would not look for them."""
+    _LOG.warning(
+        "position_ids start again beside an attention_mask: documents stay apart here, but transformers looks for "
+        "documents only where there is no attention_mask; leave it out of packed rows to compare losses"
+    )
 
 
 def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -184,6 +184,10 @@ class Mask(ABC):
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that allows what both masks allow."""
         return Both(self, other)
+
+    def __bool__(self) -> NoReturn:
+        """Raise TypeError: Python's `and` and `or` would keep one of two masks, and drop the other in silence."""
+        raise TypeError("masks combine with &, as in Causal() & SlidingWindow(4, 0), not with 'and' or 'or'")
 
 
 class TreeMask(Mask):

@@ -178,6 +178,15 @@ UNGATED = frozenset(
     starcoder2 xlm-roberta xlm-roberta-xl xmod
     """.split()  # noqa: SIM905
 )
+# Families of transformers whose head is the embedding unless their files say otherwise; `FAMILIES` names some more.
+TIED_BY_DEFAULT = frozenset(
+    """
+    bert bert-generation big_bird biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text data2vec-text
+    electra ernie ernie4_5 ernie4_5_moe gemma4_text gemma4_unified_text got_ocr2 granite_swa megatron-bert
+    modernbert-decoder roberta roberta-prelayernorm roc_bert roformer smollm3 starcoder2 vaultgemma xlm-roberta
+    xlm-roberta-xl xmod
+    """.split()  # noqa: SIM905
+)
 # Beginnings of families that normalize queries and keys in any case; others do where their files say use_qk_norm.
 NORMALIZING = (
     *("afmoe", "beam", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma3", "hy_v3", "kolibri1", "laguna"),

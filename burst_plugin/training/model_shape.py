@@ -19,7 +19,7 @@ from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, u
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
-from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, UNGATED, defaults_of
+from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, TIED_BY_DEFAULT, UNGATED, defaults_of
 from burst_plugin.training.tower_families import Media, text_of
 
 
@@ -310,7 +310,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         head_dim=size("head_dim", default=hidden // heads) if latent is None else latent.qk_dim,
         latent=latent,
         vocab=size("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
         clamped_mlp=kind == "gpt_oss",
         matrices=2 if kind in UNGATED else 3,

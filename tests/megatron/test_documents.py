@@ -449,7 +449,7 @@ def test_steps_that_scripts_skip_leave_their_batches_whole(monkeypatch: pytest.M
 
 def _stages_on(rank: int, nodes: str) -> str:
     """Return the error of making groups of two stages of two ranks each, on these nodes, a letter for each rank."""
-    with mock.patch.object(connections, "node_id", lambda: nodes[rank]):
+    with mock.patch.object(connections, "node_id", return_value=nodes[rank]):
         try:
             join(replace(TWO_LAYERS, cp=2, pp=2, cp_comm_type="burst", strategy=Strategy(layout="auto")))
         except ValueError as error:

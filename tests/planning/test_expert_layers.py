@@ -66,6 +66,18 @@ def test_parameters_are_as_many_as_transformers_counts(kind: str, sizes: dict[st
     assert shape.parameters == pytest.approx(counted, rel=0.02)  # norms and biases apart
 
 
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", ["cohere2", "ernie4_5", "smollm3", "starcoder2", "llama", "qwen3"])
+def test_heads_are_tied_as_by_default_where_a_file_does_not_say(kind: str) -> None:
+    from transformers import AutoConfig
+
+    sizes = {name: value for name, value in _SIZES.items() if name != "tie_word_embeddings"}
+    config = AutoConfig.for_model(kind, **sizes, pad_token_id=None)
+    written = {name: value for name, value in config.to_dict().items() if name != "tie_word_embeddings"}
+    assert shape_of(written, kind).tied is config.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [

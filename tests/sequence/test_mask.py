@@ -192,3 +192,10 @@ def test_a_number_given_as_a_tensor_is_the_number_that_it_was() -> None:
         number.fill_(1)
     assert made == (SlidingWindow(3), PrefixLM(5), BlockMask(2, ((True,),)), Tokens(8))
     assert all(type(number) is int for number in (made[0].left, made[1].prefix, made[2].block, made[3].length))
+
+
+def test_masks_have_no_truth_value() -> None:
+    """`and` of two masks would be the second one."""
+    for mask in (Causal(), Causal() & Full()):
+        with pytest.raises(TypeError, match="masks combine with &"):
+            bool(mask)
