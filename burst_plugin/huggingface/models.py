@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -444,11 +445,19 @@ def _is_pretrained(module: Any) -> bool:
 def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
     """Raise MemoryError if host memory does not suffice for what a model's checkpoints will offload in a step.
 
-    Does nothing in evaluation, or without `Strategy.offload` or gradient checkpointing.
+    Does nothing in evaluation, or without `Strategy.offload`; warns where gradient checkpointing is off.
 
     batch: the keyword arguments of the forward on `shard`.
     """
     strategy = shard.cp.strategy
+    acts = strategy.offload or strategy.kept_share > 0
+    if acts and model.training and torch.is_grad_enabled() and not recomputes(model) and not shard.cp.rank:
+        warnings.warn(
+            "offload and keep_attention act on activation checkpoints, but gradient checkpointing is off: set "
+            "gradient_checkpointing=True, or call model.gradient_checkpointing_enable(), unless your code makes "
+            "checkpoints itself",
+            stacklevel=2,
+        )
     tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
     if not (strategy.offload and model.training and recomputes(model)) or tokens is None:
         return

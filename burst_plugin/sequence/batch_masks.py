@@ -93,10 +93,10 @@ def batch_mask(
 
 @cache
 def _tell_of_documents_beside_a_mask() -> None:
-    """Log once in this process that documents stay apart, where transformers would not look for them."""
+    """Log once in this process that documents stay apart, where models by themselves would not look for them."""
     _LOG.warning(
-        "position_ids start again beside an attention_mask: documents stay apart here, but transformers looks for "
-        "documents only where there is no attention_mask; leave it out of packed rows to compare losses"
+        "position_ids start again beside an attention_mask: documents stay apart here, but without a ring most "
+        "models look for documents only where there is no attention_mask; leave it out to compare losses"
     )
 
 

@@ -174,7 +174,7 @@ ROUTED_IN_16_BITS = frozenset(
 UNGATED = frozenset(
     """
     apertus apertus1p5_text arcee bert bert-generation big_bird biogpt camembert data2vec-text electra ernie fuyu
-    gpt_neox jais2 megatron-bert nanochat nemotron persimmon phi rembert roberta roberta-prelayernorm roformer
+    gpt_neox jais2 nanochat nemotron persimmon phi rembert roberta roberta-prelayernorm roformer
     starcoder2 xlm-roberta xlm-roberta-xl xmod
     """.split()  # noqa: SIM905
 )
@@ -182,7 +182,7 @@ UNGATED = frozenset(
 TIED_BY_DEFAULT = frozenset(
     """
     bert bert-generation big_bird biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text data2vec-text
-    electra ernie ernie4_5 ernie4_5_moe gemma4_text gemma4_unified_text got_ocr2 granite_swa megatron-bert
+    electra ernie ernie4_5 ernie4_5_moe gemma4_text gemma4_unified_text got_ocr2 granite_swa
     modernbert-decoder roberta roberta-prelayernorm roc_bert roformer smollm3 starcoder2 vaultgemma xlm-roberta
     xlm-roberta-xl xmod
     """.split()  # noqa: SIM905

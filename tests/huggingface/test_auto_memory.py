@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from copy import deepcopy
@@ -435,3 +436,24 @@ def test_a_rank_counts_the_states_of_what_fsdp_leaves_it() -> None:
 
 def test_layers_without_checkpoints_count_in_the_plan() -> None:
     assert run_ranks(_recomputed, 1) == [["none", "full", "none"]]
+
+
+def _told_of_checkpoints(rank: int) -> list[bool]:
+    """Whether this rank is told that options act on checkpoints alone, without them and with them."""
+    told = []
+    for has_checkpoints in (False, True):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, offload=True, keep_attention="all")
+        model = prepare(transformers.LlamaForCausalLM._from_config(llama(), attn_implementation="eager").train())
+        if has_checkpoints:
+            model.gradient_checkpointing_enable()
+        local = shard_batch({"input_ids": torch.arange(32).view(2, 16)}, cp)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**local, use_cache=False)
+        told.append(any("act on activation checkpoints" in str(each.message) for each in caught))
+        cp.close()
+    return told
+
+
+def test_options_of_checkpoints_say_that_there_are_none() -> None:
+    assert run_ranks(_told_of_checkpoints, 2) == [[True, False], [False, False]]

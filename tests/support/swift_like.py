@@ -29,14 +29,11 @@ class Seq2SeqTrainer(transformers.Trainer):
         self.template = SimpleNamespace(sequence_parallel_size=1, model_meta=SimpleNamespace(is_multimodal=False))
         super().__init__(*args, **kwargs)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return {**super()._prepare_inputs(inputs), "compute_loss_func": None}
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         labels = inputs["labels"]  # on a ring they are shifted and have another name
-        outputs = model(**{name: x for name, x in inputs.items() if name != "compute_loss_func"})
+        outputs = model(**inputs)
         loss = outputs.loss
         if num_items_in_batch is not None:
             loss = loss * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
