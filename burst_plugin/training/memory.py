@@ -128,7 +128,7 @@ def _of_tower(model: ModelShape, setting: Setting) -> Moment:
 
 def _states(model: ModelShape, setting: Setting) -> Moment:
     """Return bytes of weights in bf16, of gradients and the optimizer's weights and two moments in float32."""
-    own, trained = (x / (setting.tensor * setting.pipeline) for x in (model.parameters, model.trained_parameters))
+    own, trained = (_of_first_stage(x, model, setting) for x in (model.parameters, model.trained_parameters))
     ranks, is_sharded = setting.context * setting.data, setting.zero == 3
     states = {"weights": BF16 * (own / ranks if is_sharded else own)}
     gradients = FP32 * (trained / ranks if is_sharded else trained)
@@ -136,6 +136,13 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
     states["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
     states["optimizer"] = 0.0 if on_host else 3 * FP32 * trained / ranks
     return states
+
+
+def _of_first_stage(total: int, model: ModelShape, setting: Setting) -> float:
+    """Return how many of `total` parameters a rank of the first pipeline stage has: layers, the embedding, a tower."""
+    in_layers = sum(kind.layers * kind.layer_parameters for kind in model.by_kind)
+    head = 0 if model.tied or setting.pipeline == 1 else model.embedding_parameters
+    return (total - in_layers - head + in_layers / setting.pipeline) / setting.tensor
 
 
 def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> float:

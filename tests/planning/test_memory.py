@@ -314,3 +314,12 @@ def test_parameters_are_those_of_the_models() -> None:
     assert MODELS["llama3_8b"].parameters == 8_030_261_248
     assert MODELS["qwen3_8b"].parameters == 8_190_735_360
     assert MODELS["qwen3_14b"].parameters == 14_768_307_200
+
+
+def test_the_first_stage_of_a_pipeline_has_the_whole_embedding() -> None:
+    model = MODELS["qwen3_14b"]
+    setting = Setting(tokens=8192, code=GPU_CODE, pipeline=8, data=8, batch=8)
+    weights = memory(model, setting, Cluster()).gpu["weights"]
+    layers = model.layers // 8 * model.layer_parameters
+    assert weights == pytest.approx(2 * (layers + model.embedding_parameters + model.hidden), rel=1e-6)
+    assert weights > 1.3 * 2 * model.parameters / 8
