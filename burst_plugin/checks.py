@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Set
+from difflib import get_close_matches
 from typing import Any, SupportsFloat
 
 SUMMARY = " ... ["
@@ -134,6 +135,8 @@ def as_positive(value: object) -> int | None:
 
 
 def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
-    """Raise ValueError, which lists the `valid` names, unless `value`, given for `option`, is one of them."""
+    """Raise ValueError, which lists the `valid` names and the nearest, unless `value` of `option` is one of them."""
     if not isinstance(value, str) or value not in valid:
-        raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
+        close = get_close_matches(value, valid, 1) if isinstance(value, str) else ()
+        nearest = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}{nearest}")

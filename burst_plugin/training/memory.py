@@ -139,7 +139,7 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
 
 
 def _of_first_stage(total: int, model: ModelShape, setting: Setting) -> float:
-    """Return how many of `total` parameters a rank of the first pipeline stage has: layers, the embedding, a tower."""
+    """Return how many of `total` parameters a rank of the first pipeline stage has: layers, embedding, a tower."""
     in_layers = sum(kind.layers * kind.layer_parameters for kind in model.by_kind)
     head = 0 if model.tied or setting.pipeline == 1 else model.embedding_parameters
     return (total - in_layers - head + in_layers / setting.pipeline) / setting.tensor
