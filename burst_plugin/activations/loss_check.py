@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 _TOKENS_AT_ONCE = 1024
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 LOW_PRECISION_TOLERANCE = 1e-2  # for losses of other types
+_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, or of its configuration
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> float:
@@ -21,9 +24,37 @@ def summed_loss(logits: Tensor, labels: Tensor) -> float:
     return float(total)
 
 
-def tolerance_of(loss: Tensor) -> float:
+def tolerance_of(loss: Tensor, logits: Tensor) -> float:
     """Return the relative difference allowed between a model's loss and the cross entropy of its logits.
 
-    It is 1e-4 for a loss in float32 or float64, as of logits in 16 bits too, and 1e-2 in other types.
+    It is 1e-4 for a loss in float32 or float64, also of logits in 16 bits, and 1e-2 in other types. A loss of logits
+    in 16 bits whose value 16 bits can hold counts as one of these.
     """
-    return _TOLERANCE.get(loss.dtype, LOW_PRECISION_TOLERANCE)
+    is_rounded = logits.dtype not in _TOLERANCE and bool(loss.detach() == loss.detach().to(logits.dtype))
+    return LOW_PRECISION_TOLERANCE if is_rounded else _TOLERANCE.get(loss.dtype, LOW_PRECISION_TOLERANCE)
+
+
+def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
+    """Return the router loss of experts in `outputs`, times the coefficient that weighs it in the model's loss.
+
+    The coefficient is read from `model` or its configuration; for a fused head, which returns log-probabilities, it
+    is `router_aux_loss_coef` of the text's configuration, which trainers change. None if `outputs` have no
+    `aux_loss`, or no coefficient is found.
+    """
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if not isinstance(aux_loss, Tensor):
+        return None
+    is_fused = hasattr(outputs, "log_probs")
+    for module in model.modules():  # of which the first one mostly has it
+        config = getattr(module, "config", None)
+        owners: list[Any] = [module, config, getattr(config, "text_config", None)]
+        names = _ROUTER_COEFFICIENTS[:1] if is_fused else _ROUTER_COEFFICIENTS
+        if is_fused:  # the model's own copy is older
+            text_of = getattr(config, "get_text_config", None)  # not of an engine's configuration
+            owners = [] if text_of is None else [text_of()]
+        for owner in owners:
+            for name in names:
+                coefficient = getattr(owner, name, None)
+                if isinstance(coefficient, int | float):
+                    return coefficient * aux_loss
+    return None

@@ -71,8 +71,8 @@ class ShardedLoader:
     def _found(self) -> Session:
         if self._session is None:
             raise RuntimeError(
-                "this data loader has no engine: call accelerator.prepare(model, ...) first; and make a Trainer anew "
-                "for a second train(), at whose beginning Accelerate destroys the engine of the first"
+                "this data loader has no engine: call accelerator.prepare(model, ...) first; and make a new Trainer "
+                "for a second train(): Accelerate destroys the engine of the first one when it begins"
             )
         return self._session
 

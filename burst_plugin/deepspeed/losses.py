@@ -21,7 +21,6 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.frameworks.wrapping import by_name
 
 _LABELS = "shift_labels"
-_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, or of its configuration
 
 
 class OwnLosses:
@@ -187,7 +186,7 @@ def _differs(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
         return True
     with torch.no_grad():
         mean = summed_loss(logits.flatten(0, -2), labels.flatten().long()) / count
-    return not abs(float(loss.detach()) - mean) <= tolerance_of(loss) * max(mean, 1.0)
+    return not abs(float(loss.detach()) - mean) <= tolerance_of(loss, logits) * max(mean, 1.0)
 
 
 def _with(output: Any, place: Any, loss: Tensor) -> Any:
@@ -222,31 +221,6 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
             f"{model_name} returns {form}, in which no loss is found that could be scaled to the whole batch: have "
             "it return a ModelOutput with a scalar loss (in transformers: leave out return_dict=False)"
         )
-
-
-def router_loss_in(model: torch.nn.Module, outputs: Any) -> Tensor | None:
-    """Return the router loss of experts in `outputs`, times the coefficient that weighs it in the model's loss.
-
-    The coefficient is read from `model` or its configuration; for TRL's fused head it is `router_aux_loss_coef` of
-    the text's configuration, which TRL changes. None if `outputs` have no `aux_loss`, or no coefficient is found.
-    """
-    aux_loss = getattr(outputs, "aux_loss", None)
-    if not isinstance(aux_loss, Tensor):
-        return None
-    is_fused = hasattr(outputs, "log_probs")
-    for module in model.modules():  # of which the first one mostly has it
-        config = getattr(module, "config", None)
-        owners: list[Any] = [module, config, getattr(config, "text_config", None)]
-        names = _ROUTER_COEFFICIENTS[:1] if is_fused else _ROUTER_COEFFICIENTS
-        if is_fused:  # the model's own copy is older
-            text_of = getattr(config, "get_text_config", None)  # not of an engine's configuration
-            owners = [] if text_of is None else [text_of()]
-        for owner in owners:
-            for name in names:
-                coefficient = getattr(owner, name, None)
-                if isinstance(coefficient, int | float):
-                    return coefficient * aux_loss
-    return None
 
 
 class _ForReadingOnly(torch.autograd.Function):

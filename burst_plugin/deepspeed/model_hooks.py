@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.activations.deferred_logits import LazyLogits
-from burst_plugin.activations.loss_check import summed_loss, tolerance_of
+from burst_plugin.activations.loss_check import router_loss_in, summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shifted
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.losses import (
@@ -18,7 +18,6 @@ from burst_plugin.deepspeed.losses import (
     check_form_of_loss,
     for_reading_only,
     refuse_backward,
-    router_loss_in,
 )
 from burst_plugin.deepspeed.whole_outputs import gather_hidden_states, gather_outputs, gathered
 from burst_plugin.frameworks.wrapping import by_name
@@ -264,7 +263,7 @@ class ModelHooks:
         of_router = router_loss_in(model, output)
         got = float(output.loss.detach()) - (0.0 if of_router is None else float(of_router.detach()))
         problem = ""
-        if abs(got - expected) > tolerance_of(output.loss) * max(abs(expected), 1.0):
+        if abs(got - expected) > tolerance_of(output.loss, read) * max(abs(expected), 1.0):
             problem = (
                 f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "

@@ -12,13 +12,14 @@ from typing import Any
 
 from transformers import Trainer
 
+from burst_plugin.activations.loss_check import router_loss_in
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.config import BLOCK
-from burst_plugin.deepspeed.losses import router_loss_in
 from burst_plugin.frameworks.wrapping import wrap
 
 _SUPPORTED = "Seq2SeqTrainer"
+_MARK = "_burst_plugin_loss"  # of a class whose `compute_loss` is replaced
 _OF_ITS_OWN = (
     "compute_loss_func",
     "text_position_ids",
@@ -52,8 +53,9 @@ def follow_swift_trainer(adapter: Adapter, trainer: Any, size: int) -> bool:
         )
     _check_options(trainer)
     trainer.args.use_logits_to_keep = False  # it counts by labels, which are shifted already
-    if not hasattr(owner.compute_loss, "__wrapped__"):
+    if _MARK not in vars(owner):
         wrap(owner, "compute_loss", partial(_loss_of_model, adapter))
+        setattr(owner, _MARK, True)
     return True
 
 
@@ -66,6 +68,8 @@ def _check_options(trainer: Any) -> None:
     asked = [f"{name}=True is {what}" for name, what in _REFUSED.items() if getattr(trainer.args, name, False)]
     if trainer.template.sequence_parallel_size > 1:
         asked.append(f"sequence_parallel_size={trainer.template.sequence_parallel_size} is ms-swift's own cut")
+    if getattr(trainer.args, "metric_for_best_model", None) in ("token_acc", "eval_token_acc"):
+        asked.append("metric_for_best_model=token_acc asks for a number that is not logged on a ring")
     if trainer.template.model_meta.is_multimodal:
         asked.append(f"model_type={trainer.template.model_meta.model_type} is a model with images, sound or video")
     if asked:
@@ -87,8 +91,8 @@ def _loss_of_model(
         return original(trainer, model, inputs, return_outputs, num_items_in_batch)
     if inputs.get("loss_scale") is not None:
         raise ValueError(
-            f"loss_scale={trainer.template.loss_scale} of ms-swift weights tokens, which is not supported with "
-            f"{BLOCK}; leave --loss_scale out, or give one of weights 0 and 1 with --is_binary_loss_scale true"
+            f"--loss_scale of ms-swift weights tokens here, which is not supported with {BLOCK}; leave --loss_scale "
+            "out, or give one of weights 0 and 1 with --is_binary_loss_scale true"
         )
     local = {name: value for name, value in inputs.items() if name not in _OF_ITS_OWN}
     loss, outputs = Trainer.compute_loss(trainer, model, local, True, num_items_in_batch)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from burst_plugin.activations.loss_check import router_loss_in
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block, near_misses, why_off
@@ -25,7 +26,6 @@ from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.evaluation_turns import predict_in_turns
 from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
-from burst_plugin.deepspeed.losses import router_loss_in
 from burst_plugin.deepspeed.swift_trainers import follow_swift_trainer
 from burst_plugin.deepspeed.trl_trainers import (
     count_input_tokens,

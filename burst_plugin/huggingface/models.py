@@ -450,7 +450,7 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     batch: the keyword arguments of the forward on `shard`.
     """
     strategy = shard.cp.strategy
-    acts = strategy.offload or strategy.kept_share > 0
+    acts = strategy.offload or (strategy.kept_share > 0 and "keep_attention" not in shard.cp.chosen)
     if acts and model.training and torch.is_grad_enabled() and not recomputes(model) and not shard.cp.rank:
         warnings.warn(
             "offload and keep_attention act on activation checkpoints, but gradient checkpointing is off: set "

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.activations.deferred_logits import LazyLogits
-from burst_plugin.activations.loss_check import summed_loss, tolerance_of
+from burst_plugin.activations.loss_check import router_loss_in, summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY
 from burst_plugin.huggingface.router_losses import asks_for_router_loss
 
@@ -36,7 +36,7 @@ def _check_loss(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     Warn of any other loss than the cross entropy. It looks at forwards 1, 2, 4, 8, ... in training.
     """
     shard, labels = kwargs.get(SHARD_KEY), kwargs.get("labels")
-    loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+    loss = getattr(output, "loss", None)
     if shard is None or shard.as_given or labels is None or loss is None or not model.training:
         return
     count = getattr(model, _CHECKED, 0) + 1
@@ -44,30 +44,56 @@ def _check_loss(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     if count & (count - 1):
         return
     problem = ""
-    if isinstance(logits, torch.Tensor) and not isinstance(logits, LazyLogits) and logits.shape[:-1] == labels.shape:
-        given, name = kwargs.get("num_items_in_batch"), type(model).__name__
-        if _is_mean(loss, logits[:, :-1], labels[:, 1:], given) and not _is_mean(loss, logits, labels, given):
-            problem = (
-                f"{name} shifts labels by one token to compute its loss, but labels of a shard are shifted already: "
-                "leave labels out, and compute the loss from its logits and shift_labels"
-            )
-        elif count == 1 and not (_is_mean(loss, logits, labels, given) or asks_for_router_loss(model, kwargs)):
-            warnings.warn(
-                f"the loss of {name} is not the cross entropy of its logits over labels, divided by "
-                "num_items_in_batch: make sure that it is a sum over a rank's tokens with labels that are shifted "
-                "already, divided by the labels of all ranks",
-                stacklevel=2,
-            )
+    if not asks_for_router_loss(model, kwargs) or router_loss_in(model, output) is not None:
+        problem = _problem(model, output, labels, kwargs.get("num_items_in_batch"), is_first=count == 1)
     shard.cp.agree({"loss": "checked"}, problem)
 
 
-def _is_mean(loss: Tensor, logits: Tensor, labels: Tensor, given: Any) -> bool:
-    """Return whether a loss is the cross entropy over labels, divided by their number or by the number given.
+def _problem(model: PreTrainedModel, output: Any, labels: Any, given: Any, *, is_first: bool) -> str:
+    """Return the reason why a loss is wrong; "" for none, or where nothing can be compared. Warn of other losses.
 
-    Also where there are no labels, and so nothing to compare.
+    given: what the sum over labels is divided by; None for their number.
     """
-    count = int((labels != IGNORED_LABEL).sum())
-    with torch.no_grad():
-        total, got = summed_loss(logits.flatten(0, -2), labels.flatten()), float(loss.detach())
-    means = [total / float(each) for each in (count, given) if each]
-    return not count or any(abs(got - mean) <= tolerance_of(loss) * max(abs(mean), 1.0) for mean in means)
+    logits: Any = getattr(output, "logits", None)
+    loss, name = output.loss, type(model).__name__
+    if isinstance(logits, LazyLogits) or not _can_compare(loss, logits, labels):
+        return ""
+    of_router = router_loss_in(model, output)
+    got = float(loss.detach()) - (0.0 if of_router is None else float(of_router.detach()))
+    tolerance, errors = tolerance_of(loss, logits), []
+    for first in (0, 1):  # as labels are, and shifted once more
+        rows, targets = logits[:, : logits.shape[1] - first], labels[:, first:].long()
+        count = int((targets != IGNORED_LABEL).sum())
+        if not count:
+            return ""
+        with torch.no_grad():
+            total = sum(summed_loss(x, y) for x, y in zip(rows, targets, strict=True))
+        divisors = {float(each) for each in (count, given) if each}
+        errors.append(min(abs(got - total / each) / max(total, count) * each for each in divisors))
+        if not first and errors[0] <= tolerance:
+            return ""
+    if errors[1] <= tolerance and 10 * errors[1] < errors[0]:
+        return (
+            f"{name} shifts labels by one token to compute its loss, but labels of a shard are shifted already: "
+            "leave labels out, and compute the loss from its logits and shift_labels"
+        )
+    if is_first:
+        warnings.warn(
+            f"the loss of {name} is not the cross entropy of its logits over labels, divided by num_items_in_batch: "
+            "make sure that it is a sum over a rank's tokens with labels that are shifted already, divided by the "
+            "labels of all ranks",
+            stacklevel=2,
+        )
+    return ""
+
+
+def _can_compare(loss: Any, logits: Any, labels: Any) -> bool:
+    """Return whether a loss is one number, and labels are numbers of logits."""
+    if not all(isinstance(x, Tensor) for x in (loss, logits, labels)):
+        return False
+    if loss.numel() != 1 or logits.dim() != 3 or logits.shape[:-1] != labels.shape:
+        return False
+    if labels.dtype not in (torch.int32, torch.int64):
+        return False
+    of_tokens = labels[labels != IGNORED_LABEL]
+    return not of_tokens.numel() or -1 < int(of_tokens.amin()) <= int(of_tokens.amax()) < logits.shape[-1]

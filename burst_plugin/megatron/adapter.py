@@ -159,18 +159,18 @@ def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any
 
 
 def _check_stages(ring: ContextParallel) -> None:
-    """Raise ValueError if the rings of pipeline stages lie differently on nodes; collective over the stages.
+    """Raise ValueError if rings of one model lie differently on nodes; collective over its stages and tensor ranks.
 
-    Every stage chooses by its own nodes which tokens ranks hold, and all have to choose the same.
+    Each ring chooses by its own nodes which tokens ranks hold, and all have to choose the same.
     """
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    said: list[Any] = [None] * stages.size()
-    dist.all_gather_object(said, str(ring.topology), group=stages)
+    parts = parallel_state.get_model_parallel_group()
+    said: list[Any] = [None] * parts.size()
+    dist.all_gather_object(said, str(ring.topology), group=parts)
     if len(set(said)) > 1:
         raise ValueError(
-            f"layout='auto' goes by the nodes of a ring, and those of pipeline stages differ: {', '.join(said)}; use "
-            "--burst-ranks-per-node or --hierarchical-context-parallel-sizes, which hold for all stages, or another "
-            "--burst-layout, such as striped"
+            "layout='auto' goes by the nodes of a ring, and the rings of pipeline stages or tensor-parallel ranks "
+            f"differ: {', '.join(dict.fromkeys(said))}; use --burst-ranks-per-node or "
+            "--hierarchical-context-parallel-sizes, which hold for all rings, or another --burst-layout, as striped"
         )
 
 

@@ -85,7 +85,8 @@ def batch_mask(
     packed = batch.get("attention_mask") is None  # only then does transformers take any break for a document
     rows = [Documents((*_starts(*row, packed), padded)) for row in zip(positions, valid, strict=True)]
     if any(len(row.cu_seqlens) > 2 for row in rows):
-        if not packed:
+        starts = [(ok, start) for ok, row in zip(valid, rows, strict=True) for start in row.cu_seqlens[1:-1]]
+        if not packed and any(bool(ok[:start].any()) for ok, start in starts):  # and not after padding alone
             _tell_of_documents_beside_a_mask()
         masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
     return reduce(and_, masks) if masks else None
@@ -96,7 +97,7 @@ def _tell_of_documents_beside_a_mask() -> None:
     """Log once in this process that documents stay apart, where models by themselves would not look for them."""
     _LOG.warning(
         "position_ids start again beside an attention_mask: documents stay apart here, but without a ring most "
-        "models look for documents only where there is no attention_mask; leave it out to compare losses"
+        "models look for documents only where there is no attention_mask; leave attention_mask out to compare losses"
     )
 
 

@@ -57,10 +57,19 @@ class Smoothing(HandingOn):
         return output
 
 
+class ByToken(HandingOn):
+    """Has a loss for each token, of which nothing is known."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        output["loss"] = cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return output
+
+
 def _told(rank: int) -> list[str]:
     """What each kind of model is told, in a warning or an error; "" for nothing."""
     found, cp = [], ContextParallel(dist.group.WORLD)
-    for kind in (Shifting, Counting, HandingOn, Smoothing):
+    for kind in (Shifting, Counting, HandingOn, Smoothing, ByToken):
         torch.manual_seed(0)
         model = prepare(kind._from_config(llama(), attn_implementation="eager").train())
         local = shard_batch(BATCH, cp)
@@ -78,8 +87,9 @@ def _told(rank: int) -> list[str]:
 
 @pytest.mark.huggingface
 def test_labels_that_are_shifted_twice_are_refused_on_every_rank() -> None:
-    for shifting, counting, handing_on, smoothing in run_ranks(_told, 2):
+    for shifting, counting, handing_on, smoothing, by_token in run_ranks(_told, 2):
         assert "Shifting shifts labels by one token to compute its loss" in shifting
         assert "Counting shifts labels by one token to compute its loss" in counting
         assert not handing_on
+        assert not by_token
         assert "the loss of Smoothing is not the cross entropy of its logits over labels" in smoothing

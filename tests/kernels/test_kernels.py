@@ -459,7 +459,7 @@ def test_slices_of_the_queries_of_one_key_head_are_of_even_sizes(heads: int, cal
 def test_selections_are_exact(where: Run, dtype: torch.dtype, band: Band, heads: tuple[int, int]) -> None:
     q_len, kv_len = 40, 40 if band == CAUSAL else 60
     problem = Problem.draw((q_len, kv_len), heads, (8, 5), dtype)
-    mask = {FULL: Full(), CAUSAL: Causal()}.get(band) or SlidingWindow(3, 1)
+    mask = {FULL: Full(), CAUSAL: Causal()}.get(band, SlidingWindow(3, 1))
     for lists in {1, heads[1]}:
         problem = problem.with_selection(lists, 30)
         assert problem.selection is not None

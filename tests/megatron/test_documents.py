@@ -461,5 +461,5 @@ def _stages_on(rank: int, nodes: str) -> str:
 def test_stages_that_lie_differently_on_nodes_are_an_error_on_every_rank(nodes: str, differ: bool) -> None:
     """Each would choose other tokens for its ranks, and train on other ones than the stage before it."""
     for error in run_ranks(_stages_on, 4, nodes):
-        assert ("those of pipeline stages differ: 1x2 (nodes x ranks per node), 2x1" in error) is differ
+        assert ("tensor-parallel ranks differ: 1x2 (nodes x ranks per node), 2x1 (nodes" in error) is differ
         assert bool(error) is differ

@@ -128,7 +128,7 @@ def engine_of(shape: ModelShape, setting: Setting, kernel: str) -> Any:
 
     for module in (partition_parameters, partitioned_param_coordinator):
         module.assert_ints_same_as_other_ranks = lambda _: None
-    model_hooks.tolerance_of = lambda _: math.inf  # of losses, which are numbers that are not there
+    model_hooks.tolerance_of = lambda *_: math.inf  # of losses, which are numbers that are not there
     model_hooks.ModelHooks.check_labels = lambda *_: None  # which counts those of ranks that are not there
     engine_session.Session.check_weight = lambda *_: None  # which compares numbers that are not there
     install()
