@@ -415,3 +415,18 @@ def test_ranks_distil_from_the_same_drawn_words(directory: str) -> None:
 def numbers_of_this_rank(trainer: Any) -> None:
     """Have random numbers begin at another place on every rank."""
     torch.manual_seed(trainer.args.process_index)
+
+
+def five_rows(trainer: Any) -> None:
+    """Have the second of two rings of two ranks evaluate one row, where it has batches of two."""
+    trainer.eval_dataset = trainer.eval_dataset.select(range(5))
+    trainer.compute_metrics = lambda found: {"rows": float(len(found.label_ids))}
+
+
+@pytest.mark.slow
+def test_classifiers_on_several_rings_evaluate_each_row_once(directory: str) -> None:
+    case = Case("Trainer", home="transformers", model="classes", rows=classified, changes=five_rows)
+    (truth,) = run_ranks(train_all, 1, [case], directory, Layout(ranks=2), timeout_s=200.0)[0]
+    for (found,) in run_ranks(train_all, 4, [case], directory, Layout(4, 2, 0), timeout_s=200.0):
+        for name in ("eval_loss", "eval_rows"):
+            assert found.logged[-1][name] == pytest.approx(truth.logged[-1][name], rel=1e-5), name
