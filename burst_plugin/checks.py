@@ -137,6 +137,14 @@ def as_positive(value: object) -> int | None:
 def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
     """Raise ValueError, which lists the `valid` names and the nearest, unless `value` of `option` is one of them."""
     if not isinstance(value, str) or value not in valid:
-        close = get_close_matches(value, valid, 1) if isinstance(value, str) else ()
-        nearest = f" (did you mean {close[0]}?)" if close else ""
+        nearest = did_you_mean(value, valid) if isinstance(value, str) else ""
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}{nearest}")
+
+
+def did_you_mean(word: str, valid: Collection[str], likeness: float = 0.6, quote: str = "") -> str:
+    """Return text for a message, " (did you mean zigzag?)", with the name in `valid` that is most like `word`.
+
+    likeness: how alike they have to be, from 0 to 1; if no name is, the text is empty. quote: stands around the name.
+    """
+    close = get_close_matches(word, valid, 1, likeness)
+    return f" (did you mean {quote}{close[0]}{quote}?)" if close else ""

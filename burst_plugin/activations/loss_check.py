@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _TOKENS_AT_ONCE = 1024
+_IGNORED = -100  # PyTorch's `ignore_index`
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 LOW_PRECISION_TOLERANCE = 1e-2  # for losses of other types
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, or of its configuration
@@ -22,6 +23,12 @@ def summed_loss(logits: Tensor, labels: Tensor) -> float:
     for piece, targets in zip(*(torch.split(x, _TOKENS_AT_ONCE) for x in (logits, labels)), strict=True):
         total += torch.nn.functional.cross_entropy(piece.float(), targets, reduction="sum")
     return float(total)
+
+
+def are_classes(labels: Tensor, logits: Tensor) -> bool:
+    """Return whether all labels, whole numbers, are classes of logits [..., V]; labels of -100 are left out."""
+    of_tokens = labels[labels != _IGNORED]
+    return not of_tokens.numel() or -1 < int(of_tokens.amin()) <= int(of_tokens.amax()) < logits.shape[-1]
 
 
 def tolerance_of(loss: Tensor, logits: Tensor) -> float:

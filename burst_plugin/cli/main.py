@@ -8,13 +8,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 import burst_plugin
+from burst_plugin.checks import did_you_mean
 from burst_plugin.cli import check, doctor, init, plan, plan_model
 
 
@@ -132,16 +132,15 @@ def _wrong_plan_option(words: Sequence[str]) -> str | None:
         if others:
             instead = _INSTEAD.get((title, option), "")
             return f"{option} is an option of {' and '.join(others)}, not of `{title}`{instead}"
-        close = get_close_matches(option, sorted(set().union(*valid.values())), 1, 0.7)
-        return f"{option} is not an option{f' (did you mean {close[0]}?)' if close else ''}; see `{title} ... --help`"
+        nearest = did_you_mean(option, sorted(set().union(*valid.values())), 0.7)
+        return f"{option} is not an option{nearest}; see `{title} ... --help`"
     return None
 
 
 def _meant(parser: argparse.ArgumentParser, word: str) -> str:
     """Return a guess at the option behind a word that a command does not know; empty if none is likely."""
     valid = [option for action in parser._actions for option in action.option_strings]
-    close = get_close_matches(word.split("=")[0], valid, 1, 0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return did_you_mean(word.split("=")[0], valid, 0.7)
 
 
 def _option_names(words: Sequence[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+from burst_plugin.checks import did_you_mean
 from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.strategy import AUTO, Strategy
 
@@ -184,8 +185,7 @@ def warn_of_near_misses(config: Mapping[str, Any]) -> None:
 
 
 def _nearest(key: object, valid: tuple[str, ...]) -> str:
-    close = get_close_matches(str(key).lower().replace("-", "_"), valid, 1, 0.5)
-    return f' (did you mean "{close[0]}"?)' if close else ""
+    return did_you_mean(str(key).lower().replace("-", "_"), valid, 0.5, '"')
 
 
 def _one_at_most(value: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.activations.deferred_logits import LazyLogits
-from burst_plugin.activations.loss_check import summed_loss, tolerance_of
+from burst_plugin.activations.loss_check import are_classes, summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.config import TOKEN_MEAN
 from burst_plugin.deepspeed.engine_session import Session
@@ -182,7 +182,7 @@ def _differs(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
         return True
     if not count:
         return False
-    if not -1 < int(labels[labels != IGNORED_LABEL].amin()) <= int(labels.amax()) < logits.shape[-1]:
+    if not are_classes(labels, logits):
         return True
     with torch.no_grad():
         mean = summed_loss(logits.flatten(0, -2), labels.flatten().long()) / count

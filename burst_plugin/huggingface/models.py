@@ -178,6 +178,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         shard = shard.of_forward() if model.training else shard
         choose_kept(model, shard, kwargs)
         chunk_modules(model, shard.cp.strategy, is_chosen="mlp_chunk" in shard.cp.chosen)
+        _warn_without_checkpoints(model, shard)
         expect_on_host(model, shard, kwargs)
     kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
@@ -442,13 +443,8 @@ def _is_pretrained(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
-    """Raise MemoryError if host memory does not suffice for what a model's checkpoints will offload in a step.
-
-    Does nothing in evaluation, or without `Strategy.offload`; warns where gradient checkpointing is off.
-
-    batch: the keyword arguments of the forward on `shard`.
-    """
+def _warn_without_checkpoints(model: PreTrainedModel, shard: SequenceShard) -> None:
+    """Warn on rank 0 if a model trains with options that act on its checkpoints, and has none."""
     strategy = shard.cp.strategy
     acts = strategy.offload or (strategy.kept_share > 0 and "keep_attention" not in shard.cp.chosen)
     if acts and model.training and torch.is_grad_enabled() and not recomputes(model) and not shard.cp.rank:
@@ -458,6 +454,16 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
             "checkpoints itself",
             stacklevel=2,
         )
+
+
+def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
+    """Raise MemoryError if host memory does not suffice for what a model's checkpoints will offload in a step.
+
+    Does nothing in evaluation, or without `Strategy.offload` or gradient checkpointing.
+
+    batch: the keyword arguments of the forward on `shard`.
+    """
+    strategy = shard.cp.strategy
     tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
     if not (strategy.offload and model.training and recomputes(model)) or tokens is None:
         return

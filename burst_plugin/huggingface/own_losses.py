@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.activations.deferred_logits import LazyLogits
-from burst_plugin.activations.loss_check import router_loss_in, summed_loss, tolerance_of
+from burst_plugin.activations.loss_check import are_classes, router_loss_in, summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY
 from burst_plugin.huggingface.router_losses import asks_for_router_loss
 
@@ -93,7 +93,4 @@ def _can_compare(loss: Any, logits: Any, labels: Any) -> bool:
         return False
     if loss.numel() != 1 or logits.dim() != 3 or logits.shape[:-1] != labels.shape:
         return False
-    if labels.dtype not in (torch.int32, torch.int64):
-        return False
-    of_tokens = labels[labels != IGNORED_LABEL]
-    return not of_tokens.numel() or -1 < int(of_tokens.amin()) <= int(of_tokens.amax()) < logits.shape[-1]
+    return labels.dtype in (torch.int32, torch.int64) and are_classes(labels, logits)

@@ -150,7 +150,7 @@ def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
         if adapter.registry.layout == AUTO:
-            _check_stages(adapter.contexts()[-1])
+            _check_nodes(adapter.contexts()[-1])
         announce(adapter.contexts()[-1], layout=adapter.registry.layout)
         chosen = in_words(adapter.registry.given(), adapter.registry.asked(), parsed_arguments())
         if chosen and dist.get_rank() == 0:
@@ -158,7 +158,7 @@ def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any
     return result
 
 
-def _check_stages(ring: ContextParallel) -> None:
+def _check_nodes(ring: ContextParallel) -> None:
     """Raise ValueError if rings of one model lie differently on nodes; collective over its stages and tensor ranks.
 
     Each ring chooses by its own nodes which tokens ranks hold, and all have to choose the same.

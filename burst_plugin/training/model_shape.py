@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.checks import as_whole, shown
+from burst_plugin.checks import as_whole, did_you_mean, shown
 from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, unread_key
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
@@ -213,8 +212,7 @@ def model_shape(name: str) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        close = get_close_matches(name.lower().replace("-", "_"), MODELS, 1, 0.5)
-        nearest = f" (did you mean {close[0]}?)" if close else ""
+        nearest = did_you_mean(name.lower().replace("-", "_"), MODELS, 0.5)
         raise ValueError(
             f"model {name!r} is not known{nearest}: use one of {', '.join(MODELS)}, or the path of a config.json"
         )

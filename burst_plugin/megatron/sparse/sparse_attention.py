@@ -118,7 +118,7 @@ class BurstSparseAttention(BurstCoreAttention):
             )
 
     def _read_any(self, query: Tensor, key: Tensor, value: Tensor | None, arguments: MaskArguments) -> CoreCall:
-        """Return what a call asks of the ring, also one with queries in the space of latents."""
+        """Return the call of the ring for these tensors; if value is None, queries are in the space of latents."""
         if value is not None:
             return self._read(query, key, value, arguments)
         size = self.config.kv_lora_rank
@@ -197,7 +197,7 @@ class BurstSparseAttention(BurstCoreAttention):
         return mean if by_token or (SINCE_0_19 and scaled) else mean * ranks
 
     def _teacher(self, call: CoreCall) -> Teacher:
-        """Return what attends, for the indexer's loss."""
+        """Return the queries and keys whose attention the indexer learns to predict."""
         q, k, weight = call.q.detach(), call.k.detach(), call.terms.get("weight")
         scale = q.shape[-1] ** -0.5 if self._scores.scale is None else self._scores.scale
         if "weight" in call.terms:
