@@ -18,6 +18,7 @@ ACTIVE = (
     "moe_k",
     "moe_topk",
     "moe_top_k",
+    "top_k_experts",
 )
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")

@@ -39,11 +39,13 @@ class HybridFamily:
     layers: a function from a config.json and its `Size` function to the layers, each as fields of `ModelShape` by
         name.
     wide_norms, in_chunks: fields of `ModelShape`.
+    windows: whether layers of the type sliding_attention have a window.
     defaults: values of keys that a config.json may leave out.
     """
 
     layers: Callable[[Config, Size], list[Layer]]
     wide_norms: bool = False
+    windows: bool = False
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

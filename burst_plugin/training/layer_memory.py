@@ -28,6 +28,8 @@ from burst_plugin.training.setting import Setting, latents_sent
 
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
+_OWN_INPUT = "embedding of the layer, gated"
+_OF_MLP = ("inside the MLP", "normalized input of the MLP", "norm after the MLP", _OWN_INPUT)
 _PIECES = 2  # of a sequence on a rank, in zigzag
 _ROTATED = "rotated back, or gradients of the projections' input"
 _GRADIENTS = "dq, dk and dv"
@@ -98,11 +100,16 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     whole_mlp: whether tensors inside the MLP are saved as well, since it is neither in chunks nor computed again.
     """
     w, plain = Widths(model, setting), setting.copying_norms
+    of_norm = w.row * (norm_copies(model) if plain else 1)  # with one kernel a norm saves its input
+    before, after = model.norms != "after", model.norms != "before"
+    mixes = model.attends or model.mixer is not None
     saved: Moment = {}
-    if model.attends or model.mixer is not None:
-        saved["normalized input"] = w.row
-        if plain:
-            saved["norm before attention, copies"] = w.row * _copies(model)
+    if mixes:
+        saved["normalized input"] = w.row if before or plain else 0.0  # else the layer's input
+        if plain and before:
+            saved["norm before attention, copies"] = of_norm
+        if after:
+            saved["norm after attention"] = of_norm
     if model.attends:
         saved |= _saved_by_attention(model, setting, w)
     if model.mixer is not None:
@@ -110,21 +117,23 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     if not model.ffn:
         return saved
     saved["normalized input of the MLP"] = w.row
-    # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
-    has_sum = model.attends or model.mixer is not None
-    saved["norm before the MLP"] = w.row * (_copies(model) if plain else has_sum)
+    if before:  # with one kernel, or in chunks, a norm saves the sum of the layer's input and attention
+        saved["norm before the MLP"] = of_norm if plain else w.row * mixes
+    if after:
+        saved["norm after the MLP"] = of_norm
     if whole_mlp:
         saved["inside the MLP"] = w.mlp * _mlp_kept(model, setting) + 2 * w.routed
+        if model.mlp_norms:  # and their results, or only what goes to the experts
+            saved["inside the MLP"] += model.mlp_norms * of_norm + w.row * (model.mlp_norms if plain else 1)
+    if model.input_width:  # its gate before and after the activation, their product, and a norm
+        saved[_OWN_INPUT] = w.row + 3 * BF16 * model.input_width * w.outside + of_norm
     return saved
 
 
 def _mlp_kept(model: ModelShape, setting: Setting) -> int:
-    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product.
-
-    In single operations a clamped MLP keeps gate and up before and after they are clamped, and the gate's sigmoid.
-    """
+    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product."""
     is_plain = setting.code.mlp_kept > 3
-    more = 3 if is_plain and model.clamped_mlp else 0
+    more = model.activation_kept if is_plain else 0
     return setting.code.mlp_kept + more - (2 if is_plain else 1) * (model.matrices == 2)
 
 
@@ -150,7 +159,7 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
 
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return the bytes that are saved of all heads, or of a chunk's heads, from the projections on."""
-    saved = {"q": w.q, "k and v": w.kv_inside}
+    saved = {"q": w.q, "k and v": w.kv_inside if model.kv_matrices else 0.0}
     latent = latents_sent(model, setting)
     if model.latent is not None:
         saved["latents, and before their norms"] = _saved_of_latents(model.latent, model, setting, w)
@@ -159,18 +168,19 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
         if setting.code.sums_weights:  # which a layer makes a copy of, out of its module
             saved["weight of the up-projection"] = BF16 * latent.up_weights(model.heads) / setting.tensor
     if model.qk_norm:  # before and after the norm, or with copies
-        saved["norms of q and k"] = (w.q + w.kv / 2) * (_copies(model) if setting.copying_norms else 1)
+        own = w.kv / 2 * (1 + model.value_norm) if model.kv_matrices else 0.0
+        saved["norms of q and k"] = (w.q + own) * (norm_copies(model) if setting.copying_norms else 1)
     return saved
 
 
 def _saved_of_latents(latent: LatentSizes, model: ModelShape, setting: Setting, w: Widths) -> float:
     """Return the bytes saved of latents of queries, keys and values, before and after their norms, or with copies."""
     normalized = latent.q_rank + latent.rank
-    before = _copies(model) * normalized if setting.copying_norms else normalized + latent.shared_dim
+    before = norm_copies(model) * normalized if setting.copying_norms else normalized + latent.shared_dim
     return BF16 * w.outside * (before + normalized + latent.shared_dim)
 
 
-def _copies(model: ModelShape) -> int:
+def norm_copies(model: ModelShape) -> int:
     """Return the copies that a norm keeps, in 16 bits: x in float32, and its product with 1 / rms."""
     return 2 + (2 if model.wide_norms else 1)
 
@@ -189,8 +199,8 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
                 found[name] = moment
     if not model.attends:
         return found
-    rotated = model.head_dim if model.latent is None else model.latent.shared_dim
-    angles = 2 * BF16 * rotated * setting.local_tokens  # once for all sequences
+    rotated = {kind.head_dim if kind.latent is None else kind.latent.shared_dim for kind in model.attending}
+    angles = 2 * BF16 * sum(rotated) * setting.local_tokens  # once for all sequences
     return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
 
 
@@ -209,7 +219,9 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     by_name = {}
     if model.ffn:
         by_name["MLP, backward"] = (
-            saved | {"gradient of the layer's output": w.stream} | _mlp_backward(model, setting, w)
+            _without(saved, ("norm after the MLP", _OWN_INPUT))
+            | {"gradient of the layer's output": w.stream}
+            | _mlp_backward(model, setting, w)
         )
     before, past = _before_mlp(saved), {"gradient past the MLP": w.stream}
     if model.attends:
@@ -223,7 +235,7 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         by_name |= _mixer_backward(model.mixer, setting, w, before | past, freed)
     if setting.code.plain_norms:
         by_name["norm, backward"] = (
-            _without(saved, ("inside the MLP", "normalized input of the MLP"))
+            (_without(saved, _OF_MLP) if model.norms == "before" else saved)  # the last norm is first
             | {"gradient of the layer's output": w.stream}
             | _norm_backward(setting, w)
         )
@@ -275,8 +287,8 @@ def _next_from_host(model: ModelShape, setting: Setting) -> float:
 
 
 def _before_mlp(saved: Moment) -> Moment:
-    after = ("inside the MLP", "normalized input of the MLP", "norm before the MLP", "out before heads are exchanged")
-    return _without(saved, after)
+    past = ("norm before the MLP", "norm after attention", "out before heads are exchanged")
+    return _without(saved, (*_OF_MLP, *past))
 
 
 def _without(saved: Moment, names: tuple[str, ...]) -> Moment:
@@ -304,6 +316,8 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     share = _chunk_share(setting, w)
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
+    if model.plain_activation and setting.code.mlp_kept > 3:
+        inside += w.mlp
     if model.experts and setting.code.weighs_results:
         inside = max(inside, _experts_backward(model, setting, w))
     if setting.mlp_chunk:
@@ -457,7 +471,7 @@ def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Return tensors of the last norm, the head and the loss, forward and backward together."""
     vocab, code = model.vocab / setting.tensor, setting.code
     moment = {
-        "last norm": w.row * (_copies(model) + 1 if setting.copying_norms else 2)
+        "last norm": w.row * (norm_copies(model) + 1 if setting.copying_norms else 2)
     }  # copies, or its input; and its output
     if w.gathered:
         moment["gathered over tensor parallelism"] = 2 * w.gathered

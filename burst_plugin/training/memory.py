@@ -32,6 +32,7 @@ from burst_plugin.training.layer_memory import (
     Widths,
     chunk_of_heads,
     moments,
+    norm_copies,
     ring_shapes,
     saved_by_layer,
 )
@@ -98,6 +99,11 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMem
         gpu["weights at work, gradients in buckets"] = gathered[fullest]
     gpu["inputs of layers"] = 0.0 if setting.offload else hidden
     gpu["attention, kept"] = 0.0 if setting.offload else attention
+    if model.input_width:
+        gpu["embeddings of layers"] = _inputs_of_layers(model, setting)
+    shared = _shared_states(model, setting)
+    if shared:
+        gpu["keys and values that layers share"] = shared
     gpu |= _of_tower(model, setting)
     gpu |= _ring_buffers(model, setting)
     if setting.ulysses > 1:
@@ -161,6 +167,29 @@ def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
     return sum(inputs for inputs, _ in both), sum(others for _, others in both)
 
 
+def _inputs_of_layers(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of the embeddings that layers have for themselves, of the norm of these, and of gradients."""
+    numbers = Widths(model, setting).outside * model.layers * model.input_width
+    return BF16 * numbers * 1
+
+
+def _shared_states(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of keys and values that layers of each kind leave to others, with what they are made of.
+
+    These stay from the last such layer's backward pass on, or, where nothing is computed again, count as saved.
+    """
+    if setting.recompute == "none":
+        return 0.0
+    kept = 0.0
+    for kind in model.attending:
+        if kind.hands_on:
+            saved, kv = saved_by_layer(kind, setting, whole_mlp=False), Widths(kind, setting).kv
+            made_of = ("normalized input", "norm before attention, copies")
+            kept += kv + sum(nbytes for name, nbytes in saved.items() if name in made_of)
+            kept += kv * (norm_copies(kind) if setting.copying_norms else 1)
+    return kept
+
+
 def _kept_by_kind(model: ModelShape, setting: Setting) -> tuple[float, float]:
     w = Widths(model, setting)
     layers = _layers_that_wait(model, setting)
@@ -184,12 +213,14 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
     gpus = min(cluster.gpus_per_node, setting.gpus)
     host = {"processes": cluster.process_gib * GIB * gpus}
     if setting.offload:
-        w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
-        host["inputs of layers"] = whole_pages(w.stream) * times
+        stream = Widths(model, setting).stream
+        host["inputs of layers"] = whole_pages(stream) * _layers_that_wait(model, setting) * gpus
         if setting.keep:
-            times *= model.attention_layers / model.layers
-            share, chunks = setting.kept_share / setting.head_chunks, setting.head_chunks
-            host["attention, kept"] = (whole_pages(share * w.out) + whole_pages(share * w.lse)) * times * chunks
+            share, kept = setting.kept_share / setting.head_chunks, 0.0
+            for kind in model.attending:
+                w, times = Widths(kind, setting), _layers_that_wait(kind, setting) * gpus * setting.head_chunks
+                kept += (whole_pages(share * w.out) + whole_pages(share * w.lse)) * times
+            host["attention, kept"] = kept
     if setting.offload_optimizer:  # gradients too, in float32
         host["optimizer and gradients"] = 4 * FP32 * own * gpus
     return host
@@ -197,11 +228,14 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
 
 def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
     """Return the bytes of messages to and from the others of a Ulysses group: at most q, k and v, or gradients."""
-    (of_heads, _), degree = chunk_of_heads(model, setting), setting.ulysses
-    w = Widths(of_heads, setting)
-    # Where several ranks have a key head, their dk and dv are added up, in float32.
-    wide = FP32 / BF16 if of_heads.kv_heads / setting.tensor < degree else 1.0
-    return 2 * (degree - 1) / degree * (w.q + w.kv_inside * wide)
+    degree, most = setting.ulysses, 0.0
+    for kind in model.attending:
+        of_heads, _ = chunk_of_heads(kind, setting)
+        w = Widths(of_heads, setting)
+        # Where several ranks have a key head, their dk and dv are added up, in float32.
+        wide = FP32 / BF16 if of_heads.kv_heads / setting.tensor < degree else 1.0
+        most = max(most, w.q + w.kv_inside * wide)
+    return 2 * (degree - 1) / degree * most
 
 
 def _nccl_bytes(setting: Setting) -> float:
@@ -219,18 +253,21 @@ def _nccl_bytes(setting: Setting) -> float:
 def _ring_buffers(model: ModelShape, setting: Setting) -> Moment:
     """Return the bytes of the ring's communication buffers, which both passes and all layers share.
 
-    Layers with a window are sent few rows, and count only where there are no others.
+    Layers with a window are sent few rows, and count only where there are no others of their kind.
     """
-    if not model.attends:
-        return {}
+    return {"ring buffers": max(_buffers_of(kind, setting) for kind in model.attending)} if model.attends else {}
+
+
+def _buffers_of(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of ring buffers for one kind of layers."""
     shapes = ring_shapes(model, setting)
     ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
     count = partial(_bytes_per_row, ring, token, setting.parts)
     if model.windowed == model.attention_layers and model.window < setting.tokens:
         rows = min(shapes.q_len, _ROWS)
         window = -(-model.window * rows // shapes.q_len)  # the same share of a block
-        return {"ring buffers": count(SlidingWindow(window - 1, 0), rows) * shapes.q_len}
-    return {"ring buffers": count(Full(), 2) * shapes.q_len}
+        return count(SlidingWindow(window - 1, 0), rows) * shapes.q_len
+    return count(Full(), 2) * shapes.q_len
 
 
 @lru_cache(maxsize=4096)

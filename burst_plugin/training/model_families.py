@@ -170,6 +170,29 @@ ROUTED_IN_16_BITS = frozenset(
     qwen3_vl_moe_text
     """.split()  # noqa: SIM905
 )
+# Tensors as wide as the MLP that activations in single operations keep, by a family or by the name of an activation:
+# where gate and up are clamped, these before they are, and the gate's sigmoid.
+ACTIVATIONS_KEEP: Mapping[str, int] = MappingProxyType(
+    {"gpt_oss": 3, "minimax_m3_vl_text": 3, "relu2": 0, "xielu": 4}
+)
+# Families of transformers with norms after attention and the MLP, alone or beside norms before them.
+NORMS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "after": frozenset({"exaone4", "flex_olmo", "olmo2", "olmo3"}),
+        "both": frozenset(
+            """
+            afmoe beam gemma2 gemma3_text gemma4_text gemma4_unified_text glm4 hyperclovax kolibri1
+            """.split()  # noqa: SIM905
+        ),
+    }
+)
+# Families of transformers that multiply by the weights of norms in float32.
+WIDE_NORMS = frozenset(
+    """
+    afmoe beam flex_olmo flint gemma gemma2 gemma3_text gpt_oss helium
+    minimax_m3_vl_text olmo2 olmo3 vaultgemma
+    """.split()  # noqa: SIM905
+)
 # Families of transformers whose MLPs, or experts, have no gate.
 UNGATED = frozenset(
     """
@@ -188,9 +211,11 @@ TIED_BY_DEFAULT = frozenset(
     """.split()  # noqa: SIM905
 )
 # Beginnings of families that normalize queries and keys in any case; others do where their files say use_qk_norm.
-NORMALIZING = (
-    *("afmoe", "beam", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma3", "hy_v3", "kolibri1", "laguna"),
-    *("mellum", "minimax_m", "olmo2", "olmo3", "olmoe", "qwen3"),
+NORMALIZING = tuple(
+    """
+    afmoe apertus beam exaone4 exaone_moe flex_olmo flint gemma3 hunyuan hy_v3 kolibri1 laguna mellum minimax_m olmo2
+    olmo3 olmoe qwen3
+    """.split()  # noqa: SIM905
 )
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}

@@ -18,7 +18,8 @@ from typing import Any
 
 from burst_plugin.checks import as_number, shown
 from burst_plugin.training.model_families import DEFAULTS, FAMILIES, Family, defaults_of
-from burst_plugin.training.model_shape import ModelShape, layer_windows
+from burst_plugin.training.model_shape import ModelShape
+from burst_plugin.training.windows import layer_windows
 
 
 @dataclass(frozen=True, kw_only=True)

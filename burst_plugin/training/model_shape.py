@@ -1,25 +1,32 @@
-"""The sizes of a language model that a plan needs: of well-known models by name, of others from a config.json.
-
-Also which of its layers have a sliding window, and how long it is. Files from before transformers wrote `layer_types`
-leave both to the model's code, whose rules and defaults are here.
-"""
+"""The sizes of a language model that a plan needs: of well-known models by name, of others from a config.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.checks import as_whole, did_you_mean, shown
+from burst_plugin.training.attention_families import ATTENTION_FAMILIES
 from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, unread_key
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
-from burst_plugin.training.model_families import NORMALIZING, ROUTED_IN_16_BITS, TIED_BY_DEFAULT, UNGATED, defaults_of
+from burst_plugin.training.model_families import (
+    ACTIVATIONS_KEEP,
+    NORMALIZING,
+    NORMS,
+    ROUTED_IN_16_BITS,
+    TIED_BY_DEFAULT,
+    UNGATED,
+    WIDE_NORMS,
+    defaults_of,
+)
 from burst_plugin.training.tower_families import Media, text_of
+from burst_plugin.training.windows import layer_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +36,15 @@ class ModelShape:
     ffn: width of the MLP, 0 for none; with experts each one's. matrices: its projections: gate, up and down, or 2.
     experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
     shared_ffn: width of the experts that see every token, together.
-    clamped_mlp: whether gate and up are clamped, as gpt-oss's are.
+    plain_activation: whether transformers' code of the activation is in single operations, as gpt-oss's is.
+    activation_kept: how many tensors as wide as the MLP these keep, besides what every MLP keeps.
     routed_in_16_bits: whether routing weights, which multiply results of experts, are in 16 bits; else in float32.
-    qk_norm: whether queries and keys are normalized, head by head. query_gate: whether queries come with a gate.
+    kv_matrices: projections to keys and values: 2, 1 where values are keys, 0 where another layer's are taken.
+    qk_norm: whether queries and keys are normalized, head by head. value_norm: whether values are.
+    query_gate: whether queries come with a gate.
+    hands_on: whether the last layer of its kind leaves its keys and values to others, whether or not these take them.
+    mlp_norms: norms around experts that are beside an MLP.
+    norms: "before" attention and the MLP, "after" them, or "both".
     wide_norms: whether transformers' code multiplies by the weights of norms in float32.
     wide_stream: whether hidden states are float32 between layers.
     windowed: how many layers let a token attend to itself and the `window` - 1 tokens before it only; others to all.
@@ -39,7 +52,8 @@ class ModelShape:
     mixer: the token mixer beside attention, or in its place, where `attends` is False.
     in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
-    kinds: where layers are not alike, a shape for each kind of them; heads and hidden size are the same. Else ().
+    input_width: numbers per token that each layer takes of an embedding of its own, as in Gemma 4's small models.
+    kinds: where layers are not alike, a shape for each kind of them; the hidden size is the same. Else ().
     media: the images of each sequence and their tower; None for a language model alone.
     config: the config.json that it was read from, or the keys that one would have beside sizes; see `model_features`.
     """
@@ -56,11 +70,17 @@ class ModelShape:
     experts: int = 0
     active: int = 0
     shared_ffn: int = 0
-    clamped_mlp: bool = False
+    plain_activation: bool = False
+    activation_kept: int = 0
     routed_in_16_bits: bool = False
     matrices: int = 3
+    kv_matrices: int = 2
     qk_norm: bool = False
+    value_norm: bool = False
+    hands_on: bool = False
     query_gate: bool = False
+    mlp_norms: int = 0
+    norms: str = "before"
     wide_norms: bool = False
     wide_stream: bool = False
     window: int = 0
@@ -70,6 +90,7 @@ class ModelShape:
     mixer: TokenMixer | None = None
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     extra: int = 0
+    input_width: int = 0
     kinds: tuple[ModelShape, ...] = ()
     media: Media | None = None
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -80,9 +101,14 @@ class ModelShape:
         return self.kinds or (self,)
 
     @property
+    def attending(self) -> tuple[ModelShape, ...]:
+        """Return the kinds of layers that have attention, each as in `by_kind`."""
+        return tuple(kind for kind in self.by_kind if kind.attends)
+
+    @property
     def attention_layers(self) -> int:
         """Return the number of layers that have attention."""
-        return sum(kind.layers for kind in self.by_kind if kind.attends)
+        return sum(kind.layers for kind in self.attending)
 
     @property
     def mixers(self) -> tuple[tuple[TokenMixer, int], ...]:
@@ -97,7 +123,7 @@ class ModelShape:
     @property
     def layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
         """Return (tokens of the window, number of layers) of all layers that attend; (None, n): n without one."""
-        windowed = sum(kind.windowed for kind in self.by_kind if kind.attends)
+        windowed = sum(kind.windowed for kind in self.attending)
         kinds = ((None, self.attention_layers - windowed), (self.window, windowed))
         return tuple((window, layers) for window, layers in kinds if layers)
 
@@ -113,7 +139,8 @@ class ModelShape:
             return 0
         if self.latent is not None:
             return self.latent.weights(self.hidden, self.heads)
-        return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.query_gate)
+        heads = self.heads * (2 + self.query_gate) + self.kv_heads * self.kv_matrices
+        return self.hidden * self.head_dim * heads
 
     @property
     def mlp_parameters(self) -> int:
@@ -135,7 +162,8 @@ class ModelShape:
         if self.kinds:
             return max(kind.layer_parameters for kind in self.kinds)
         norms = self.hidden * ((self.attends or self.mixer is not None) + bool(self.ffn))
-        norms += 2 * self.head_dim if self.qk_norm else 0
+        norms *= 2 if self.norms == "both" else 1
+        norms += self.head_dim * (1 + bool(self.kv_matrices)) if self.qk_norm else 0
         mixer = 0 if self.mixer is None else self.mixer.parameters
         return self.attention_parameters + mixer + self.mlp_parameters + norms + self.extra
 
@@ -150,7 +178,9 @@ class ModelShape:
         tables = 1 if self.tied else 2
         layers = sum(kind.layers * kind.layer_parameters for kind in self.by_kind)
         tower = 0 if self.media is None else self.media.tower.parameters
-        return layers + tables * self.embedding_parameters + self.hidden + tower
+        inputs = self.layers * self.input_width
+        of_layers = inputs * (self.vocab + self.hidden) + self.input_width  # an embedding, a projection and its norm
+        return layers + tables * self.embedding_parameters + self.hidden + of_layers + tower
 
     @property
     def trained_parameters(self) -> int:
@@ -235,22 +265,24 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     return replace(_from_config({**known, **text}, name), config=config)
 
 
+_FAMILIES = MappingProxyType({**HYBRIDS, **LATENT_FAMILIES, **ATTENTION_FAMILIES})
 # Keys of a config.json that say that a model is not what `ModelShape` describes; some of them only where the
 # `model_type` is not one of `LATENT_FAMILIES`, or of `HYBRIDS`.
 _REFUSED_UNLESS_LATENT = MappingProxyType({"kv_lora_rank": "latent attention"})
 _REFUSED = MappingProxyType(
     {
         "attention_chunk_size": "attention in chunks",
-        "enable_moe_block": "experts beside an MLP",
-        "hidden_size_per_layer_input": "embeddings for every layer",
+        "altup_num_inputs": "several streams of hidden states",
         "is_encoder_decoder": "an encoder",
-        "num_kv_shared_layers": "layers that share keys and values",
         "H_cycles": "layers that run several times",
     }
 )
 _REFUSED_UNLESS_HYBRID = MappingProxyType(
     {
         "attn_layer_period": "layers without attention",
+        "enable_moe_block": "experts beside an MLP",
+        "hidden_size_per_layer_input": "embeddings for every layer",
+        "num_kv_shared_layers": "layers that share keys and values",
         "hybrid_override_pattern": "layers without attention",
         "linear_num_value_heads": "layers with linear attention",
         "lru_width": "layers with linear recurrent units",
@@ -258,21 +290,27 @@ _REFUSED_UNLESS_HYBRID = MappingProxyType(
         "mamba_d_state": "state-space layers",
     }
 )
-_OTHER_EXPERTS = MappingProxyType({"jetmoe": "experts of attention", "doge": "experts of one neuron each"})
+_OTHER_EXPERTS = MappingProxyType(
+    {
+        "jetmoe": "experts of attention",
+        "doge": "experts of one neuron each",
+        "hunyuan_v1_moe": "an MLP beside experts",
+    }
+)
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 def _check(config: Mapping[str, Any], path: str) -> None:
     """Raise ValueError if a config.json has what no plan knows."""
     kind = str(config.get("model_type"))
-    is_hybrid, has_latents = kind in HYBRIDS, kind in LATENT_FAMILIES
+    is_hybrid, has_latents = kind in HYBRIDS or kind in ATTENTION_FAMILIES, kind in LATENT_FAMILIES
     refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
     refused = refused if has_latents else {**_REFUSED_UNLESS_LATENT, **refused}
     others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]
     if not is_hybrid:
         listed = {str(each) for each in config.get("layer_types") or () if each not in _ATTENTION_LAYERS}
         others += [f"layers of the type {each}" for each in sorted(listed)]
-    if config.get("global_head_dim") not in (None, config.get("head_dim")):
+    if not is_hybrid and config.get("global_head_dim") not in (None, config.get("head_dim")):
         others.append(f"heads of two sizes (global_head_dim={shown(config['global_head_dim'])})")
     if kind in _OTHER_EXPERTS:
         others.append(f"{_OTHER_EXPERTS[kind]} (model_type={kind})")
@@ -282,15 +320,15 @@ def _check(config: Mapping[str, Any], path: str) -> None:
     if others:
         raise ValueError(
             f"{path} describes a model with {others[0]}, whose memory is not known; a plan takes decoders with "
-            f"attention and a gated MLP, or experts, in every layer, the hybrids {', '.join(HYBRIDS)}, and latent "
-            f"attention of {', '.join(LATENT_FAMILIES)}"
+            f"attention and a gated MLP, or experts, in every layer, the hybrids {', '.join(HYBRIDS)}, latent "
+            f"attention of {', '.join(LATENT_FAMILIES)}, and {', '.join(ATTENTION_FAMILIES)}"
         )
 
 
 def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     _check(config, path)
     kind = str(config.get("model_type", "model"))
-    family = HYBRIDS.get(kind) or LATENT_FAMILIES.get(kind)
+    family = _FAMILIES.get(kind)
     config = config if family is None else {**family.defaults, **config}
     if kind == "nemotron_h":
         config = {**config, "num_hidden_layers": len(nemotron_kinds(config))}
@@ -298,6 +336,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     hidden, layers = size("hidden_size"), size("num_hidden_layers")
     heads = size("num_attention_heads", default=None if family is None else 1)
     latent = latent_sizes(config, size) if kind in LATENT_FAMILIES else None
+    kept = ACTIVATIONS_KEEP.get(kind, ACTIVATIONS_KEEP.get(str(config.get("hidden_act"))))
     base = ModelShape(
         name=kind,
         layers=1,
@@ -310,10 +349,13 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
         wide_stream=bool(config.get("residual_in_fp32")) and kind in STREAM_IN_FLOAT32,
-        clamped_mlp=kind == "gpt_oss",
+        plain_activation=kept is not None,
+        activation_kept=kept or 0,
         matrices=2 if kind in UNGATED else 3,
         routed_in_16_bits=kind in ROUTED_IN_16_BITS,
-        wide_norms=family is not None and family.wide_norms,
+        norms=next((where for where, kinds in NORMS.items() if kind in kinds), "before"),
+        wide_norms=kind in WIDE_NORMS or (family is not None and family.wide_norms),
+        input_width=size("hidden_size_per_layer_input", default=0),
         in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,
         qk_norm=family is None and (kind.startswith(NORMALIZING) or bool(config.get("use_qk_norm"))),
     )
@@ -325,13 +367,12 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         every = family.layers(config, size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return _of_layers(base, every, (0,) * layers)
+    return _of_layers(base, every, layer_windows(config, layers, path) if family.windows else (0,) * layers)
 
 
 def _unmultiplied(base: ModelShape) -> int:
-    """Return the parameters of a layer that its family has in no product: biases of Qwen2, norms of Gemma."""
-    biases = (base.heads + 2 * base.kv_heads) * base.head_dim * base.name.startswith("qwen2")
-    return biases + 2 * base.hidden * base.name.startswith(("gemma2", "gemma3"))
+    """Return the parameters of a layer that its family has in no product: the biases of Qwen2."""
+    return (base.heads + 2 * base.kv_heads) * base.head_dim * base.name.startswith("qwen2")
 
 
 def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:
@@ -383,101 +424,3 @@ class _Sizes:
                 "num_hidden_layers, hidden_size, intermediate_size, num_attention_heads and vocab_size"
             )
         return default
-
-
-_WINDOWED = "sliding_attention"
-_Rule = Callable[[int, Mapping[str, Any]], bool]
-"""Whether a layer, counted from 0, has the window."""
-
-
-def _every(layer: int, config: Mapping[str, Any]) -> bool:
-    return True
-
-
-def _other(layer: int, config: Mapping[str, Any]) -> bool:
-    return layer % 2 == 0
-
-
-def _all_but_one_in(usual: int) -> _Rule:
-    """Return the rule that the last one of `usual` layers, or of as many as the file says, has no window."""
-
-    def rule(layer: int, config: Mapping[str, Any]) -> bool:
-        pattern = config.get("sliding_window_pattern") or usual
-        if isinstance(pattern, str):  # of Exaone: L is a layer with the window
-            return pattern[layer % len(pattern)] == "L"
-        return bool((layer + 1) % pattern)
-
-    return rule
-
-
-def _from(usual: int) -> _Rule:
-    """Return the rule that layers from `max_window_layers` on have the window."""
-    return lambda layer, config: bool(layer >= config.get("max_window_layers", usual))
-
-
-def _other_up_to(usual: int) -> _Rule:
-    """Return the rule that every other layer before `max_window_layers` has the window."""
-    return lambda layer, config: layer % 2 == 0 and layer < config.get("max_window_layers", usual)
-
-
-# By model_type: the window where the file has no `sliding_window`, and which layers have it.
-_RULES: Mapping[str, tuple[int | None, _Rule]] = MappingProxyType(
-    {
-        "mistral": (4096, _every),
-        "ministral": (4096, _every),
-        "mixtral": (None, _every),
-        "phi3": (None, _every),
-        "phimoe": (None, _every),
-        "starcoder2": (None, _every),
-        "gemma2": (4096, _other),
-        "gemma3_text": (4096, _all_but_one_in(6)),
-        "gpt_oss": (128, _other),
-        "cohere2": (4096, _all_but_one_in(4)),
-        "olmo3": (4096, lambda layer, config: layer % 4 != 3),
-        "exaone4": (4096, _all_but_one_in(4)),
-        "qwen2": (4096, _from(28)),
-        "qwen2_moe": (4096, _other_up_to(28)),
-        "qwen2_vl_text": (4096, _from(80)),
-        "qwen2_5_vl_text": (4096, _from(80)),
-        "qwen3": (4096, _from(28)),
-        "qwen3_moe": (4096, _every),
-    }
-)
-
-
-def layer_windows(config: Mapping[str, Any], layers: int, path: str) -> tuple[int, ...]:
-    """Return for each layer how many keys a query sees in its window, its own token included; 0 for no window.
-
-    layers: how many there are. path: the name of the config.json in errors.
-
-    Raises ValueError for a window that is no positive number, and if it is not known which layers have one.
-    """
-    family = str(config.get("model_type", ""))
-    usual, rule = _RULES.get(family, (None, None))
-    types = config.get("layer_types")
-    window = config.get("sliding_window", usual)
-    if types is not None:
-        windowed = [kind == _WINDOWED for kind in list(types)[:layers]]
-    elif window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
-        windowed = [False] * layers
-    elif rule is None:
-        raise ValueError(
-            f"{path} has sliding_window={shown(window)}, but in which layers of model_type {family!r} is not known; "
-            f'add "layer_types" to it, a list with "{_WINDOWED}" or "full_attention" for every layer'
-        )
-    else:
-        try:
-            windowed = [rule(layer, config) for layer in range(layers)]
-        except TypeError as error:
-            raise ValueError(
-                f"{path} does not say which layers have the window: {error}; write whole numbers for "
-                "sliding_window_pattern and max_window_layers"
-            ) from error
-    if not any(windowed):
-        return (0,) * layers
-    length = as_whole(window)
-    if length is None or length < 1:
-        raise ValueError(
-            f"{path} has layers with {_WINDOWED} and sliding_window={shown(window)}, expected a positive whole number"
-        )
-    return tuple(length if has else 0 for has in windowed)

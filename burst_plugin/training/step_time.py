@@ -87,11 +87,12 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
 
     Windows as long as the sequence are plain causal attention.
     """
-    shapes = ring_shapes(model, replace(setting, ulysses=1))
     strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
-    expansion_s = _expansion_seconds(model, setting, cluster)
     spent = dict.fromkeys((*_ATTENTION, _EXPANDED, "ring and exchange of heads, not hidden"), 0.0)
-    for window, layers in model.layers_by_window:
+    of_kinds = [(kind, *part) for kind in model.attending for part in kind.layers_by_window]
+    for kind, window, layers in of_kinds:
+        shapes = ring_shapes(kind, replace(setting, ulysses=1))
+        expansion_s = _expansion_seconds(kind, setting, cluster)
         within = window if window is not None and window < setting.tokens else None
         forward, backward = _priced(strategy, setting.topology, shapes, cluster, within, expansion_s)
         again = setting.again_share(within)
@@ -101,7 +102,7 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
         waited_s = (forward.time_s - forward.compute_s) * (1 + again) + backward.time_s - backward.compute_s
         for name, seconds in zip(spent, (*computed_s, max(0.0, waited_s)), strict=True):
             spent[name] += seconds * layers * setting.head_chunks / setting.pipeline
-    return spent if any(expansion_s) else {name: seconds for name, seconds in spent.items() if name != _EXPANDED}
+    return spent if spent[_EXPANDED] else {name: seconds for name, seconds in spent.items() if name != _EXPANDED}
 
 
 def _expansion_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[float, float]:
@@ -196,9 +197,11 @@ def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> f
 
 def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """Return the seconds that a layer's input, and kept outputs of attention, take to the host and back."""
-    w = Widths(model, setting)
-    kept = w.kept_attention * setting.kept_share * model.attention_layers / model.layers if setting.keep else 0.0
-    return 2 * (w.stream + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0
+    if not setting.offload:
+        return 0.0
+    kept = sum(Widths(kind, setting).kept_attention * kind.layers for kind in model.attending) / model.layers
+    kept *= setting.kept_share if setting.keep else 0.0
+    return 2 * (Widths(model, setting).stream + kept) / cluster.pcie_bytes_per_s
 
 
 def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:

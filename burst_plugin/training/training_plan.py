@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.strategy import AUTO
@@ -103,10 +104,10 @@ class Candidate:
 def settings(goal: Goal) -> Iterator[Setting]:
     """Yield every setting of the goal's space for its model and cluster, whether or not it fits in memory."""
     for setting in _layouts(goal):
-        of_heads = ring_shapes(goal.model, setting).ulysses_degrees if goal.model.attends else [1]
-        degrees = [degree for degree in setting.topology.ulysses_degrees if degree in of_heads]
+        degrees = [n for n in setting.topology.ulysses_degrees if n == 1 or _can_exchange(goal, setting, n)]
         for recompute, degree in product(goal.space.recompute, degrees):
-            kv_heads = ring_shapes(goal.model, replace(setting, ulysses=degree)).kv_heads
+            at_degree = replace(setting, ulysses=degree)
+            kv_heads = gcd(*(ring_shapes(kind, at_degree).kv_heads for kind in goal.model.attending))
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
             ways, sent = _recurrent_ways(goal, setting), _latent_ways(goal, setting, degree)
@@ -140,6 +141,12 @@ def settings(goal: Goal) -> Iterator[Setting]:
                 )
 
 
+def _can_exchange(goal: Goal, setting: Setting, degree: int) -> bool:
+    """Return whether `degree` ranks can exchange the heads, or each chunk of them, of all layers that attend."""
+    kinds = goal.model.attending
+    return bool(kinds) and all(degree in ring_shapes(kind, setting).ulysses_degrees for kind in kinds)
+
+
 def _recurrent_ways(goal: Goal, setting: Setting) -> tuple[str, ...]:
     """Return the ways to exchange for layers with a state: "state", and "heads" where ranks can share them."""
     mixers = [mixer for mixer, _ in goal.model.mixers]
@@ -155,7 +162,9 @@ def _latent_ways(goal: Goal, setting: Setting, degree: int) -> tuple[str, ...]:
 def _layouts(goal: Goal) -> Iterator[Setting]:
     """Yield all cuts of model, sequence and batch over all GPUs, with nothing switched on."""
     gpus, per_node, model = goal.cluster.gpus, goal.cluster.gpus_per_node, goal.model
-    heads = [model.kv_heads] * model.attends + [n for mixer, _ in model.mixers for _, n, _ in mixer.tensors]
+    heads = [kind.kv_heads for kind in model.attending] + [
+        n for mixer, _ in model.mixers for _, n, _ in mixer.tensors
+    ]
     tensors = [n for n in _divisors(per_node) if n == 1 or (goal.space.tensor and not any(h % n for h in heads))]
     pipelines = [n for n in (1, 2, 4) if n == 1 or (goal.space.pipeline and model.layers % n == 0)]
     for tensor, pipeline, zero in product(tensors, pipelines, goal.space.zeros):
@@ -187,8 +196,8 @@ def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
     """Return into how many chunks of whole groups heads can be cut, so that `degree` ranks can exchange each."""
     if not goal.space.head_chunks or "heads" not in goal.model.in_chunks:
         return []
-    chunks = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
-    return [n for n in chunks if degree in ring_shapes(goal.model, replace(setting, head_chunks=n)).ulysses_degrees]
+    chunks = [n for n in (2, 4, 8) if not any(kind.kv_heads % n for kind in goal.model.attending)]
+    return [n for n in chunks if _can_exchange(goal, replace(setting, head_chunks=n), degree)]
 
 
 def fits(needed: TrainingMemory, cluster: Cluster) -> bool:

@@ -25,9 +25,10 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
 from burst_plugin.training.layer_memory import ring_shapes
 from burst_plugin.training.memory import memory
-from burst_plugin.training.model_shape import MODELS, ModelShape, layer_windows, model_shape
+from burst_plugin.training.model_shape import MODELS, ModelShape, model_shape
 from burst_plugin.training.setting import Code, Setting
 from burst_plugin.training.step_time import step_seconds
+from burst_plugin.training.windows import layer_windows
 from burst_plugin.types import DIRECTIONS
 
 CODE = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)

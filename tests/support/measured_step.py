@@ -99,18 +99,18 @@ class _Norm(torch.autograd.Function):
     """A norm that is one kernel, which saves its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _norm(module: Any, x: Tensor) -> Any:
-    return _Norm.apply(x, module.weight)  # type: ignore[no-untyped-call]
+    return _Norm.apply(x, getattr(module, "weight", None))  # type: ignore[no-untyped-call]
 
 
 class _StandIn(torch.autograd.Function):
