@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.known_code import of_file, problem_of_code, replace_once
 from burst_plugin.huggingface.mask_recipes import ATTN_IMPLEMENTATION
 from burst_plugin.huggingface.ring_cache import RingCache
 from burst_plugin.huggingface.text_only import text_modules
@@ -32,7 +33,6 @@ LAYER_TYPE = "minimax_m3_sparse"
 KINDS = ("MiniMaxM3VLIndexer",)
 _ROTARY = "apply_rotary_pos_emb"
 _USED = ("q_proj", "k_proj", "q_norm", "k_norm", _ROTARY, "block_size", "topk_blocks", "local_blocks")
-_MARK = "_burst_plugin_block_indexer"  # of a `forward` that has been replaced
 
 
 class BlockChoice:
@@ -101,7 +101,7 @@ class BlockChoice:
     def _queries_and_keys(self) -> tuple[Tensor, Tensor]:
         """Return queries [B, S, H, D] and keys [B, S, D] as the family computes them."""
         module, hidden = self._module, self._given["hidden_states"]
-        rotate = inspect.unwrap(type(module).forward).__globals__[_ROTARY]
+        rotate = of_file(module, _ROTARY)
         shape = (*hidden.shape[:2], -1, module.head_dim)
         q, k = module.q_norm(module.q_proj(hidden).view(shape)), module.k_norm(module.k_proj(hidden).view(shape))
         angles = (x[..., : module.head_dim] for x in self._given["position_embeddings"])
@@ -111,7 +111,7 @@ class BlockChoice:
 
 def block_indexers(model: torch.nn.Module) -> Iterator[Any]:
     """Yield a model's block indexers: the modules that select for each query whole blocks of keys to attend to."""
-    return (each for each in text_modules(model) if _owner(type(each)) is not None)
+    return (each for each in text_modules(model) if any(base.__name__ in KINDS for base in type(each).__mro__))
 
 
 def problems_of_block_indexers(pretrained: PreTrainedModel) -> list[str]:
@@ -124,11 +124,8 @@ def problems_of_block_indexers(pretrained: PreTrainedModel) -> list[str]:
     for module in block_indexers(pretrained):
         name, groups = type(module).__name__, module.num_heads
         kv_heads: Any = module.config.num_key_value_heads
-        if missing := _missing(type(module)):
-            reasons[name] = (
-                f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
-                "use one of these"
-            )
+        if problem := problem_of_code(type(module), _USED):
+            reasons[name] = problem
         elif kv_heads % groups:
             reasons[name] = (
                 f"its {name} has index_n_heads={groups}, which do not divide its "
@@ -144,10 +141,8 @@ def use_block_indexers(pretrained: PreTrainedModel) -> None:
     left as they are; repeated calls change nothing.
     """
     for module in block_indexers(pretrained):
-        owner: Any = _owner(type(module))
-        if not _missing(type(module)) and not hasattr(owner.forward, _MARK):
-            around: Callable[..., Any] = torch.compiler.disable(_take_over)  # type: ignore[no-untyped-call]
-            setattr(wrap(owner, "forward", around), _MARK, True)
+        if not problem_of_code(type(module), _USED):
+            replace_once(type(module), "forward", _take_over)
 
 
 def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -156,16 +151,3 @@ def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwarg
         return original(module, *args, **kwargs)
     own = partial(original, module)
     return BlockChoice(own, module, dict.fromkeys(inspect.signature(own).parameters) | by_name(own, args, kwargs))
-
-
-def _owner(kind: type) -> type | None:
-    """Return the class of a known name among a class and its bases that has the `forward`; None if none is known."""
-    if not any(each.__name__ in KINDS for each in kind.__mro__):
-        return None
-    return next(each for each in kind.__mro__ if "forward" in vars(each))
-
-
-def _missing(kind: type) -> list[str]:
-    """Return the names that the code of known releases uses, and the code of this class does not."""
-    function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    return [name for name in _USED if name not in function.__code__.co_names]

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.known_code import of_file, problem_of_code, replace_once
 from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_among
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sequence.masks import Causal, Mask
@@ -34,7 +35,6 @@ KINDS = {
     "DeepseekV4CSACompressor": "compressed_sparse_attention",
 }
 _CALL, _HELD = "_burst_plugin_call", "_burst_plugin_entries"  # in the middle of a layer's forward
-_MARK = "_burst_plugin_compressor"  # of a `forward` that has been replaced
 _ROTARY = "apply_rotary_pos_emb"
 _USED = (
     "kv_proj",
@@ -125,26 +125,14 @@ def problems_of_compressors(pretrained: PreTrainedModel) -> list[str]:
     reasons = {}
     for module in compressors(pretrained):
         for part, used in _parts(module):
-            missing = _missing(type(part), used)
-            if missing:
-                name = type(part).__name__
-                reasons[name] = (
-                    f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are "
-                    "known; use one of these"
-                )
-    return list(reasons.values())
+            reasons[type(part)] = problem_of_code(type(part), used)
+    return [*filter(None, reasons.values())]
 
 
 def _parts(module: Any) -> list[tuple[Any, tuple[str, ...]]]:
     """Return a compressor and its indexer, if it has one, with the names that their code uses."""
     indexer = getattr(module, "indexer", None)
     return [(module, _USED), *([] if indexer is None else [(indexer, _USED_BY_INDEXER)])]
-
-
-def _missing(kind: type[torch.nn.Module], used: tuple[str, ...]) -> list[str]:
-    """Return the names that the code of known releases uses, and the code of this class does not."""
-    function: Any = inspect.unwrap(kind.forward)
-    return [name for name in used if name not in function.__code__.co_names]
 
 
 def use_compressors(pretrained: PreTrainedModel) -> None:
@@ -155,22 +143,14 @@ def use_compressors(pretrained: PreTrainedModel) -> None:
     """
     for layer in text_modules(pretrained):
         module: Any = getattr(layer, "compressor", None)
-        if _kind(type(module)) is None or any(_missing(type(part), used) for part, used in _parts(module)):
+        if _kind(type(module)) is None or any(problem_of_code(type(part), used) for part, used in _parts(module)):
             continue
-        _replace(type(module), _compress)
+        replace_once(type(module), "forward", _compress)
         if hasattr(module, "indexer"):
-            _replace(type(module.indexer), _select)
+            replace_once(type(module.indexer), "forward", _select)
         if _note_call not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_note_call, with_kwargs=True)
             layer.register_forward_hook(_forget_call, always_call=True)
-
-
-def _replace(kind: type, function: Callable[..., Any]) -> None:
-    """Let a function take the place of the `forward` of a class, once."""
-    owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
-    if not hasattr(owner.forward, _MARK):
-        around: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        setattr(wrap(owner, "forward", around), _MARK, True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -281,7 +261,7 @@ def _entries(module: Any, entries: Entries, given: Mapping[str, Any], tag: objec
 
 def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Return x [B, H, S, D] rotated by positions [B, S]."""
-    rotate = inspect.unwrap(type(module).forward).__globals__[_ROTARY]
+    rotate = of_file(module, _ROTARY)
     cos, sin = module.rotary_emb(x, position_ids=positions, layer_type=module.rope_layer_type)
     rotated: Tensor = rotate(x, cos, sin)
     return rotated

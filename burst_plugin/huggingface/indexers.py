@@ -11,7 +11,6 @@ transformers trains no indexer: nothing here has a gradient.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
 from burst_plugin.huggingface.block_indexers import LAYER_TYPE as BLOCK_LAYER_TYPE
 from burst_plugin.huggingface.block_indexers import block_indexers, problems_of_block_indexers, use_block_indexers
 from burst_plugin.huggingface.indexer_shards import shard_of_indexer, watch_layer
+from burst_plugin.huggingface.known_code import of_file, problem_of_code, replace_once
 from burst_plugin.huggingface.mask_indexers import mask_indexers, problems_of_mask_indexers, use_mask_indexers
 from burst_plugin.huggingface.mask_recipes import MaskRecipe, cache_of_forward, shard_of_forward
 from burst_plugin.huggingface.pool_indexers import (
@@ -39,7 +39,6 @@ from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sparse import Indexed, select_cached, select_keys
 
 LAYER_TYPE = "indexed_attention"
-_MARK = "_burst_plugin_indexer"  # of a `forward` that has been replaced
 _USED = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "softmax_scale", "index_topk", "topk")
 
 
@@ -102,25 +101,18 @@ def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
 
     Their code may differ from known releases of transformers, or an option of theirs does not suit a ring.
     """
-    found = {type(module): known for module, known in indexers(pretrained)}
-    missing = {kind: names for kind, known in found.items() if (names := _missing(kind, known))}
+    found = {type(module): _problem(type(module), known) for module, known in indexers(pretrained)}
     return [
         *problems_of_block_indexers(pretrained),
         *problems_of_pool_indexers(pretrained),
         *problems_of_mask_indexers(pretrained),
-        *(
-            f"its {kind.__name__} does not use {', '.join(names)}, as in the releases of transformers that are "
-            "known; use one of these"
-            for kind, names in missing.items()
-        ),
+        *filter(None, found.values()),
     ]
 
 
-def _missing(kind: type[torch.nn.Module], known: Indexer) -> list[str]:
-    """Return the names that the code of known releases uses, and the code of this class does not."""
-    function: Any = inspect.unwrap(kind.forward)
+def _problem(kind: type[torch.nn.Module], known: Indexer) -> str:
     extra = ("q_input_norm", "softmax_scaling", "use_rope") if known.reads == "hidden_states" else ()
-    return [name for name in (*_USED, known.rotary, *extra) if name not in function.__code__.co_names]
+    return problem_of_code(kind, (*_USED, known.rotary, *extra))
 
 
 def use_indexers(pretrained: PreTrainedModel) -> None:
@@ -133,12 +125,8 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
     use_pool_indexers(pretrained)
     use_mask_indexers(pretrained)
     for module, known in indexers(pretrained):
-        if _missing(type(module), known):  # of a ring of one rank, which gives it whole batches
-            continue
-        owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
-        if not hasattr(owner.forward, _MARK):
-            around: Callable[..., Any] = torch.compiler.disable(partial(_take_over, known))  # type: ignore[no-untyped-call]
-            setattr(wrap(owner, "forward", around), _MARK, True)
+        if not _problem(type(module), known):  # of a ring of one rank, which gives it whole batches
+            replace_once(type(module), "forward", partial(_take_over, known))
     for layer in text_modules(pretrained):
         indexer = getattr(layer, "indexer", None)
         if _known(type(indexer)) is not None or is_pool_indexer(indexer):
@@ -232,7 +220,7 @@ def _rotated(
     module: Any, known: Indexer, both: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys [B, S, H, D] with a part of each head rotated."""
-    rotate = inspect.unwrap(type(module).forward).__globals__[known.rotary]
+    rotate = of_file(module, known.rotary)
     size, rest = module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim
     if known.rotates_last:
         (q_pass, q_rot), (k_pass, k_rot) = (torch.split(x, [rest, size], -1) for x in both)

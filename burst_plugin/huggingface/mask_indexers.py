@@ -11,7 +11,6 @@ padding, as transformers has them where its mask keeps documents apart. Whole ba
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.attention import mask_of_call, problem_of_call
+from burst_plugin.huggingface.known_code import of_file, problem_of_code, replace_once
 from burst_plugin.huggingface.mask_recipes import (
     NO_CACHE,
     MaskRecipe,
@@ -37,7 +37,6 @@ from burst_plugin.sparse import keys_of_pools, pool, select_pools
 KINDS = ("Qwen4ExpTextQSAIndexer",)
 _ROTARY = "apply_rotary_pos_emb"
 _USED = ("index_qk_proj", "q_layernorm", "k_layernorm", _ROTARY, "compress_ratio", "block_topk", "relu", "mean")
-_MARK = "_burst_plugin_mask_indexer"  # of a `forward` that has been replaced
 
 
 class ShardMask:
@@ -72,19 +71,8 @@ def problems_of_mask_indexers(pretrained: PreTrainedModel) -> list[str]:
 
     The only reason is that their code differs from known releases of transformers.
     """
-    found = {type(module): _missing(type(module)) for module in mask_indexers(pretrained)}
-    return [
-        f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
-        "use one of these"
-        for kind, missing in found.items()
-        if missing
-    ]
-
-
-def _missing(kind: type[torch.nn.Module]) -> list[str]:
-    """Return the names that the code of known releases uses, and the code of this class does not."""
-    function: Any = inspect.unwrap(kind.forward)
-    return [name for name in _USED if name not in function.__code__.co_names]
+    kinds = {type(module): problem_of_code(type(module), _USED) for module in mask_indexers(pretrained)}
+    return [*filter(None, kinds.values())]
 
 
 def use_mask_indexers(pretrained: PreTrainedModel) -> None:
@@ -94,10 +82,8 @@ def use_mask_indexers(pretrained: PreTrainedModel) -> None:
     are left as they are; repeated calls change nothing.
     """
     for module in mask_indexers(pretrained):
-        owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
-        if not _missing(type(module)) and not hasattr(owner.forward, _MARK):
-            around: Callable[..., Any] = torch.compiler.disable(_take_over)  # type: ignore[no-untyped-call]
-            setattr(wrap(owner, "forward", around), _MARK, True)
+        if not problem_of_code(type(module), _USED):
+            replace_once(type(module), "forward", _take_over)
     for layer in text_modules(pretrained):
         if _is_known(type(getattr(layer, "indexer", None))) and _give_mask not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
@@ -148,17 +134,12 @@ def _queries_and_raw_keys(module: Any, given: Mapping[str, Any]) -> tuple[Tensor
     heads, size = module.index_n_heads, module.index_head_dim
     q, raw = module.index_qk_proj(hidden).split([heads * size, size], -1)
     q = module.q_layernorm(q.unflatten(-1, (heads, size)))
-    return _rotate(module)(q, cos=cos, sin=sin, unsqueeze_dim=2), raw, (cos, sin)
+    return of_file(module, _ROTARY)(q, cos=cos, sin=sin, unsqueeze_dim=2), raw, (cos, sin)
 
 
 def _keys(module: Any, tokens: list[Tensor]) -> Tensor:
     """Return the keys of blocks, [blocks, D], each rotated as its first token is."""
     raw, cos, sin = tokens
     mean = module.k_layernorm(raw.float().mean(1).to(raw.dtype))
-    return _rotate(module)(mean.unsqueeze(1), cos=cos[:, 0], sin=sin[:, 0]).squeeze(1)
-
-
-def _rotate(module: Any) -> Callable[..., Tensor]:
-    """Return the function of the family's file that rotates queries or keys."""
-    found: Callable[..., Tensor] = inspect.unwrap(type(module).forward).__globals__[_ROTARY]
-    return found
+    rotated: Tensor = of_file(module, _ROTARY)(mean.unsqueeze(1), cos=cos[:, 0], sin=sin[:, 0])
+    return rotated.squeeze(1)

@@ -11,7 +11,6 @@ with every document, so that each text has the pools that it has alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -23,8 +22,9 @@ from torch.utils.weak import TensorWeakRef
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.frameworks.wrapping import by_name, wrap
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.indexer_shards import shard_of_indexer
+from burst_plugin.huggingface.known_code import problem_of_code, replace_once
 from burst_plugin.huggingface.mask_recipes import NO_CACHE, cache_of_forward
 from burst_plugin.huggingface.text_only import text_modules
 from burst_plugin.sequence.masks import Causal
@@ -36,7 +36,6 @@ _USED = (
     *("index_kpool_compress_gate", "get_pooled_states", "append_visible_tail"),
 )
 _MAKES_MASK = "build_attention_mask_from_topk"
-_MARK = "_burst_plugin_pool_indexer"  # of what has been replaced
 
 
 class PoolChoice:
@@ -81,11 +80,8 @@ def problems_of_pool_indexers(pretrained: PreTrainedModel) -> list[str]:
     reasons = {}
     for module in pool_indexers(pretrained):
         name = type(module).__name__
-        if missing := _missing(type(module)):
-            reasons[name] = (
-                f"its {name} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
-                "use one of these"
-            )
+        if problem := problem_of_code(type(module), _USED):
+            reasons[name] = problem
         elif not module.index_kpool_always_select_tail and module.index_kpool > 1:
             reasons[name] = (
                 f"its {name} has index_kpool_always_select_tail=False, by which the first tokens of a text select "
@@ -101,26 +97,11 @@ def use_pool_indexers(pretrained: PreTrainedModel) -> None:
     code is not known are left as they are; repeated calls change nothing.
     """
     for module in pool_indexers(pretrained):
-        if not _missing(type(module)):
-            owner: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
-            _replace(owner, "forward", _take_over)
+        if not problem_of_code(type(module), _USED):
+            replace_once(type(module), "forward", _take_over)
     for layer in text_modules(pretrained):
-        kind: Any = type(layer)
-        if hasattr(kind, _MAKES_MASK):
-            _replace(kind, _MAKES_MASK, _hand_on)
-
-
-def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function of a class once, by one that no compiler looks into."""
-    if not hasattr(getattr(owner, name), _MARK):
-        disabled: Callable[..., Any] = torch.compiler.disable(around)  # type: ignore[no-untyped-call]
-        setattr(wrap(owner, name, disabled), _MARK, True)
-
-
-def _missing(kind: type) -> list[str]:
-    """Return the names that the code of known releases uses, and the code of this class does not."""
-    function: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    return [name for name in _USED if name not in function.__code__.co_names]
+        if hasattr(type(layer), _MAKES_MASK):
+            replace_once(type(layer), _MAKES_MASK, _hand_on)
 
 
 def _hand_on(original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:

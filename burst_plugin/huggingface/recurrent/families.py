@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.known_code import lacks, replace_once
 from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
 from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
 
 LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
-_MARK = "_burst_plugin_recurrent"  # of what has been replaced
 _MASKS = "create_recurrent_attention_mask"
 _CONV = "causal_conv1d_fn"
 _EPS = 1e-6  # what `recurrent.mlstm` adds to denominators
@@ -168,12 +167,7 @@ def _problems_of_code(kind: type[torch.nn.Module], known: Mixer) -> list[str]:
     method: Any = inspect.unwrap(getattr(kind, known.method, kind.forward))
     missing = [name for name in known.calls if name not in function.__code__.co_names + method.__code__.co_names]
     missing += [name for name in known.calls if name in FUNCTIONS and not callable(home.get(name))]
-    if not missing:
-        return []
-    return [
-        f"its {kind.__name__} does not use {', '.join(missing)}, as in the releases of transformers that are known; "
-        "use one of these"
-    ]
+    return [lacks(kind, missing)] if missing else []
 
 
 def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> str:
@@ -214,22 +208,14 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
         home = sys.modules[function.__globals__["__name__"]]
         for name in (*known.calls, _MASKS):
             if name in FUNCTIONS and hasattr(home, name):
-                _replace(home, name, FUNCTIONS[name])
+                replace_once(home, name, FUNCTIONS[name])
         if known.on_shard is not None:
-            owner = next(each for each in type(module).__mro__ if known.method in vars(each))
-            _replace(owner, known.method, partial(modules.take_over, known.on_shard))
+            replace_once(type(module), known.method, partial(modules.take_over, known.on_shard))
         for name, kind in known.replaced:
             child = getattr(module, name)
             if not isinstance(child, modules.TimeShift):
                 setattr(module, name, kind(child.padding))
         forward.watch_mixer(module)
-
-
-def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function once, by one that no compiler looks into, since it communicates."""
-    if not hasattr(getattr(owner, name), _MARK):
-        disabled: Callable[..., Any] = torch.compiler.disable(around)  # type: ignore[no-untyped-call]
-        setattr(wrap(owner, name, disabled), _MARK, True)
 
 
 def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
