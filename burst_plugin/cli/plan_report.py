@@ -7,14 +7,13 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 
 from burst_plugin.strategy import AUTO
-from burst_plugin.training.layer_memory import ring_shapes
 from burst_plugin.training.memory import GIB
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import can_exchange_heads
 from burst_plugin.training.setting import Setting, latents_sent, layout_in_words, strategy_options
 from burst_plugin.training.step_time import bound_by, step_seconds
 from burst_plugin.training.tower_costs import busiest_units, flops, imbalance, sent_rows_bytes
-from burst_plugin.training.training_plan import Candidate, Goal, fits, reasons
+from burst_plugin.training.training_plan import Candidate, Goal, can_exchange, fits, reasons
 
 _RECOMPUTED = {
     "none": "nothing is computed again",
@@ -176,8 +175,9 @@ def _latents(goal: Goal, best: Candidate) -> str:
     """Return a line on what ranks send in latent attention, and on the best other way, or why there is none."""
     setting, model = best.setting, goal.model
     if latents_sent(model, setting) is not None:
-        degrees = ring_shapes(model, replace(setting, latents="expand")).ulysses_degrees
-        others = [replace(setting, ulysses=n) for n in setting.topology.ulysses_degrees if n > 1 and n in degrees]
+        expanded = replace(setting, latents="expand")
+        degrees = [n for n in setting.topology.ulysses_degrees if n > 1 and can_exchange(model, expanded, n)]
+        others = [replace(setting, ulysses=n) for n in degrees]
         chosen, other = "latents sent", "heads exchanged (ulysses_degree = {})"
     else:
         others = [replace(setting, ulysses=1, parts=1, latents=AUTO)]

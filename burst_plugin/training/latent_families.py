@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from burst_plugin.checks import shown
 from burst_plugin.training.expert_layers import experts, sparse_layers
 from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense
 
@@ -53,6 +54,25 @@ class LatentSizes:
         return queries + hidden * sum(self.sent) + self.up_weights(heads) + heads * self.value_dim * hidden
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexerSizes:
+    """The sizes of sparse attention whose queries attend to selected keys (DeepSeek V3.2), and of what selects them.
+
+    heads, dim: of the indexer's queries; its keys are shared by all heads.
+    top_k: the most keys that a query attends to.
+    scores: whether the layer has an indexer itself, or takes the keys that an earlier one has selected.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    scores: bool = True
+
+    def weights(self, hidden: int, q_rank: int) -> int:
+        """Return how many weights project hidden states and latents of queries to an indexer's tensors."""
+        return (q_rank * self.heads * self.dim + hidden * (self.dim + self.heads)) * self.scores
+
+
 def latent_sizes(config: Config, size: Size) -> LatentSizes:
     """Return the sizes of the latent attention that a config.json describes.
 
@@ -90,6 +110,24 @@ def _all_dense(config: Config, size: Size) -> list[Layer]:
     return [_mlp(config, size)] * size("num_hidden_layers")
 
 
+def _indexed(config: Config, size: Size) -> list[Layer]:
+    """Return layers with experts whose queries select keys; some may take the keys that the layer before them has."""
+    kinds, layers = config.get("indexer_types"), _with_experts(config, size)
+    if kinds is not None and len(kinds) != len(layers):
+        raise ValueError(f"indexer_types is {shown(kinds)}, expected the kind of each of {len(layers)} layers")
+    found = []
+    for number, layer in enumerate(layers):
+        indexer = IndexerSizes(
+            heads=size("index_n_heads"),
+            dim=size("index_head_dim"),
+            top_k=size("index_topk"),
+            scores=kinds is None or kinds[number] != "shared",
+        )
+        norm = 2 * indexer.dim * indexer.scores
+        found.append({**layer, "indexer": indexer, "extra": layer["extra"] + norm})
+    return found
+
+
 def _with_experts(config: Config, size: Size) -> list[Layer]:
     layer = experts(size)
     sparse = {**layer, "extra": _of_attention(config, size) + _mlp_biases(config, size, layer["shared_ffn"])}
@@ -107,6 +145,7 @@ _DEEPSEEK = MappingProxyType(
     }
 )
 
+_INDEXER = MappingProxyType({"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048})
 _IN_CHUNKS = ("mlp",)
 _WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which changes nothing in others
 
@@ -122,6 +161,36 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
             in_chunks=_IN_CHUNKS,
             defaults={
                 **_DEEPSEEK,
+                "moe_intermediate_size": 2048,
+                "n_routed_experts": 256,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "first_k_dense_replace": 3,
+            },
+        ),
+        "deepseek_v32": HybridFamily(
+            layers=_indexed,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK,
+                **_INDEXER,
+                "moe_intermediate_size": 2048,
+                "n_routed_experts": 256,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "first_k_dense_replace": 3,
+            },
+        ),
+        "glm_moe_dsa": HybridFamily(
+            layers=_indexed,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK,
+                **_INDEXER,
+                "q_lora_rank": 2048,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "index_n_heads": 32,
                 "moe_intermediate_size": 2048,
                 "n_routed_experts": 256,
                 "n_shared_experts": 1,

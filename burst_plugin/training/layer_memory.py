@@ -21,7 +21,7 @@ from burst_plugin.compute.accumulators import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.strategy import Strategy
-from burst_plugin.training.latent_families import LatentSizes
+from burst_plugin.training.latent_families import IndexerSizes, LatentSizes
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.setting import Setting, latents_sent
@@ -30,6 +30,7 @@ BF16, FP32 = 2, 4
 HEAD = "head and loss"
 _OWN_INPUT = "embedding of the layer, gated"
 _OF_MLP = ("inside the MLP", "normalized input of the MLP", "norm after the MLP", _OWN_INPUT)
+_LISTED = 4  # bytes of a selected key's position
 _PIECES = 2  # of a sequence on a rank, in zigzag
 _ROTATED = "rotated back, or gradients of the projections' input"
 _GRADIENTS = "dq, dk and dv"
@@ -142,6 +143,8 @@ def _saved_by_attention(model: ModelShape, setting: Setting, w: Widths) -> Momen
     saved["out and lse"] = w.kept_attention
     if setting.ulysses > 1 or setting.head_chunks > 1:
         saved["out before heads are exchanged"] = w.out
+    if model.indexer is not None:
+        saved["selected keys"] = _LISTED * w.tokens * min(model.indexer.top_k, setting.tokens)
     if model.query_gate:  # its sigmoid and the product; one kernel's norm keeps both halves of what is projected
         saved["gate of queries"] = w.q * (2 if setting.copying_norms else 3)
     return saved
@@ -241,6 +244,8 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         )
     if model.attends and (setting.again_share() or setting.recompute == "none"):
         by_name["attention, forward"] = _attention_forward(of_heads, heads)
+        if model.indexer is not None and model.indexer.scores:
+            by_name["indexer, forward"] = _indexer_forward(model.indexer, model, setting, before | past)
     if model.attends and setting.head_chunks > 1:
         _add_what_chunks_share(by_name, model, setting)
     return by_name
@@ -449,6 +454,13 @@ def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
         made = 2 * _made_of_latents(latent, model, setting, w)
         moment["k and v made of latents, of the own block and another"] = made
     return moment
+
+
+def _indexer_forward(indexer: IndexerSizes, model: ModelShape, setting: Setting, before: Moment) -> Moment:
+    """Return tensors of a selection made again: `before` it, its best keys in 8 bytes, and the list of them."""
+    tokens, lists = Widths(model, setting).tokens, 3 * _LISTED * min(indexer.top_k, setting.tokens)
+    own = BF16 * (indexer.heads + 1) * indexer.dim + FP32 * indexer.heads
+    return before | {"indexer's tensors": tokens * own, "best keys": tokens * lists}
 
 
 def _projections_backward(model: ModelShape, setting: Setting) -> Moment:

@@ -13,7 +13,7 @@ from burst_plugin.checks import as_whole, did_you_mean, shown
 from burst_plugin.training.attention_families import ATTENTION_FAMILIES
 from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, unread_key
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
-from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes, latent_sizes
+from burst_plugin.training.latent_families import LATENT_FAMILIES, IndexerSizes, LatentSizes, latent_sizes
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import (
     ACTIVATIONS_KEEP,
@@ -49,6 +49,7 @@ class ModelShape:
     wide_stream: whether hidden states are float32 between layers.
     windowed: how many layers let a token attend to itself and the `window` - 1 tokens before it only; others to all.
     latent: the sizes of multi-head latent attention, where every head has keys of its own; None for other attention.
+    indexer: the sizes of what selects the keys that queries attend to; None where they attend to all.
     mixer: the token mixer beside attention, or in its place, where `attends` is False.
     in_chunks: which parts of layers, "mlp" and "heads", can run in chunks; experts never do.
     extra: further parameters of a layer, which are in no product: biases, other norms.
@@ -87,6 +88,7 @@ class ModelShape:
     windowed: int = 0
     attends: bool = True
     latent: LatentSizes | None = None
+    indexer: IndexerSizes | None = None
     mixer: TokenMixer | None = None
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     extra: int = 0
@@ -138,7 +140,8 @@ class ModelShape:
         if not self.attends:
             return 0
         if self.latent is not None:
-            return self.latent.weights(self.hidden, self.heads)
+            indexer = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.latent.q_rank)
+            return self.latent.weights(self.hidden, self.heads) + indexer
         heads = self.heads * (2 + self.query_gate) + self.kv_heads * self.kv_matrices
         return self.hidden * self.head_dim * heads
 
@@ -298,6 +301,7 @@ _OTHER_EXPERTS = MappingProxyType(
     }
 )
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+_OF_LATENTS = (*_ATTENTION_LAYERS, "indexed_attention")
 
 
 def _check(config: Mapping[str, Any], path: str) -> None:
@@ -308,7 +312,8 @@ def _check(config: Mapping[str, Any], path: str) -> None:
     refused = refused if has_latents else {**_REFUSED_UNLESS_LATENT, **refused}
     others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]
     if not is_hybrid:
-        listed = {str(each) for each in config.get("layer_types") or () if each not in _ATTENTION_LAYERS}
+        usual = _OF_LATENTS if has_latents else _ATTENTION_LAYERS
+        listed = {str(each) for each in config.get("layer_types") or () if each not in usual}
         others += [f"layers of the type {each}" for each in sorted(listed)]
     if not is_hybrid and config.get("global_head_dim") not in (None, config.get("head_dim")):
         others.append(f"heads of two sizes (global_head_dim={shown(config['global_head_dim'])})")

@@ -11,9 +11,10 @@ from functools import lru_cache
 
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.planning.price import Price, pass_price, work_seconds
+from burst_plugin.planning.price import Price, pairs_in_window, pass_price, work_seconds
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
+from burst_plugin.training.latent_families import IndexerSizes
 from burst_plugin.training.layer_memory import BF16, FP32, Widths, ring_shapes
 from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import MESSAGES, recurrent_seconds
@@ -21,6 +22,7 @@ from burst_plugin.training.setting import Setting, latents_sent
 from burst_plugin.training.tower_costs import tower_seconds
 
 _ATTENTION = ("attention, forward", "attention, forward again", "attention, backward")
+_SCORES = "attention, scores of indexers"
 _EXPANDED = "attention, keys and values made of latents on every rank"
 _ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
 
@@ -88,21 +90,40 @@ def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[st
     Windows as long as the sequence are plain causal attention.
     """
     strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
-    spent = dict.fromkeys((*_ATTENTION, _EXPANDED, "ring and exchange of heads, not hidden"), 0.0)
+    names = (*_ATTENTION, _EXPANDED, "ring and exchange of heads, not hidden")
+    spent = dict.fromkeys(names, 0.0)
     of_kinds = [(kind, *part) for kind in model.attending for part in kind.layers_by_window]
     for kind, window, layers in of_kinds:
         shapes = ring_shapes(kind, replace(setting, ulysses=1))
         expansion_s = _expansion_seconds(kind, setting, cluster)
         within = window if window is not None and window < setting.tokens else None
-        forward, backward = _priced(strategy, setting.topology, shapes, cluster, within, expansion_s)
+        share = _selected_share(kind, setting)
+        forward, backward = _priced(strategy, setting.topology, shapes, cluster, within, share, expansion_s)
         again = setting.again_share(within)
         expanded_s = [each * setting.ring_size for each in expansion_s]
         forward_s, backward_s = forward.compute_s - expanded_s[0], backward.compute_s - expanded_s[1]
         computed_s = forward_s, again * forward_s, backward_s, expanded_s[0] * (1 + (again > 0)) + expanded_s[1]
         waited_s = (forward.time_s - forward.compute_s) * (1 + again) + backward.time_s - backward.compute_s
-        for name, seconds in zip(spent, (*computed_s, max(0.0, waited_s)), strict=True):
+        for name, seconds in zip(names, (*computed_s, max(0.0, waited_s)), strict=True):
             spent[name] += seconds * layers * setting.head_chunks / setting.pipeline
+        if kind.indexer is not None and kind.indexer.scores:
+            scores_s = _scores_seconds(kind.indexer, setting, cluster) * (1 + (again > 0))
+            spent[_SCORES] = spent.get(_SCORES, 0.0) + scores_s * layers / setting.pipeline
     return spent if spent[_EXPANDED] else {name: seconds for name, seconds in spent.items() if name != _EXPANDED}
+
+
+def _selected_share(model: ModelShape, setting: Setting) -> float:
+    """Return the share of causal attention's pairs of queries and keys that is left where queries select keys."""
+    if model.indexer is None:
+        return 1.0
+    return pairs_in_window(setting.tokens, model.indexer.top_k) / pairs_in_window(setting.tokens, setting.tokens)
+
+
+def _scores_seconds(indexer: IndexerSizes, setting: Setting, cluster: Cluster) -> float:
+    """Return the seconds of the scores of one layer's indexer, of every query on all keys up to it."""
+    pairs = setting.micro_batch * pairs_in_window(setting.tokens, setting.tokens)
+    flops = 2 * pairs * indexer.heads * indexer.dim / (setting.context * setting.tensor)
+    return flops / (cluster.peak_flops * cluster.attention_share)
 
 
 def _expansion_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[float, float]:
@@ -137,15 +158,17 @@ def _priced(
     shapes: Shapes,
     cluster: Cluster,
     window: int | None,
+    share: float,
     more_s: tuple[float, float],
 ) -> tuple[Price, Price]:
     """Return the prices of both passes of one layer's attention, of one chunk of its heads.
 
+    share: the share of pairs of queries and keys that is computed, of those that the mask leaves.
     more_s: seconds that every ring step takes beside its kernel, forward and backward.
     """
     rate = cluster.peak_flops * cluster.attention_share
     of_kernels = work_seconds(shapes, rate, causal=window is None)
-    forward_s, backward_s = (kernel_s + other_s for kernel_s, other_s in zip(of_kernels, more_s, strict=True))
+    forward_s, backward_s = (share * kernel_s + other_s for kernel_s, other_s in zip(of_kernels, more_s, strict=True))
     return (
         pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links, window=window),
         pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links, window=window),

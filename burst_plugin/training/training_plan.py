@@ -104,7 +104,7 @@ class Candidate:
 def settings(goal: Goal) -> Iterator[Setting]:
     """Yield every setting of the goal's space for its model and cluster, whether or not it fits in memory."""
     for setting in _layouts(goal):
-        degrees = [n for n in setting.topology.ulysses_degrees if n == 1 or _can_exchange(goal, setting, n)]
+        degrees = [n for n in setting.topology.ulysses_degrees if n == 1 or can_exchange(goal.model, setting, n)]
         for recompute, degree in product(goal.space.recompute, degrees):
             at_degree = replace(setting, ulysses=degree)
             kv_heads = gcd(*(ring_shapes(kind, at_degree).kv_heads for kind in goal.model.attending))
@@ -141,10 +141,12 @@ def settings(goal: Goal) -> Iterator[Setting]:
                 )
 
 
-def _can_exchange(goal: Goal, setting: Setting, degree: int) -> bool:
+def can_exchange(model: ModelShape, setting: Setting, degree: int) -> bool:
     """Return whether `degree` ranks can exchange the heads, or each chunk of them, of all layers that attend."""
-    kinds = goal.model.attending
-    return bool(kinds) and all(degree in ring_shapes(kind, setting).ulysses_degrees for kind in kinds)
+    kinds = model.attending
+    return bool(kinds) and all(
+        kind.indexer is None and degree in ring_shapes(kind, setting).ulysses_degrees for kind in kinds
+    )
 
 
 def _recurrent_ways(goal: Goal, setting: Setting) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
     if not goal.space.head_chunks or "heads" not in goal.model.in_chunks:
         return []
     chunks = [n for n in (2, 4, 8) if not any(kind.kv_heads % n for kind in goal.model.attending)]
-    return [n for n in chunks if _can_exchange(goal, replace(setting, head_chunks=n), degree)]
+    return [n for n in chunks if can_exchange(goal.model, replace(setting, head_chunks=n), degree)]
 
 
 def fits(needed: TrainingMemory, cluster: Cluster) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from burst_plugin import Strategy, Topology, VirtualRing
+from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, sparse
 from burst_plugin.compute.shapes import hop_bytes
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.planning.cluster import Cluster
@@ -24,10 +24,11 @@ from burst_plugin.strategy import AUTO
 from burst_plugin.training.latent_families import LATENT_FAMILIES, LatentSizes
 from burst_plugin.training.layer_memory import moments, ring_shapes, saved_by_layer
 from burst_plugin.training.memory import memory
-from burst_plugin.training.model_shape import ModelShape, model_shape
+from burst_plugin.training.model_shape import ModelShape, model_shape, shape_of
 from burst_plugin.training.setting import Code, Setting, latents_sent, strategy_options
 from burst_plugin.training.step_time import step_seconds
 from burst_plugin.training.training_plan import Goal, Space, plans_that_fit, settings
+from tests.support.live_bytes import LiveBytes
 from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
 
@@ -336,3 +337,56 @@ def test_options_say_what_is_not_usual() -> None:
     assert latents_sent(model, usual) == model.latent
     for changes in ({"ulysses": 2}, {"parts": 4}, {"head_chunks": 2}, {"context": 1}, {"latents": "expand"}):
         assert latents_sent(model, replace(usual, **changes)) is None  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ selected keys
+
+
+def indexed(tokens: int = 2**18) -> tuple[ModelShape, Setting]:
+    """DeepSeek V3.2, and 8 ranks that train it."""
+    config = transformers.AutoConfig.for_model("deepseek_v32").to_dict()
+    return shape_of(config, "deepseek_v32"), Setting(tokens=tokens, context=8, inner=8, code=CODE)
+
+
+def test_attention_takes_the_pairs_that_are_selected_and_an_indexer_scores_all() -> None:
+    """Links are fast, so that attention takes what its operations take."""
+    shape, setting = indexed()
+    cluster = Cluster(peak_flops=1e15, attention_share=0.5, intra_bytes_per_s=1e15)
+    spent = step_seconds(shape, setting, cluster)
+    pairs, selected = setting.tokens**2 / 2, setting.tokens * 2048
+    rate = 8 * 0.5e15
+    assert spent["attention, forward"] == pytest.approx(61 * 2 * selected * 128 * (192 + 128) / rate, rel=0.02)
+    assert spent["attention, scores of indexers"] == pytest.approx(61 * 2 * 2 * pairs * 64 * 128 / rate, rel=0.01)
+    dense = step_seconds(shape_of({**shape.config, "model_type": "deepseek_v3"}, "v3"), setting, cluster)
+    assert dense["attention, forward"] == pytest.approx(spent["attention, forward"] * pairs / selected, rel=0.02)
+
+
+def test_layers_that_take_keys_of_others_have_no_indexer() -> None:
+    config = transformers.AutoConfig.for_model("glm_moe_dsa")
+    config.indexer_types = ["full", "shared", "shared"] * 26
+    shape = shape_of(config.to_dict(), "glm_moe_dsa")
+    assert shape.parameters == counted(config)
+    full, cluster = indexed()[1], Cluster()
+    every = shape_of({**config.to_dict(), "indexer_types": ["full"] * 78}, "glm_moe_dsa")
+    both = [step_seconds(each, full, cluster)["attention, scores of indexers"] for each in (shape, every)]
+    assert both[1] == pytest.approx(3 * both[0])
+
+
+def test_a_plan_counts_lists_of_keys_and_leaves_heads_where_they_are() -> None:
+    shape, setting = indexed()
+    kind = shape.by_kind[-1]
+    lists = 4 * 2048 * setting.local_tokens
+    assert saved_by_layer(kind, setting, whole_mlp=False)["selected keys"] == lists
+    assert moments(shape, setting)["indexer, forward"]["best keys"] == 3 * lists
+    short = replace(setting, tokens=4096)
+    assert saved_by_layer(kind, replace(short, tokens=1024), whole_mlp=False)["selected keys"] == 4 * 1024 * 128
+    goal = Goal(model=shape, tokens=2**18, cluster=Cluster(nodes=64, gpu_gib=140), space=SHARDED)
+    assert {each.ulysses for each in settings(goal)} == {1}
+
+
+def test_choosing_keys_takes_what_the_plan_says() -> None:
+    """In 8-byte numbers the best keys so far, and the list that is made of them; chunks take up to 100 MB more."""
+    q, k, weights = torch.randn(1, 8192, 2, 16), torch.randn(1, 8192, 16), torch.randn(1, 8192, 2)
+    with LiveBytes() as live:
+        sparse.select_keys(q, k, weights, 2048, ContextParallel(None))
+    assert 0 < live.peak - 3 * 4 * 2048 * 8192 < 1.1e8
