@@ -328,6 +328,11 @@ class ContextParallel:
         has_gradient = getattr(local, "requires_grad", False) and torch.is_grad_enabled()
         asked = {"by": by, "mask": mask, "fill": fill, "has a gradient": has_gradient}
         held, meet = self._held_together("shift", local, dim, tokens, asked)
+        if mask is not None and mask.rows is not None and (held.dim == 0 or mask.rows != local.shape[0]):
+            raise ValueError(
+                f"the mask has {mask.rows} rows, but local is {list(local.shape)} with tokens along dim {held.dim}; "
+                "give tensors [rows, ...] with tokens along another dim"
+            )
         shards = state.route_table.shards(held.tokens)
         empty = crosses_documents(
             shards[self.rank], held.tokens.length, by, Full() if mask is None else mask, local.device

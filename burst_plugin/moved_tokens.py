@@ -58,7 +58,7 @@ class HeldTokens(NamedTuple):
             padded = local.new_zeros((*local.shape[:dim], most, *local.shape[dim + 1 :]))
             padded.narrow(dim, 0, held).copy_(local)
         shards = [torch.empty_like(padded) for _ in self.lengths]
-        dist.all_gather([_as_sent(shard) for shard in shards], _as_sent(padded), group=self.group)
+        dist.all_gather([as_sent(shard) for shard in shards], as_sent(padded), group=self.group)
         found = [shard.narrow(dim, 0, length) for shard, length in zip(shards, self.lengths, strict=True)]
         return self.layout.unshard(found, dim, self.tokens)
 
@@ -130,13 +130,13 @@ class Shift(NamedTuple):
         """
         sent, put = (self.arriving, self.leaving) if back else (self.leaving, self.arriving)
         moved = torch.zeros_like(local, memory_format=torch.contiguous_format)
-        source = _as_sent(local).index_select(0, sent.rows.to(local.device))
+        source = as_sent(local).index_select(0, sent.rows.to(local.device))
         arrived = source.new_empty((len(put.rows), *source.shape[1:]))
         if self.group is None:
             arrived.copy_(source)
         else:
             dist.all_to_all_single(arrived, source, put.counts, sent.counts, group=self.group)
-        _as_sent(moved).index_copy_(0, put.rows.to(local.device), arrived)
+        as_sent(moved).index_copy_(0, put.rows.to(local.device), arrived)
         return moved
 
 
@@ -156,7 +156,7 @@ class ShiftedRows(torch.autograd.Function):
         return ctx.shift.move(grad, back=True), None, None
 
 
-def _as_sent(x: Tensor) -> Tensor:
+def as_sent(x: Tensor) -> Tensor:
     """Return a tensor [N, ...] as it is sent: itself, or its bytes, [N, n], a view of them if it is contiguous."""
     return x if x.dtype in _SENT else x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8)
 
@@ -225,7 +225,7 @@ def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, dev
         token itself is padding, too.
 
     Raises:
-        ValueError: for a mask with a prefix tree.
+        ValueError: for a mask with a prefix tree, or of another length.
     """
     if mask.trees:
         raise ValueError(
@@ -237,6 +237,7 @@ def crosses_documents(runs: Sequence[Run], length: int, by: int, mask: Mask, dev
     inside = (source >= 0) & (source < length)
     by_row = []
     for row in range(mask.rows or 1):
+        mask.of_row(row).regions(length, length)  # raises ValueError if they do not fit
         starts = torch.tensor(sorted({0} | document_starts(mask.of_row(row))), device=device)
         same = torch.searchsorted(starts, source, right=True) == torch.searchsorted(starts, held, right=True)
         both_real = are_real(mask.of_row(row), source) & are_real(mask.of_row(row), held)

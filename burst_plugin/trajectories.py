@@ -58,7 +58,8 @@ class Edges:
     @cached_property
     def _index(self) -> Tensor:
         """Return the edges of one rollout after the other."""
-        return self._arrivals[torch.cat([path[1:] for path in self.paths])]
+        with torch.inference_mode(False):  # training may use it afterwards
+            return self._arrivals[torch.cat([path[1:] for path in self.paths])]
 
 
 class Folded(NamedTuple):

@@ -106,7 +106,7 @@ def check(whole: Whole, ring: VirtualRing, mask: Mask, **options: Any) -> None:
 def test_drawn_calls_are_exact(data: st.DataObject) -> None:
     draw = data.draw
     topology = Topology(*draw(st.sampled_from([*FEW_RANKS, *MANY_RANKS])))
-    length = draw(st.integers(topology.ranks, 48))
+    length = draw(st.integers(1, 48))  # also fewer tokens than ranks
     dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16]))
     shape = {"absorbed": draw(st.booleans()), "shared": draw(st.sampled_from([0, 2]))}
     whole = Whole.draw(length, **shape, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, Documents, Keys, PerRow, PrefixTree, Tokens
+from burst_plugin import Causal, ContextParallel, Documents, Keys, PerRow, PrefixTree, Region, Tokens
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Mask, document_starts, key_padding
 from tests.support.ranks import run_ranks
@@ -226,6 +227,40 @@ def test_labels_of_next_tokens_are_ids_shifted() -> None:
     assert "use 'same' or 'own'" in problems[0]
     assert "by" in problems[1]
     assert "several tokens follow one" in problems[2]
+
+
+@dataclass(frozen=True)
+class Halves(Mask):
+    """A user's mask: two documents of equal length."""
+
+    length: int
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Return the bounds of both documents."""
+        return 0, self.length // 2, self.length
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        half = self.length // 2
+        return Region(0, half, 0, half, upper=0), Region(half, q_len, half, kv_len, upper=0)
+
+
+def test_documents_of_a_users_mask_keep_their_labels_to_themselves() -> None:
+    cp, ids = ContextParallel(), torch.arange(1, 9).unsqueeze(0)
+    assert cp.shift(ids, -1, mask=Halves(8), fill=-100).tolist() == [[2, 3, 4, -100, 6, 7, 8, -100]]
+    assert torch.equal(
+        cp.shift(ids, -1, mask=Documents((0, 4, 8)), fill=-100), cp.shift(ids, -1, mask=Halves(8), fill=-100)
+    )
+
+
+def test_masks_that_do_not_fit_a_shift_are_refused() -> None:
+    cp, ids = ContextParallel(), torch.arange(1, 9).unsqueeze(0)
+    with pytest.raises(ValueError, match="5"):
+        cp.shift(ids, -1, mask=Documents((0, 3, 5)))
+    rows = PerRow((Causal(), Causal()))
+    for local, dim in ((torch.zeros(8, 2), 0), (torch.zeros(3, 8), 1)):
+        with pytest.raises(ValueError, match="the mask has 2 rows"):
+            cp.shift(local, -1, dim, mask=rows)
 
 
 def _of_unlike_losses(rank: int, what: str) -> str:

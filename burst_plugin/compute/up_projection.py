@@ -42,7 +42,7 @@ class UpProjection(NamedTuple):
         c, shared = latents
         if self.weight is None:
             return torch.cat((c, shared), -1), c
-        up = (c.squeeze(2) @ self.weight.t()).view(*c.shape[:2], self.heads, -1)
+        up = (c.squeeze(2) @ self.weight.t()).view(*c.shape[:2], self.heads, self.weight.shape[0] // self.heads)
         k = up.new_empty((*up.shape[:3], self.own_dim + shared.shape[-1]))
         k[..., : self.own_dim] = up[..., : self.own_dim]
         k[..., self.own_dim :] = shared

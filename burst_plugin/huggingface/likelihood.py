@@ -79,6 +79,8 @@ def log_likelihood(
         raise
     labels = input_ids.masked_fill(~is_scored, IGNORED_LABEL)
     batch = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+    if attention_mask is not None and not bool(attention_mask[:, 0].all()):  # padded on the left
+        batch["position_ids"] = ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)
     take_head(pretrained, scores)
     try:
         local = shard_batch({name: x for name, x in batch.items() if x is not None}, cp)

@@ -290,14 +290,18 @@ class KVCache:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Drop all but the first `lengths` tokens of each row, in all layers, on this rank; not collective.
 
-        All ranks have to pass equal lengths. A turn that was left half way ends. Raises ValueError for lengths beyond
-        the lengths of rows, or where a window has dropped keys that the next token needs, see `rewind`.
+        All ranks have to pass equal lengths. A turn that was left half way ends; of its tokens, which some layers do
+        not have, none is kept. Raises ValueError for lengths beyond the lengths of rows, or where a window has
+        dropped keys that the next token needs, see `rewind`.
         """
         kept = whole_numbers("truncate(lengths={})", lengths, "give the number of tokens to keep of each row")
-        if len(kept) != len(self._lengths) or any(not 0 <= n <= m for n, m in zip(kept, self._lengths, strict=False)):
+        is_half_way = self._turn is not None and len(self._attended) < len(self._layers)
+        most = self._turn.starts if self._turn is not None and is_half_way else self._lengths
+        if len(kept) != len(most) or any(not 0 <= n <= m for n, m in zip(kept, most, strict=False)):
+            before = ", before the turn that was left half way" if is_half_way else ""
             raise ValueError(
-                f"truncate(lengths={shown(kept)}) does not fit rows of {shown(self._lengths)} tokens; give one "
-                "number per row, up to its length"
+                f"truncate(lengths={shown(kept)}) does not fit rows of {shown(most)} tokens{before}; give one number "
+                "per row, up to its length"
             )
         for number, layer in enumerate(self._layers):
             layer.check_truncation(number, kept)

@@ -19,6 +19,7 @@ from burst_plugin.comm.transport import Channel
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.tree import Partial, merge_in_tree
 from burst_plugin.inference.turn import Turn
+from burst_plugin.moved_tokens import as_sent
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.topology import Link, Traffic
@@ -95,7 +96,7 @@ def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
 def of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
     """Gather a tensor that has one shape on all ranks; return every rank's tensor, in rank order; collective."""
     found = [torch.empty_like(x) for _ in range(cp.ranks)]
-    dist.all_gather(found, x.contiguous(), group=cp.group)
+    dist.all_gather([as_sent(each) for each in found], as_sent(x.contiguous()), group=cp.group)
     return found
 
 

@@ -17,6 +17,7 @@ from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.schedule.steps import RankSchedule, Required
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
+from burst_plugin.sequence.mask import regions_of
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
@@ -71,11 +72,11 @@ class Pairs:
         lengths, mask = (attending.q.length, attending.kv.length), attending.mask
         self._regions: list[tuple[tuple[int, int] | None, Regions]] = []  # with the batch rows that they are for
         if mask.rows is None:
-            self._regions = [(None, Regions(mask.regions(*lengths)))]
+            self._regions = [(None, Regions(regions_of(mask, *lengths)))]
         start = 0
         for of_row, alike in groupby(mask.of_row(row) for row in range(mask.rows or 0)):
             stop = start + len(list(alike))
-            self._regions.append(((start, stop), Regions(of_row.regions(*lengths))))
+            self._regions.append(((start, stop), Regions(regions_of(of_row, *lengths))))
             start = stop
         self.runs = runs
         check_strides(run for shards in runs.values() for held in shards for run in held)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, islice
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from burst_plugin.checks import shown
 from burst_plugin.types import Rows, Side
+
+_COMPARED = 100  # rectangles of a mask of a user's own
 
 
 class Region(NamedTuple):
@@ -380,3 +383,33 @@ def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | N
     if one is None or other is None:
         return other if one is None else one
     return choose(one, other)
+
+
+def regions_of(mask: Mask, q_len: int, kv_len: int) -> tuple[Region, ...]:
+    """Return the regions of the mask of one batch row, which are disjoint also if a user wrote its class.
+
+    Raises ValueError for lengths that do not fit, and if regions overlap, where a key would count twice. Of a user's
+    mask the first 100 rectangles are compared.
+    """
+    regions = mask.regions(q_len, kv_len)
+    if _is_known(mask):
+        return regions
+    parts = [part for region in regions for part in islice(region.rectangles(), _COMPARED)][:_COMPARED]
+    for one, other in combinations(parts, 2):
+        common = one.intersect(other)
+        low, high = common.k_start - common.q_stop + 1, common.k_stop - 1 - common.q_start
+        lower = low if common.lower is None else max(low, common.lower)
+        upper = high if common.upper is None else min(high, common.upper)
+        if not common.is_empty and lower <= upper:
+            raise ValueError(
+                f"regions of the mask {shown(mask)} overlap, so that keys would count twice: {one} and {other}; "
+                "return disjoint regions"
+            )
+    return regions
+
+
+def _is_known(mask: Mask) -> bool:
+    """Return whether the classes of a mask, and of the masks that it combines, are this package's."""
+    if isinstance(mask, Both):
+        return _is_known(mask.one) and _is_known(mask.other)
+    return type(mask).__module__.startswith("burst_plugin.")

@@ -404,9 +404,9 @@ def document_starts(mask: Mask) -> set[int]:
     """
     if isinstance(mask, Both):
         return document_starts(mask.one) | document_starts(mask.other)
-    if isinstance(mask, Documents):
-        return set(mask.cu_seqlens[:-1])
-    return {mask.spans[0][0]} if isinstance(mask, Keys) and mask.spans else set()
+    if isinstance(mask, Keys):
+        return {mask.spans[0][0]} if mask.spans else set()
+    return set() if mask.documents is None or mask.trees else set(mask.documents[:-1])
 
 
 def check_padding(mask: Mask, what: str) -> None:

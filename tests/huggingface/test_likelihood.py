@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.huggingface import LogLikelihood, log_likelihood, prepare
@@ -60,6 +61,17 @@ def test_log_likelihoods_are_those_of_whole_logits_on_one_rank(ranks: int) -> No
                 assert bool(found[name].is_greedy[row]) == is_greedy, name
                 assert not found[name].of_tokens[row][~found[name].is_scored[row]].any(), name
     assert by_rank[0]["ends"].is_greedy.tolist() == [False, True, False]
+
+
+def test_padding_on_the_left_takes_no_positions() -> None:
+    """GPT-2 adds an embedding of each position."""
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    model = prepare(transformers.GPT2LMHeadModel(config)).eval()
+    padded = log_likelihood(model, IDS, ContextParallel(), attention_mask=ON_LEFT)
+    for row, real in enumerate(ON_LEFT.bool()):
+        alone = log_likelihood(model, IDS[row][real].unsqueeze(0), ContextParallel())
+        assert float(padded.total[row]) == pytest.approx(float(alone.total[0]), rel=1e-6)
 
 
 def _refused(rank: int, how: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from burst_plugin import (
     PrefixLM,
     SlidingWindow,
     Tokens,
+    Topology,
+    VirtualRing,
     key_padding,
 )
-from burst_plugin.sequence.mask import Region, allowed, work_by_token
+from burst_plugin.sequence.mask import Region, allowed, regions_of, work_by_token
 from tests.support.reference import painted
 
 Q_LEN, KV_LEN = 11, 13
@@ -199,3 +202,42 @@ def test_masks_have_no_truth_value() -> None:
     for mask in (Causal(), Causal() & Full()):
         with pytest.raises(TypeError, match="masks combine with &"):
             bool(mask)
+
+
+@dataclass(frozen=True)
+class Streaming(Mask):
+    """A user's mask: the first two tokens, and a window that begins at key `start`."""
+
+    start: int
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        seen = Region(0, q_len, 0, 2, upper=0)
+        return seen, Region(0, q_len, self.start, kv_len, lower=-3, upper=0)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_regions_of_a_users_mask_may_not_overlap(combined: bool) -> None:
+    right, wrong = (Streaming(start) & Keys(((0, 9),)) if combined else Streaming(start) for start in (2, 0))
+    assert regions_of(right, 12, 12) == right.regions(12, 12)
+    with pytest.raises(ValueError, match=r"regions of the mask .*Streaming\(start=0\).* overlap, so that keys"):
+        regions_of(wrong, 12, 12)
+    ring, x = VirtualRing(Topology(1, 2)), torch.zeros(1, 12, 1, 4)
+    with pytest.raises(ValueError, match="return disjoint regions"):
+        ring.attention(x, x, x, mask=wrong)
+
+
+@pytest.mark.parametrize("lower", [-5, -4])
+def test_bands_that_pass_each_other_do_not_overlap(lower: int) -> None:
+    """Two bands in one rectangle, side by side or with a common diagonal."""
+
+    @dataclass(frozen=True)
+    class Bands(Mask):
+        def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+            near, far = Region(0, q_len, 0, kv_len, lower, 0), Region(0, q_len, 0, kv_len, -9, -5)
+            return near, far
+
+    if lower == -4:
+        assert len(regions_of(Bands(), 12, 12)) == 2
+    else:
+        with pytest.raises(ValueError, match="overlap"):
+            regions_of(Bands(), 12, 12)

@@ -217,3 +217,14 @@ def test_exact_in_fp32() -> None:
     truth = alone(model, rollouts, masks, SCORES[1])
     ring = VirtualRing(Topology(2, 2), Strategy(backward="q"))
     assert folded(model.float(), fold(rollouts), masks, SCORES[1], ring).error(truth) < 1e-5
+
+
+def test_log_probabilities_may_come_first_without_training() -> None:
+    """As in GRPO, where the old ones come from a pass under `inference_mode`."""
+    edges = fold([[1, 2, 3], [1, 2, 4, 5]]).edges
+    with torch.inference_mode():
+        unfold(torch.zeros(len(edges.tokens)), edges)
+    values = torch.zeros(len(edges.tokens), requires_grad=True)
+    sum(x.sum() for x in unfold(values, edges)).backward()  # type: ignore[union-attr]
+    assert values.grad is not None
+    assert values.grad.tolist() == edges.counts.tolist()
