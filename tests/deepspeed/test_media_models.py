@@ -117,3 +117,29 @@ def _evaluates_alone(rank: int) -> float:
 
 def test_one_ring_may_evaluate_alone() -> None:
     assert len(set(run_ranks(_evaluates_alone, 4))) == 1
+
+
+def _norms_of_towers(rank: int, stages: tuple[int, ...]) -> list[list[float]]:
+    """The norm of the tower's gradient in steps of two micro-batches, of which some have no image, by stage."""
+    found = []
+    for stage in stages:
+        burst.install()
+        model, run = tiny_model("qwen3_vl"), Run(stage=stage, cp=2, accumulation=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 1))
+        norms = []
+        for images in (IMAGES, IMAGES, (), IMAGES, (), (), IMAGES, ()):
+            engine.backward(engine(**batch("qwen3_vl", images), use_cache=False).loss)
+            if engine.is_gradient_accumulation_boundary():
+                of_tower = [x for name, x in gradients(engine).items() if "visual" in name]
+                norms.append(float(torch.stack([x.norm() for x in of_tower]).norm()))
+            engine.step()
+        stop(engine)
+        found.append(norms)
+    return found
+
+
+def test_steps_without_images_take_no_gradients_of_earlier_steps() -> None:
+    for two, three in run_ranks(_norms_of_towers, 2, (2, 3), timeout_s=120.0):
+        assert two[2] == three[2] == 0.0
+        assert three == pytest.approx(two, rel=1e-5)

@@ -2,7 +2,8 @@
 
 ZeRO-3 and FSDP gather a tower's parameters when it runs, from all ranks that have a part of them, and DeepSpeed
 reduces the gradients that there are. So a ring without an image encodes one of another ring's, and leaves the
-features out.
+features out. Where no ring has one, ZeRO-3 would step on a tower's gradients of an earlier step, so it encodes an
+earlier image.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     """Return the arguments of a forward, with media of another ring for towers that run only there; collective.
 
     If another ring's batch has images, video or audio that this batch has none of, one such input is taken from
-    there, so that the tower runs on every rank that shares its parameters or gradients. `stands_in` is True for it in
-    this forward.
+    there, so that the tower runs on every rank that shares its parameters or gradients. If no batch has any, a tower
+    that ZeRO-3 trains runs on an earlier input: DeepSpeed would take its gradients of an earlier step again.
+    `stands_in` is True for it in this forward.
 
     kwargs: the keyword arguments of the forward, which are returned as they are if nothing is missing.
     """
@@ -54,7 +56,9 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     group = partition_group(model, with_replicas=trains) if towers else None
     if trains and towers and asked is not None:
         group = asked()
-    if group is None or set(_members(group)) <= set(_members(shard.cp.group)):
+    keeps_gradients = trains and bool(towers) and _keeps_gradients(model)
+    is_of_ring = group is not None and set(_members(group)) <= set(_members(shard.cp.group))
+    if group is None or (is_of_ring and not keeps_gradients):
         return kwargs
     names = sorted(towers)
     given = {name: entries_of(towers[name], name.split("_")[1], kwargs) for name in names}
@@ -73,7 +77,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     least = torch.tensor(found, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
     for name, (runs, knows, unknown) in zip(names, least.tolist(), strict=True):
-        if runs == none:
+        if runs == none and (knows == none or not keeps_gradients):
             continue
         if unknown:
             box = [_on_cpu(known.get(name))]
@@ -85,6 +89,14 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
                 if name == f"get_{modality}_features":
                     _STAND_INS[modality].add(module)
     return kwargs
+
+
+def _keeps_gradients(model: PreTrainedModel) -> bool:
+    """Return whether ZeRO-3 trains parameters of towers, whose gradients it keeps until there are new ones."""
+    text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    of_text = {parameter for part in text if part is not None for parameter in part.parameters()}
+    others = (each for each in model.parameters() if each not in of_text)
+    return any(each.requires_grad and hasattr(each, "ds_process_group") for each in others)
 
 
 def stands_in(module: torch.nn.Module, modality: str) -> bool:
