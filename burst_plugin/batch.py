@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from burst_plugin.checks import shown, whole_number
+from burst_plugin.comm.differences import CHECKSUMS, checksum_of
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
@@ -45,7 +46,6 @@ IGNORED_LABEL = -100  # label of a token that is not part of the loss
 _MASK_KEYS = frozenset(
     {"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "tree"}
 )
-_SEEDS = 2**31 - 1  # checksums, and seeds made of them, are below this
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 LayerMask = Callable[[Mapping[str, tuple[TypeRuns, ...]]], Mask]
@@ -138,7 +138,7 @@ class SequenceShard:
         number, self._forwards.made = self._forwards.made, self._forwards.made + 1
         if not number or self.seed is None:
             return self
-        return replace(self, seed=(self.seed + number * _DRAW) % _SEEDS)
+        return replace(self, seed=(self.seed + number * _DRAW) % CHECKSUMS)
 
     def unshard(self, local: Tensor, dim: int = 1, *, loss: Literal["same", "own"] | None = None) -> Tensor:
         """Return the whole tensor [B, length, ...] on every rank, from all ranks' [B, S_local, ...]; collective.
@@ -188,7 +188,7 @@ def shard_batch(
         tokens=tokens,
         mask=read.mask,
         valid_tokens=int((tensors["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in tensors else 0,
-        seed=(read.checksum + number) % _SEEDS,
+        seed=(read.checksum + number) % CHECKSUMS,
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
         longest=int((positions[-3:] if positions.dim() == 3 else positions).max()),
@@ -281,7 +281,7 @@ def _read(batch: Mapping[str, Any], cp: ContextParallel, pad_token_id: int) -> _
     mask, real = batch_mask(batch, positions, valid, padded, trees), real_tokens(valid, padded)
     media = [value for name, value in batch.items() if _is_media(name, value, positions.shape)]
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q"), *tree_leaves(media)]
-    checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
+    checksum = checksum_of([x for x in compared if isinstance(x, Tensor)])
     return _WholeBatch(tensors, padded, mask, real, checksum, bool(media))
 
 
@@ -438,6 +438,12 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
                 f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
                 "as position_ids that start again"
             )
+    of_documents, numbers = ("position_ids", "cu_seq_lens_q", "tree"), batch.get("seq_idx")
+    if isinstance(numbers, Tensor) and bool(numbers.any()) and all(batch.get(name) is None for name in of_documents):
+        raise ValueError(
+            "seq_idx alone does not tell a ring where documents begin; give position_ids that start again, or "
+            "cu_seq_lens_q, with it"
+        )
     padding = batch.get("attention_mask")
     if padding is None:
         return
@@ -487,14 +493,3 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
         raise ValueError("position_ids are not those of the tree, which count along each path; leave them out")
     tensors["position_ids"] = logical.to(positions.device)
     return trees
-
-
-def _checksum_of(tensors: Sequence[Tensor]) -> int:
-    """Return a number that two different batches are unlikely to share; the order of tensors counts."""
-    checksum = 0
-    for x in tensors:
-        flat = x.detach().float().contiguous().view(torch.int32) if x.is_floating_point() else x.detach()
-        flat = flat.flatten().to(torch.int64)
-        weights = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521 + 1
-        checksum = (31 * checksum + int((flat * weights).sum() % _SEEDS)) % _SEEDS
-    return checksum

@@ -21,6 +21,7 @@ from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
     check_all_are_listed,
+    gradients_of,
     linear,
     summed_linear,
     trained_among,
@@ -121,7 +122,7 @@ def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: T
     if not number:
         check_all_are_listed(out, [hidden, *ctx.trained], "attention on a few heads at a time", _UNLISTED)
     inputs = [*ctx.trained] if total is None else [hidden, *ctx.trained]
-    found: list[Tensor | None] = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+    found: list[Tensor | None] = gradients_of(out, inputs, grad)
     of_hidden = None if total is None else found.pop(0)
     if total is not None and of_hidden is not None:  # of what was not projected by `linear`
         total += of_hidden

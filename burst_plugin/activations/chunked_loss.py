@@ -29,6 +29,7 @@ from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
     check_all_are_listed,
+    gradients_of,
     trained_among,
     wide_dtype,
 )
@@ -267,7 +268,7 @@ class _SumByChunk(torch.autograd.Function):
                 grad_logits = _grad_of_logits(z, targets[rows], log_sums, None, grads, head)
                 inputs = [x, *trained] if wants_hidden else [*trained]
                 with torch.autocast(device, enabled=False):
-                    parts = list(torch.autograd.grad(logits, inputs, grad_logits, allow_unused=True))
+                    parts = gradients_of(logits, inputs, grad_logits)
                 del logits, z, grad_logits
                 if grad_hidden is not None:
                     grad_hidden[rows] = parts.pop(0)
@@ -333,7 +334,7 @@ class _LossByChunk(torch.autograd.Function):
                 saved = targets[rows], log_sums[rows], entropy[rows] if ctx.with_entropy else None
                 grad_logits = _grad_of_logits(logits, *saved, tuple(grad[rows] for grad in grads), head)
                 inputs = [x, *trained] if wants_hidden else [*trained]
-                parts = list(torch.autograd.grad(logits, inputs, grad_logits, allow_unused=True))
+                parts = gradients_of(logits, inputs, grad_logits)
                 del logits, grad_logits
                 if grad_hidden is not None:
                     grad_hidden[rows] = parts.pop(0)

@@ -22,6 +22,7 @@ from burst_plugin.activations.recomputed_chunks import (
     Surroundings,
     adds_nothing_itself,
     check_all_are_listed,
+    gradients_of,
     trained_among,
 )
 from burst_plugin.activations.replaced_forward import ReplacedForward
@@ -165,7 +166,7 @@ def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> lis
     if not out.requires_grad:
         return [None] * (1 + len(trained))
     inputs = [piece, *trained] if wants_piece else [*trained]
-    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    found = gradients_of(out, inputs, grad)
     return [*found] if wants_piece else [None, *found]
 
 

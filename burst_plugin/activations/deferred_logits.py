@@ -7,6 +7,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -171,7 +172,7 @@ class LazyLogits(Tensor):
         found: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
         )
-        found._compute, found._steps, found._hooks, found._is_copy = compute, _optimizer_steps().made, [], False
+        found._compute, found._steps, found._hooks, found._is_copy = compute, optimizer_steps().made, [], False
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -216,7 +217,7 @@ class LazyLogits(Tensor):
         a graph, and changed in place, are to have one.
         """
         made: tuple[bool, Tensor] | None = vars(self).get("_made")
-        is_late = self._steps != _optimizer_steps().made
+        is_late = self._steps != optimizer_steps().made
         if made is None and is_late:
             raise RuntimeError(
                 "logits are read after an optimizer's step, and were not computed before: the loss is computed in "
@@ -279,19 +280,26 @@ def _refuse_gradient(grad: Tensor | None) -> None:
     )
 
 
-class _OptimizerSteps:
-    """How many steps all optimizers of this process have made."""
+class OptimizerSteps:
+    """How many steps all optimizers of this process have `made`, and the optimizers that have made them."""
 
-    made = 0
+    def __init__(self) -> None:
+        self.made = 0
+        self._optimizers = WeakSet[torch.optim.Optimizer]()
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.made += 1
+        self._optimizers.add(optimizer)
+
+    def have_state_of(self, parameter: Tensor) -> bool:
+        """Return whether an optimizer that has made a step holds states of a parameter, such as Adam's moments."""
+        return any(parameter in each.state for each in self._optimizers)
 
 
 @functools.cache
-def _optimizer_steps() -> _OptimizerSteps:
+def optimizer_steps() -> OptimizerSteps:
     """Return the count of optimizers' steps, from the first call on."""
-    steps = _OptimizerSteps()
+    steps = OptimizerSteps()
     register_optimizer_step_post_hook(steps)
     return steps
 

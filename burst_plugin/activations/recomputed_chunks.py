@@ -36,6 +36,15 @@ def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
     return list({id(each): each for each in parameters if each.requires_grad}.values())
 
 
+def gradients_of(output: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of `inputs` from the gradient of `output`, None where an input is not used.
+
+    Autocast is off meanwhile, as in any backward pass: code that computes in float32 would get gradients in 16 bits.
+    """
+    with torch.autocast(output.device.type, enabled=False):
+        return list(torch.autograd.grad(output, inputs, grad, allow_unused=True))
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The surroundings of a forward pass, for running it again: autocast, random numbers, and all that it read.

@@ -237,7 +237,7 @@ def _states(config: Mapping[str, Any], is_trained: bool) -> HeldStates:
     offload = zero.get("offload_optimizer")
     on_host = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
     stage = zero.get("stage", 0)
-    return HeldStates(stage if isinstance(stage, int) else 0, on_host, are_there=is_trained)
+    return HeldStates(stage if isinstance(stage, int) else 0, on_host, are_there=is_trained, are_wide=True)
 
 
 def _gather_heads_whole(model: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from burst_plugin.activations.deferred_logits import optimizer_steps
 from burst_plugin.activations.kept_attention import attention_can_be_kept
 from burst_plugin.activations.pages import available_bytes, ranks_here
 from burst_plugin.batch import SequenceShard
@@ -47,11 +48,13 @@ class HeldStates:
     on_host: whether the optimizer's states are in host memory.
     are_there: whether the optimizer has allocated its states before the first step, which then takes no more memory
         for them.
+    are_wide: whether all of them are in float32; otherwise they are in the types of the weights.
     """
 
     zero: int = 0
     on_host: bool = False
     are_there: bool = False
+    are_wide: bool = False
 
 
 @dataclass
@@ -246,17 +249,19 @@ def _counted_type(model: Any) -> torch.dtype:
 def _missing_states(model: Any, states: HeldStates) -> float:
     """Return the bytes of gradients, and of Adam's two moments, that this rank will have and has not yet."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    nbytes, gathered_share = 0.0, _share_of_gathered(model)
+    nbytes, gathered_share, steps = 0.0, _share_of_gathered(model), optimizer_steps()
     for each in model.parameters():
         if not each.requires_grad:
             continue
         if isinstance(each, DTensor):
             mine: float = each.to_local().numel()
         else:
-            mine = getattr(each, "ds_numel", each.numel()) * (1 / world if states.zero == 3 else gathered_share)
-        nbytes += 4 * mine if each.grad is None else 0
-        if not states.are_there and not states.on_host and each.grad is None:
-            nbytes += 8 * mine
+            mine = getattr(each, "ds_numel", each.numel()) * (1 / world if states.zero >= 2 else gathered_share)
+        size = 4 if states.are_wide else max(2, each.element_size())
+        nbytes += size * mine if each.grad is None else 0
+        # Gradients say nothing about moments: they come before the first step, and may be gone after it.
+        if not states.are_there and not states.on_host and not steps.have_state_of(each):
+            nbytes += 2 * size * mine
     return nbytes
 
 

@@ -69,6 +69,27 @@ def indexer_loss(
     Raises:
         ValueError: on every rank if any does not hold its part of `tokens`.
     """
+    # A checkpoint around the layer would compute all of it again whenever gradients are asked for in here.
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        loss, grads = _with_gradients(teacher, indexed, cp, scale, selection, tokens)
+    tensors = (indexed.q, indexed.k, indexed.weights)
+    result: Tensor = _WithGradients.apply(loss, *grads, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _with_gradients(
+    teacher: Teacher,
+    indexed: Indexed,
+    cp: ContextParallel,
+    scale: float,
+    selection: Tensor | None,
+    tokens: Tokens | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of this rank's queries, and the gradients of the indexer's queries, keys and weights."""
     assert indexed.weights is not None, "an indexer has weights"
     tensors = (indexed.q, indexed.k, indexed.weights)
     with torch.no_grad():
@@ -83,9 +104,7 @@ def indexer_loss(
         for row, rows in ((row, rows) for row in range(keys.shape[0]) for rows in tiles.rows(keys.shape[1])):
             total += tiles.add(row, rows, (keys[row], index_keys.detach()[row]), [grad[row] for grad in grads])
     (of_keys,) = torch.autograd.grad(index_keys, own, grads[2])
-    found = [grad.to(x.dtype) for grad, x in zip((grads[0], of_keys, grads[1]), tensors, strict=True)]
-    loss: Tensor = _WithGradients.apply(total, *found, *tensors)  # type: ignore[no-untyped-call]
-    return loss
+    return total, [grad.to(x.dtype) for grad, x in zip((grads[0], of_keys, grads[1]), tensors, strict=True)]
 
 
 class LossTiles:

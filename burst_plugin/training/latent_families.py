@@ -115,7 +115,7 @@ def _indexed(config: Config, size: Size) -> list[Layer]:
     kinds, layers = config.get("indexer_types"), _with_experts(config, size)
     if kinds is not None and len(kinds) != len(layers):
         raise ValueError(f"indexer_types is {shown(kinds)}, expected the kind of each of {len(layers)} layers")
-    found = []
+    found: list[Layer] = []
     for number, layer in enumerate(layers):
         indexer = IndexerSizes(
             heads=size("index_n_heads"),

@@ -305,6 +305,27 @@ def test_the_backward_pass_has_the_autocast_of_the_forward_pass() -> None:
     assert error(found, whole) < 1e-6
 
 
+class _WideHead(torch.nn.Linear):
+    """A head that computes in float32 whatever is around it, as trainers of RL have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+def test_a_head_in_float32_has_gradients_in_float32_under_autocast() -> None:
+    hidden, head, labels = drawn()
+    wide = _WideHead(head.in_features, head.out_features, bias=False)
+    wide.load_state_dict({"weight": head.weight.detach()})
+    labels = labels.clamp(min=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_log_probs(hidden, Head(wide, chunk=CHUNK), labels)[0].sum()
+        whole = torch.log_softmax(wide(hidden), -1).gather(-1, labels.unsqueeze(-1)).sum()
+    both = (gradients(loss, hidden, wide.weight) for loss in (found, whole))
+    for got, expected in zip(*both, strict=True):
+        assert error(got, expected) < 1e-6
+
+
 def test_what_would_not_be_trained_is_refused() -> None:
     hidden, head, labels = drawn()
     with pytest.raises(ValueError, match="pass the module itself, or parameters="):

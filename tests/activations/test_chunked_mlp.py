@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,6 +213,31 @@ def test_autocast(backward_inside: bool) -> None:
         error, of_whole = ((each[name].double() - truth).norm() for each in (found, expected))
         assert found[name].dtype == expected[name].dtype
         assert float(error) <= 1.2 * float(of_whole), name
+
+
+class _Wide(torch.nn.Module):
+    """An MLP that computes in float32 whatever is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.down(torch.nn.functional.silu(self.up(x.float())))  # type: ignore[no-any-return]
+
+
+def test_code_in_float32_has_gradients_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    mlp, x, grad = _Wide(), draw(2, 29, HIDDEN), draw(2, 29, HIDDEN)
+    found = []
+    for run in (mlp, partial(chunked_mlp, mlp, parameters=list(mlp.parameters()), chunk=8)):
+        hidden = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = run(hidden)
+        found.append(torch.autograd.grad(out, [hidden, *mlp.parameters()], grad))
+    for whole, chunks in zip(*found, strict=True):
+        torch.testing.assert_close(chunks, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_frozen_parameters_and_inputs_without_gradient() -> None:

@@ -27,6 +27,7 @@ from burst_plugin import (
     SlidingWindow,
     burst_attention,
 )
+from burst_plugin.comm import differences as differences_module
 from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, Constants, decode, encode
 from burst_plugin.comm.differences import TensorValues, differences
 from burst_plugin.sequence.mask import Region
@@ -161,6 +162,18 @@ def test_what_is_written_otherwise_in_equal_parts_is_shown() -> None:
     found, _ = found_by([{"sink": each} for each in values])
     assert found[0].startswith("sink differs: rank 0: torch.float32 (0.0, 1.0, 2.0,")
     assert "rank 1: torch.float64 (0.0, " in found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_checksum_is_the_weighted_sum_however_it_is_added_up(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 9).to(dtype).t()
+    numbers = x.float().contiguous().view(torch.int32) if x.is_floating_point() else x
+    weights = torch.arange(1, 151) % 65521 + 1
+    expected = int((numbers.flatten().long() * weights).sum() % differences_module.CHECKSUMS)
+    for at_once in (7, 150, 1000):
+        with mock.patch.object(differences_module, "_AT_ONCE", at_once):
+            assert differences_module.checksum_of([x]) == expected
+            assert differences_module.checksum_of([x, x]) == 32 * expected % differences_module.CHECKSUMS
 
 
 # ------------------------------------------------------------------------------------------------------ real ranks

@@ -268,6 +268,7 @@ BATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
         _changed(attention_mask={"full_attention": torch.ones(2, 32)}),
         "rank 1: attention_mask is a dict; give padding",
     ),  # type: ignore[arg-type]
+    (_changed(seq_idx=torch.arange(32).expand(2, -1) // 20), "rank 1: seq_idx alone does not tell a ring where"),
     (_changed(position_ids=torch.arange(2, 66, 2).expand(2, -1)), "rank 1: position_ids go from 2 to 4 at token 1"),
 ]
 

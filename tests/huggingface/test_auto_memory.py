@@ -410,6 +410,30 @@ def test_activations_count_in_the_type_to_which_fsdp_casts_weights() -> None:
     assert run_ranks(item_bytes, 1) == [2]
 
 
+def test_moments_count_until_an_optimizer_holds_them() -> None:
+    """Gradients of micro-batches come before them, and are gone after `zero_grad`."""
+    torch.manual_seed(0)
+    model = _model("llama")
+    count = sum(each.numel() for each in model.parameters())
+    optimizer, ids = torch.optim.AdamW(model.parameters()), torch.randint(0, 8, (1, 8))
+
+    def missing() -> float:
+        return auto_memory._missing_states(model, auto_memory.HeldStates()) / count
+
+    found = [missing()]
+    model(input_ids=ids, labels=ids).loss.backward()
+    found.append(missing())
+    optimizer.step()
+    found.append(missing())
+    optimizer.zero_grad()
+    found.append(missing())
+    assert found == [12, 8, 0, 4]
+    other = _model("llama").bfloat16()
+    assert auto_memory._missing_states(other, auto_memory.HeldStates()) / count == 6
+    of_engine = auto_memory.HeldStates(2, are_there=True, are_wide=True)
+    assert auto_memory._missing_states(other, of_engine) / count == 4
+
+
 def _states_under_fsdp(rank: int) -> list[tuple[float, float, int]]:
     """Return the bytes of states that are counted, the bytes there will be, and the plan's stage of ZeRO."""
     found: list[tuple[float, float, int]] = []

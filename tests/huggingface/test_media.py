@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import transformers
 from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface.media import positions
 from tests.support.media import FAMILIES, IMAGE, Case, Image, Step, batch, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
 
@@ -130,3 +132,26 @@ def test_positions_of_packed_documents_begin_anew() -> None:
     model(**shard_batch(whole, ContextParallel()), use_cache=False)
     assert (seen[0][:, 0][:, [0, 13, 14, 45]] == 0).all()
     assert seen[0].max() < max(CASES["packed"].documents)
+
+
+def test_documents_of_text_are_not_padded_to_those_with_images() -> None:
+    """One long document with an image beside many short ones of text."""
+    model, lengths = tiny_model("qwen3_vl"), [64, *[4] * 32]
+    inner = next(module for module in model.modules() if hasattr(module, positions._METHOD))
+    whole = batch("qwen3_vl", (Image(0, 3, (4, 4)),), 1, sum(lengths))
+    whole["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    counted = inner.compute_3d_position_ids
+    with mock.patch.object(positions, "_with_media", lambda types, bounds: list(bounds[:-1])):
+        expected = positions._in_axes(counted, whole, whole)
+    seen: list[torch.Size] = []
+
+    @wraps(counted)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["input_ids"].shape)
+        return counted(*args, **kwargs)
+
+    found = positions._in_axes(count, whole, whole)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+    assert seen == [(1, 64)]

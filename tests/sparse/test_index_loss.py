@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import ContextParallel
 from burst_plugin.sparse import Indexed, Teacher, indexer_loss
@@ -110,3 +111,22 @@ def test_an_indexer_that_is_frozen_has_a_loss() -> None:
     ((requires_grad, loss),) = run_ranks(frozen, 1)
     assert not requires_grad
     torch.testing.assert_close(loss, _defined(False, False)[0])
+
+
+def test_a_checkpoint_runs_the_layer_once_more_however_many_tiles_there_are() -> None:
+    def runs(rank: int) -> tuple[int, int]:
+        cp, x, count = ContextParallel(), _drawn(), 0
+
+        def layer(hidden: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            index = [x[name] * hidden for name in NAMES[1:]]
+            return indexer_loss(Teacher(x["q"] * hidden, x["k"], 0.7), Indexed(*index), cp, scale=0.3)
+
+        with mock.patch("burst_plugin.sparse.index_loss.NUMBERS_AT_ONCE", 1):
+            loss = checkpoint(layer, torch.ones((), dtype=torch.float64, requires_grad=True), use_reentrant=False)
+            before = count
+            loss.backward()
+        return before, count
+
+    assert run_ranks(runs, 1) == [(1, 2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -56,15 +56,17 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
     """
     ids, documents = whole["input_ids"], whole.get("position_ids")
     of_tokens = {name: whole[name] for name in _OF_TOKENS if name in whole}
-    rows: list[Tensor] = []
+    rows: dict[int, Tensor] = {}  # the places of each document's tokens, by its start
     if documents is not None:
         real = of_tokens.setdefault("attention_mask", torch.ones_like(ids)) != 0
         after_real = real.cumsum(1) > real.long()  # padding before a row's first token is no document
         starts = torch.nonzero((real & after_real & (documents == 0)).flatten()).flatten().tolist()
         bounds = sorted({*starts, *range(0, ids.numel() + 1, ids.shape[1])})
-        rows = [torch.arange(a, b, device=ids.device) for a, b in pairwise(bounds)]
+        rows = {a: torch.arange(a, b, device=ids.device) for a, b in pairwise(bounds)}
+        counted = _with_media(of_tokens.get("mm_token_type_ids"), bounds)
         of_tokens = {
-            name: pad_sequence([x.flatten()[row] for row in rows], batch_first=True) for name, x in of_tokens.items()
+            name: pad_sequence([x.flatten()[rows[start]] for start in counted], batch_first=True)
+            for name, x in of_tokens.items()
         }
     parameters = inspect.signature(method).parameters
     given = {name: of_tokens.get(name, kwargs.get(name) if name not in _OF_TOKENS else None) for name in parameters}
@@ -81,8 +83,25 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
         ) from error
     if found is None or not rows:
         return found
-    flat = torch.cat([found[:, n, : len(row)] for n, row in enumerate(rows)], 1)
-    return flat.view(len(found), *ids.shape)
+    by_start = {start: found[:, n, : len(rows[start])] for n, start in enumerate(counted)}
+    for start, row in rows.items():
+        if start not in by_start:  # of text alone, which counts alike in all axes
+            by_start[start] = (real.flatten()[row].cumsum(0) - 1).clamp(min=0).expand(len(found), -1)
+    return torch.cat([by_start[start] for start in rows], 1).view(len(found), *ids.shape)
+
+
+def _with_media(types: Tensor | None, bounds: Sequence[int]) -> list[int]:
+    """Return the starts of documents that have tokens of images, video or audio; all starts if types are unknown.
+
+    types: the type of each token, 0 for text. bounds: where documents begin, and the end. Many short documents of
+        text would be padded to the longest one with images.
+    """
+    starts = list(bounds[:-1])
+    if types is None:
+        return starts
+    before = torch.nn.functional.pad((types.flatten() != 0).cumsum(0), (1, 0))[torch.tensor(bounds)]
+    has_media = (before[1:] > before[:-1]).tolist()
+    return [start for start, has in zip(starts, has_media, strict=True) if has] or starts
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
