@@ -249,7 +249,7 @@ class _SumByChunk(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, targets: Tensor, weights: Tensor, z_weight: float, head: Head, *trained: Tensor
     ) -> Tensor:
-        wants_hidden, device = ctx.needs_input_grad[0], hidden.device.type
+        wants_hidden = ctx.needs_input_grad[0]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         total, sums = weights.new_zeros(()), GradientSums(trained)
         # Hooks of a checkpoint around this would compute all of it again, once for each chunk.
@@ -267,11 +267,11 @@ class _SumByChunk(torch.autograd.Function):
                 grads = (-weight, 2 * z_weight * weight * log_sums, weight)  # the last, of an entropy, is not used
                 grad_logits = _grad_of_logits(z, targets[rows], log_sums, None, grads, head)
                 inputs = [x, *trained] if wants_hidden else [*trained]
-                with torch.autocast(device, enabled=False):
-                    parts = gradients_of(logits, inputs, grad_logits)
+                parts = gradients_of(logits, inputs, grad_logits)
                 del logits, z, grad_logits
-                if grad_hidden is not None:
-                    grad_hidden[rows] = parts.pop(0)
+                of_hidden = parts.pop(0) if wants_hidden else None
+                if grad_hidden is not None and of_hidden is not None:
+                    grad_hidden[rows] = of_hidden
                 sums.add(parts)
         ctx.grad_hidden, ctx.sums, ctx.chunks = grad_hidden, sums, [*head.chunks(len(hidden))]
         return total
@@ -336,8 +336,9 @@ class _LossByChunk(torch.autograd.Function):
                 inputs = [x, *trained] if wants_hidden else [*trained]
                 parts = gradients_of(logits, inputs, grad_logits)
                 del logits, grad_logits
-                if grad_hidden is not None:
-                    grad_hidden[rows] = parts.pop(0)
+                of_hidden = parts.pop(0) if wants_hidden else None
+                if grad_hidden is not None and of_hidden is not None:
+                    grad_hidden[rows] = of_hidden
                 sums.add(parts)
         return (grad_hidden, None, None, None, *sums.cast())
 

@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from burst_plugin.check.settings import Sizes
 from burst_plugin.check.world import World
@@ -34,12 +35,22 @@ class Edge(NamedTuple):
     bytes_per_s: float
 
 
+class Damage(NamedTuple):
+    """A message that came with other bytes than were sent: from rank `src` to `dst`, `wrong` of its `nbytes`."""
+
+    src: int
+    dst: int
+    wrong: int
+    nbytes: int
+
+
 class MeasuredLink(NamedTuple):
     """The measured speed of one kind of link, inside nodes or between them.
 
     rate: of a rank with all ranks at work at once; of a NIC, if the ranks of a node share it.
     by_size: for messages of several sizes (bytes, seconds). edges: the rate of every single link, measured by itself.
     is_shared: whether the ranks of a node share a NIC.
+    damage: messages that came with other bytes than were sent.
     """
 
     link: Link
@@ -47,6 +58,7 @@ class MeasuredLink(NamedTuple):
     by_size: tuple[tuple[int, float], ...]
     edges: tuple[Edge, ...]
     is_shared: bool
+    damage: tuple[Damage, ...] = ()
 
 
 def measure_links(world: World, cp: ContextParallel, sizes: Sizes) -> dict[Link, MeasuredLink]:
@@ -111,7 +123,7 @@ class _Wire:
         self._place = self._peers.index(cp.rank)
         self._next = self._peers[(self._place + 1) % len(self._peers)]
         self._previous = self._peers[self._place - 1]
-        self._out = torch.ones(sizes.most_bytes, dtype=torch.uint8, device=world.device)
+        self._out = self._pattern(cp.rank, sizes.most_bytes)
         self._in = torch.empty_like(self._out)
 
     def measured(self) -> MeasuredLink:
@@ -123,9 +135,27 @@ class _Wire:
         by_rank_s = self._best(nbytes, both)
         is_shared, large_s = self._is_shared(nbytes, by_rank_s), max(by_rank_s)
         by_size = ((_SMALL, latency_s), (_MIDDLE, middle_s), (nbytes, large_s))
+        damage = tuple(found for size, _ in by_size for found in self._damage(size))
         sharing = self._topology.ranks_per_node if is_shared else 1
         rate = LinkRate(sharing * nbytes / large_s, latency_s)
-        return MeasuredLink(self._link, rate, by_size, self._edges(nbytes), is_shared)
+        return MeasuredLink(self._link, rate, by_size, self._edges(nbytes), is_shared, damage)
+
+    def _pattern(self, rank: int, nbytes: int) -> Tensor:
+        """Return what a rank sends: bytes that tell its rank, and their place in a message."""
+        bytes_251 = torch.arange(251, dtype=torch.uint8, device=self._world.device)
+        return bytes_251.repeat(-(-nbytes // 251))[:nbytes] + rank % 256
+
+    def _damage(self, nbytes: int) -> list[Damage]:
+        """Return messages of this size that come with other bytes than were sent; collective.
+
+        NCCL sends large messages by other protocols than small ones, and attention's are large.
+        """
+        self._in.zero_()
+        self._transfer(nbytes, _Part(sends=True, receives=True))
+        self._world.synchronize()
+        wrong = int((self._in[:nbytes] != self._pattern(self._previous, nbytes)).sum())
+        by_receiver = self._world.exchange(f"messages {self._link.value} compared", [self._previous, wrong])
+        return [Damage(src, dst, wrong, nbytes) for dst, (src, wrong) in enumerate(by_receiver) if wrong]
 
     def _is_shared(self, nbytes: int, together_s: list[float]) -> bool:
         """Return whether the first ranks of all nodes are faster when the other ones do not send; collective."""

@@ -95,8 +95,12 @@ def _link_finding(world: World, link: MeasuredLink, seconds: float) -> Finding:
         ends = [(world.name(edge.src), world.name(edge.dst), edge.bytes_per_s / 1e9) for edge in slow[:4]]
         named = ", ".join(f"{src} -> {dst} {rate:.4g} GB/s" for src, dst, rate in ends)
         text = f"slow: {named}; the median is {usual / 1e9:.4g} (slow is under {SLOW:.0%} of it); {text}"
+    if link.damage:
+        of_ranks = [(world.name(each.src), world.name(each.dst), each.wrong, each.nbytes) for each in link.damage[:4]]
+        named = ", ".join(f"{src} -> {dst} {wrong} of {_bytes(nbytes)}" for src, dst, wrong, nbytes in of_ranks)
+        text = f"damaged: {named} came with other bytes than were sent; {text}"
     what = f"transfers {_WHERE[link.link]}"
-    return Finding(PERFORMANCE, FAILED if slow else OK, what, text, figures, seconds)
+    return Finding(PERFORMANCE, FAILED if slow or link.damage else OK, what, text, figures, seconds)
 
 
 def _bytes(count: float) -> str:

@@ -58,15 +58,20 @@ def definition(problem: Problem, allowed: Tensor) -> tuple[Tensor, ...]:
     allowed: bool [Sq, Sk], True where a query may attend to a key. The results have the shapes of the problem's
     tensors; lse has [B, Hq, Sq].
     """
-    q, k, v = (x.double().requires_grad_() for x in problem[:3])
-    repeats = q.shape[2] // k.shape[2]
-    keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
-    with torch.enable_grad():
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[3] ** -0.5
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
-        grads = torch.autograd.grad(out, (q, k, v), problem.dout.double())
-    return out.detach(), scores.detach().logsumexp(-1), *grads
+    kv_heads, by_head = problem.k.shape[2], []
+    group = problem.q.shape[2] // kv_heads
+    for head in range(kv_heads):  # all of many ranks' heads at once would not fit into a GPU
+        own, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        tensors = problem.q[:, :, queries], problem.k[:, :, own], problem.v[:, :, own]
+        q, k, v = (x.double().requires_grad_() for x in tensors)
+        with torch.enable_grad():
+            scores = torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * q.shape[3] ** -0.5
+            scores = scores.masked_fill(~allowed, -torch.inf)
+            out = torch.einsum("bhqk,bkd->bqhd", scores.softmax(-1), v[:, :, 0])
+            grads = torch.autograd.grad(out, (q, k, v), problem.dout[:, :, queries].double())
+        by_head.append((out.detach(), scores.detach().logsumexp(-1), *grads))
+    dims = (2, 1, 2, 2, 2)  # of heads
+    return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*by_head, strict=True), dims, strict=True))
 
 
 def differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:

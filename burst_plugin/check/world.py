@@ -28,6 +28,7 @@ from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
 from burst_plugin.strategy import Strategy
 
+_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the numbers of their processes
 _LATE_S = 30.0  # that a rank may be behind the others, besides the time-out of messages
 
 
@@ -167,8 +168,19 @@ class World:
 
 
 def launcher_environment() -> tuple[int, int, int] | None:
-    """Return (rank, ranks, local rank) as a launcher such as torchrun has set them; None without a launcher."""
+    """Return (rank, ranks, local rank) as a launcher such as torchrun has set them; None without a launcher.
+
+    Raises ValueError for processes that srun or mpirun has started, which know nothing of each other.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        for name in _OTHER_LAUNCHERS:
+            count = os.environ.get(name, "")
+            if count.isdecimal() and int(count) > 1:
+                raise ValueError(
+                    f"{name}={count} processes were started without RANK and WORLD_SIZE, so that each would check "
+                    "alone; start one torchrun on each node: srun --ntasks-per-node=1 torchrun --nnodes ... "
+                    "--nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m burst_plugin.cli check"
+                )
         return None
     rank = int(os.environ["RANK"])
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
@@ -197,6 +209,9 @@ def joined(
     """
     rank, size, local = place
     device = device_of_rank(local)
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # images of NVIDIA's switch TF32 on, whose rounding would be a fault
     shares_gpu = directory is not None and share_gpus(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)) if device.type == "cpu" else 1)
     # Autograd's thread makes its CUDA context with its first product of matrices, and PyTorch warns of that.

@@ -6,8 +6,9 @@ Ranks compare it before a pass, on CPUs messages carry it, and ranks that wait p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from threading import get_ident
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -62,16 +63,20 @@ class Progress:
     call: the call whose pass is running, if any.
     ring_pass: the running `RingPass`, if any, which knows the step that it is at.
     waiting: the rank that this one waits for, and since when by `time.monotonic`; None while it does not wait.
+    thread: the identifier of the thread that runs forward passes.
     """
 
     where: tuple[object, ...] = ("before the first call",)
     call: CallId | None = None
     ring_pass: _KnowsItsStep | None = None
     waiting: tuple[int, float] | None = None
+    thread: int = field(default_factory=get_ident)
 
     def begin_pass(self, direction: Direction, call: CallId) -> None:
         """Note that this rank enters the forward or backward pass of `call`."""
         self.call, self.where = call, ("in the", direction, "pass of", call)
+        if direction == "forward":  # on GPUs backward passes run in threads of autograd's
+            self.thread = get_ident()
 
     def end_pass(self, direction: Direction) -> None:
         """Note that this rank has left the pass that it was in."""

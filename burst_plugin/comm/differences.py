@@ -133,7 +133,7 @@ def _digest(text: str) -> str:
 
 
 CHECKSUMS = 2**31 - 1  # a checksum is below this
-_AT_ONCE = 2**22  # values that are added up: pixels may be many more
+VALUES_AT_ONCE = 2**22  # values that are added up: pixels may be many more
 
 
 def checksum_of(tensors: Sequence[Tensor]) -> int:
@@ -142,8 +142,8 @@ def checksum_of(tensors: Sequence[Tensor]) -> int:
     for x in tensors:
         flat = x.detach().flatten()
         total = torch.zeros((), dtype=torch.int64, device=x.device)
-        for start in range(0, flat.numel(), _AT_ONCE):
-            part = flat[start : start + _AT_ONCE]
+        for start in range(0, flat.numel(), VALUES_AT_ONCE):
+            part = flat[start : start + VALUES_AT_ONCE]
             part = part.float().view(torch.int32) if x.is_floating_point() else part
             weights = torch.arange(start + 1, start + len(part) + 1, device=x.device) % 65521 + 1
             total += (part.to(torch.int64) * weights).sum()

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.checks import as_listed, shown, whole_number
+from burst_plugin.comm.call_identity import Progress
 from burst_plugin.comm.transport import Channel, RingError
 from burst_plugin.topology import Link, Traffic
 
@@ -302,16 +303,16 @@ def _abort(group: dist.ProcessGroup) -> None:
         _LOG.error("a process group could not be aborted (%s): PyTorch's time-out ends this process", error)
 
 
-def end_waiting(thread: int, abort: Callable[[], None], text: str) -> None:
+def end_waiting(progress: Progress, abort: Callable[[], None], text: str) -> None:
     """End the waits of this rank, and have its training thread raise RingError before its next line of Python.
 
     Args:
-        thread: the identifier of the thread that raises.
+        progress: names the thread that raises.
         abort: called to end the waits, once the error is set.
         text: the text of the error; "" to raise none.
     """
     if text:
-        _raise_in(thread, text)
+        _raise_in(progress.thread, text)
     abort()
 
 

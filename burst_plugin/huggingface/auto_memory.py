@@ -223,7 +223,7 @@ def next_step(model: Any, shard: SequenceShard, tokens: int, chunk: int) -> Next
         setting=setting,
         cluster=cluster,
         free=free,
-        states=_missing_states(model, states),
+        states=missing_states(model, states),
         item_bytes=_counted_type(model).itemsize,
     )
     try:
@@ -246,7 +246,7 @@ def _counted_type(model: Any) -> torch.dtype:
     return found if found.itemsize >= torch.bfloat16.itemsize else torch.bfloat16
 
 
-def _missing_states(model: Any, states: HeldStates) -> float:
+def missing_states(model: Any, states: HeldStates) -> float:
     """Return the bytes of gradients, and of Adam's two moments, that this rank will have and has not yet."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     nbytes, gathered_share, steps = 0.0, _share_of_gathered(model), optimizer_steps()

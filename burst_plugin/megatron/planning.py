@@ -39,7 +39,7 @@ def space(fused_norms: bool) -> Space:
     The layers are Transformer Engine's. fused_norms: without effect here, since their norms and activations are one
     kernel each in any case.
     """
-    code = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
+    code = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False, chunks_again=True)
     return Space(code=code, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
 
 

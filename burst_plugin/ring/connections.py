@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -119,7 +118,7 @@ class Connections:
             channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
             state.ulysses_transport = DistributedTransport(channels, self.global_ranks, board)
         state.transport.pool, state.ulysses_transport.pool = pools
-        end = partial(end_waiting, threading.get_ident(), self.communicators.abort)
+        end = partial(end_waiting, self.rank_state.progress, self.communicators.abort)
         self.watch = FailureWatch(board, end=end if self._aborts else None, fault=self.communicators.fault)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 

@@ -25,6 +25,8 @@ class Code:
         else they are added to the optimizer's gradients where they arise.
     weighs_results: results of experts are multiplied by routing weights, each by itself; else what is inside experts.
     plain_mixers: norms of mixers, with their gates, are written in single operations; else one kernel each.
+    chunks_again: whether MLPs in chunks inside of checkpointed layers, and logits in chunks, are computed once more
+        than without chunks.
     waiting: how many results of tiles wait until they are added up; 1 without the fused kernel for GPUs.
     workspace: bytes that a backward kernel takes per element of q, for sums of dq in float32.
     """
@@ -35,6 +37,7 @@ class Code:
     sums_weights: bool
     plain_mixers: bool = False
     weighs_results: bool = False
+    chunks_again: bool = False
     waiting: int = 4
     workspace: int = 4
 

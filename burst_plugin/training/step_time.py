@@ -184,7 +184,9 @@ def _matmul_seconds(flops: float, setting: Setting, cluster: Cluster) -> float:
 def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """Return the seconds of one layer: 2 operations per token and weight forward, 4 backward, 2 if run again."""
     full, chunked = setting.recompute == "full", setting.mlp_chunk > 0
-    mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
+    mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)
+    if full and chunked and not setting.code.chunks_again:
+        mlp_again = 1
     mlp = 2 * setting.tokens_at_once * model.active_mlp_parameters
     mixer = 0 if model.mixer is None else model.mixer.weights
     latent = latents_sent(model, setting) if model.attends else None
@@ -198,9 +200,9 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
 
 
 def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Return the seconds of the head, a linear layer too; in chunks its forward pass runs twice."""
+    """Return the seconds of the head, a linear layer too; its forward pass may run twice in chunks."""
     forward = 2 * setting.tokens_at_once * model.embedding_parameters
-    return _matmul_seconds((4 if setting.loss_chunk else 3) * forward, setting, cluster)
+    return _matmul_seconds((3 + (setting.loss_chunk > 0 and setting.code.chunks_again)) * forward, setting, cluster)
 
 
 def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:

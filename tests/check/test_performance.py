@@ -15,7 +15,7 @@ from burst_plugin.check.findings import FAILED, OK, Finding
 from burst_plugin.check.links import Edge, node_rates, slow_edges
 from burst_plugin.check.performance import check_performance, thread_blocks_finding
 from burst_plugin.check.settings import Settings
-from burst_plugin.check.world import World, joined
+from burst_plugin.check.world import World, joined, launcher_environment
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from tests.support.drawn_clusters import profile_in_rank
 from tests.support.netns import EmulatedCluster
@@ -53,6 +53,45 @@ def test_a_slow_link_is_named_by_its_ends() -> None:
     assert 0 <= figures["overlap"] <= 1
     assert figures["ring_s"] > 0
     assert figures["transfers_s"] > 0
+
+
+def _damaged(transport: DistributedTransport, sends: Any, recvs: Any) -> Any:
+    """Large messages leave with one byte changed."""
+    changed = [message._replace(data=message.data.clone()) for message in sends]
+    for message in changed:
+        if message.data.numel() >= 1 << 20:
+            message.data[-1] += 1
+    return _start(transport, changed, recvs)
+
+
+def _with_a_damaging_link(rank: int) -> list[Finding]:
+    with joined((rank, 2, rank), 20.0) as world:
+        if rank == 0:
+            return list(check_performance(world, QUICK))
+        with mock.patch.object(DistributedTransport, "start", _damaged):
+            return list(check_performance(world, QUICK))
+
+
+def test_a_link_that_damages_large_messages_is_named_by_its_ends() -> None:
+    for findings in run_ranks(_with_a_damaging_link, 2):
+        (link,) = (each for each in findings if each.what == "transfers inside nodes")
+        assert link.verdict == FAILED
+        assert link.text.startswith("damaged: rank 1 -> rank 0 1 of 1 MiB, rank 1 -> rank 0 1 of ")
+        assert "rank 0 -> rank 1" not in link.text.split(" came with ")[0]
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_know_nothing_of_each_other_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    assert launcher_environment() is None
+    monkeypatch.setenv(name, "8")
+    with pytest.raises(ValueError, match=f"{name}=8 processes were started without RANK and WORLD_SIZE"):
+        launcher_environment()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert launcher_environment() == (3, 8, 3)
 
 
 def test_links_are_slow_by_the_median_of_their_kind() -> None:

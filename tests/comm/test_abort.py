@@ -75,8 +75,9 @@ def test_a_rank_raises_before_it_uses_what_did_not_arrive(waits: bool) -> None:
     thread = Waiting(groups[1], waits)
     thread.start()
     assert thread.ident is not None
-    board = Board(store, 0, ["first", "second"], Progress())
-    ends = FailureWatch(board, 0.05, partial(end_waiting, thread.ident, communicators.abort))
+    progress = Progress(thread=thread.ident)
+    board = Board(store, 0, ["first", "second"], progress)
+    ends = FailureWatch(board, 0.05, partial(end_waiting, progress, communicators.abort))
     store.set(FIRST_FAILURE, REASON)
     thread.join(10.0)
     assert not thread.is_alive()
@@ -214,3 +215,18 @@ def _refused(rank: int) -> str:
     ):
         ContextParallel(dist.group.WORLD)
     return str(raised.value)
+
+
+def test_the_thread_that_trains_is_the_one_that_raises() -> None:
+    """The ring may have been connected in another thread, which has ended."""
+    cp, found, x = ContextParallel(), list[int](), torch.zeros(1, 4, 1, 4, requires_grad=True)
+
+    def train() -> None:
+        found.append(threading.get_ident())
+        burst_attention(x, x, x, cp).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert [cp.rank_state.progress.thread] == found
+    assert found[0] != threading.get_ident()

@@ -171,7 +171,7 @@ def test_a_checksum_is_the_weighted_sum_however_it_is_added_up(dtype: torch.dtyp
     weights = torch.arange(1, 151) % 65521 + 1
     expected = int((numbers.flatten().long() * weights).sum() % differences_module.CHECKSUMS)
     for at_once in (7, 150, 1000):
-        with mock.patch.object(differences_module, "_AT_ONCE", at_once):
+        with mock.patch.object(differences_module, "VALUES_AT_ONCE", at_once):
             assert differences_module.checksum_of([x]) == expected
             assert differences_module.checksum_of([x, x]) == 32 * expected % differences_module.CHECKSUMS
 

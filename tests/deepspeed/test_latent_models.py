@@ -21,8 +21,8 @@ pytestmark = [
 
 ASKED: dict[str, Any] = {"block": {"latents": "send"}, "config": {"gradient_clipping": 0.5}}
 CONFIG = mla_families()["youtu"]
-CONFIG.initializer_range = 0.1  # at the usual 0.02 scores are next to equal, and what is left of gradients of queries
-# is rounding: 1.2e-5 on a processor with AVX-512, less on others
+CONFIG.initializer_range = 0.2  # at the usual 0.02 scores are next to equal, and what is left of gradients of queries
+# is rounding: 1.2e-5 on a processor with AVX-512, less on others; at 0.1 the same of norms on some
 RUNS = [
     Run(CONFIG, stage, cp=2, steps=2, checkpointing=checkpointing, **ASKED)
     for stage, checkpointing in ((0, False), (2, True), (3, False), (3, True))

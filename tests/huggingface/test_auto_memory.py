@@ -418,7 +418,7 @@ def test_moments_count_until_an_optimizer_holds_them() -> None:
     optimizer, ids = torch.optim.AdamW(model.parameters()), torch.randint(0, 8, (1, 8))
 
     def missing() -> float:
-        return auto_memory._missing_states(model, auto_memory.HeldStates()) / count
+        return auto_memory.missing_states(model, auto_memory.HeldStates()) / count
 
     found = [missing()]
     model(input_ids=ids, labels=ids).loss.backward()
@@ -429,9 +429,9 @@ def test_moments_count_until_an_optimizer_holds_them() -> None:
     found.append(missing())
     assert found == [12, 8, 0, 4]
     other = _model("llama").bfloat16()
-    assert auto_memory._missing_states(other, auto_memory.HeldStates()) / count == 6
+    assert auto_memory.missing_states(other, auto_memory.HeldStates()) / count == 6
     of_engine = auto_memory.HeldStates(2, are_there=True, are_wide=True)
-    assert auto_memory._missing_states(other, of_engine) / count == 4
+    assert auto_memory.missing_states(other, of_engine) / count == 4
 
 
 def _states_under_fsdp(rank: int) -> list[tuple[float, float, int]]:

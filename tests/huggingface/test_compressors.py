@@ -82,7 +82,7 @@ def _texts(batch: Batch) -> Iterator[tuple[slice, slice]]:
 
 def _step(model: Any, inputs: dict[str, Any], labels: Tensor) -> Step:
     logits = model(**inputs, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -92,7 +92,7 @@ def _step(model: Any, inputs: dict[str, Any], labels: Tensor) -> Step:
 @cache
 def _on_one_rank(kind: str) -> Step:
     """Sums over all texts of a batch, without the ring."""
-    model, total, summed, batch = build(), 0.0, dict[str, Tensor](), BATCHES[kind]
+    model, total, summed, batch = build().double(), 0.0, dict[str, Tensor](), BATCHES[kind]
     for rows, tokens in _texts(batch):
         labels = torch.nn.functional.pad(batch["labels"][rows, tokens][:, 1:], (0, 1), value=IGNORED_LABEL)
         loss, grads = _step(model, {"input_ids": batch["input_ids"][rows, tokens]}, labels)
@@ -102,7 +102,7 @@ def _on_one_rank(kind: str) -> Step:
 
 def _on_ring(rank: int, kinds: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], Step]:
     """Losses and, on the first rank alone, gradients of batches, by layouts."""
-    model, found = prepare(build()), {}
+    model, found = prepare(build().double()), {}
     for layout, names in kinds.items():
         for kind in names:
             batch = BATCHES[kind]

@@ -137,12 +137,12 @@ def test_positions_of_packed_documents_begin_anew() -> None:
 def test_documents_of_text_are_not_padded_to_those_with_images() -> None:
     """One long document with an image beside many short ones of text."""
     model, lengths = tiny_model("qwen3_vl"), [64, *[4] * 32]
-    inner = next(module for module in model.modules() if hasattr(module, positions._METHOD))
+    inner = next(module for module in model.modules() if hasattr(module, positions.METHOD))
     whole = batch("qwen3_vl", (Image(0, 3, (4, 4)),), 1, sum(lengths))
     whole["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
     counted = inner.compute_3d_position_ids
-    with mock.patch.object(positions, "_with_media", lambda types, bounds: list(bounds[:-1])):
-        expected = positions._in_axes(counted, whole, whole)
+    with mock.patch.object(positions, "documents_with_media", lambda types, bounds: list(bounds[:-1])):
+        expected = positions.positions_in_axes(counted, whole, whole)
     seen: list[torch.Size] = []
 
     @wraps(counted)
@@ -150,7 +150,7 @@ def test_documents_of_text_are_not_padded_to_those_with_images() -> None:
         seen.append(kwargs["input_ids"].shape)
         return counted(*args, **kwargs)
 
-    found = positions._in_axes(count, whole, whole)
+    found = positions.positions_in_axes(count, whole, whole)
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)

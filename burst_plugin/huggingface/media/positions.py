@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 
-_METHOD = "compute_3d_position_ids"
+METHOD = "compute_3d_position_ids"
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 _GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_lengths")  # arguments that tell its sizes
 
@@ -31,16 +31,16 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
 
     Raises ValueError if the placeholder tokens of the batch do not fit its images.
     """
-    inner = next((module for module in model.modules() if hasattr(module, _METHOD)), None)
+    inner = next((module for module in model.modules() if hasattr(module, METHOD)), None)
     if not shard.has_media or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)
-    method: Any = getattr(inner, _METHOD)
+    method: Any = getattr(inner, METHOD)
     names, known = inspect.signature(method).parameters, dict(kwargs)
     if "audio_feature_lengths" in names and known.get("feature_attention_mask") is not None:
         known.setdefault("audio_feature_lengths", known["feature_attention_mask"].sum(1))
     if not any(name.endswith(_GRIDS) and known.get(name) is not None for name in names):
         return dict(kwargs)
-    found = _in_axes(method, shard.whole, known)
+    found = positions_in_axes(method, shard.whole, known)
     if found is None:
         return dict(kwargs)
     missing = shard.tokens.length - found.shape[-1]
@@ -49,7 +49,7 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
     return {**kwargs, "position_ids": own, SHARD_KEY: replace(shard, longest=int(found.max()))}
 
 
-def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+def positions_in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the positions of the whole batch, [3, B, S], as a model's own method counts them.
 
     It counts a row at a time, so that each document is given as a row, padded at its end.
@@ -63,7 +63,7 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
         starts = torch.nonzero((real & after_real & (documents == 0)).flatten()).flatten().tolist()
         bounds = sorted({*starts, *range(0, ids.numel() + 1, ids.shape[1])})
         rows = {a: torch.arange(a, b, device=ids.device) for a, b in pairwise(bounds)}
-        counted = _with_media(of_tokens.get("mm_token_type_ids"), bounds)
+        counted = documents_with_media(of_tokens.get("mm_token_type_ids"), bounds)
         of_tokens = {
             name: pad_sequence([x.flatten()[rows[start]] for start in counted], batch_first=True)
             for name, x in of_tokens.items()
@@ -90,7 +90,7 @@ def _in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]
     return torch.cat([by_start[start] for start in rows], 1).view(len(found), *ids.shape)
 
 
-def _with_media(types: Tensor | None, bounds: Sequence[int]) -> list[int]:
+def documents_with_media(types: Tensor | None, bounds: Sequence[int]) -> list[int]:
     """Return the starts of documents that have tokens of images, video or audio; all starts if types are unknown.
 
     types: the type of each token, 0 for text. bounds: where documents begin, and the end. Many short documents of
@@ -99,7 +99,8 @@ def _with_media(types: Tensor | None, bounds: Sequence[int]) -> list[int]:
     starts = list(bounds[:-1])
     if types is None:
         return starts
-    before = torch.nn.functional.pad((types.flatten() != 0).cumsum(0), (1, 0))[torch.tensor(bounds)]
+    at = torch.tensor(bounds, device=types.device)
+    before = torch.nn.functional.pad((types.flatten() != 0).cumsum(0), (1, 0))[at]
     has_media = (before[1:] > before[:-1]).tolist()
     return [start for start, has in zip(starts, has_media, strict=True) if has] or starts
 
