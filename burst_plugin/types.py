@@ -40,20 +40,6 @@ CAUSAL = Band(None, 0)
 ANTICAUSAL = Band(0, None)
 
 
-class InFlight(NamedTuple):
-    """The messages that a rank sends and receives while a kernel runs, which compete with it for the GPU.
-
-    ctas: how many of the GPU's thread blocks move them; 0 if that is not known.
-    nbytes: their bytes; a message that may take several steps of the ring counts with an equal share in each.
-    """
-
-    ctas: int
-    nbytes: float
-
-
-NOTHING_IN_FLIGHT = InFlight(0, 0.0)
-
-
 def merged(parts: Iterable[tuple[int, int]]) -> Rows:
     """Return row ranges in ascending order; ranges that touch or overlap become one."""
     ranges: list[tuple[int, int]] = []

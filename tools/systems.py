@@ -15,7 +15,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_held
 from burst_plugin.planning.price import exchange_buffer_bytes, exchanged_bytes, shapes_in_ring
 from burst_plugin.ring.choices import moving_sides
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.ring.systems.both_sides import half_of_visits
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.sequence.layout import Tokens
@@ -69,7 +69,7 @@ def _halves(strategy: Strategy, direction: Direction, topology: Topology, shapes
     visits = half_of_visits if len(sides) > 1 else None
 
     def of(side: Side) -> Schedule:
-        return table.schedule(attending, side, bool(ring.side(direction, side)[1]), parts, visits=visits)
+        return table.schedule(PassKey(attending, side, bool(ring.side(direction, side)[1]), parts, visits=visits))
 
     return [_Half(side, of(side)) for side in sides]
 

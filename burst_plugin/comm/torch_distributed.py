@@ -5,7 +5,7 @@ All messages of a post on one communicator go out in one batch, receives before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -147,11 +147,6 @@ class DistributedTransport(Transport):
             len(each.senders) * peer_bytes(each.ctas, Link.INTER if each in leaving else Link.INTRA)
             for each in self._communicators.values()
         )
-
-    def ctas(self, channels: Iterable[Channel]) -> int:
-        """Return how many of a GPU's thread blocks NCCL takes for these channels together; 0 if one has no limit."""
-        limits = [each.ctas for each in {self._communicator(channel) for channel in channels}]
-        return sum(limits) if all(limits) else 0
 
     @property
     def progress(self) -> Progress:

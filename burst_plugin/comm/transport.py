@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -108,10 +108,6 @@ class Transport(ABC):
     def backend_bytes(self) -> float:
         """Return roughly the bytes that the backend itself holds for the peers that messages came from; 0 on CPUs."""
         return 0.0
-
-    def ctas(self, channels: Iterable[Channel]) -> int:
-        """Return how many of a GPU's thread blocks move messages on these channels at once; 0 if unknown."""
-        return 0
 
     def close(self) -> None:
         """Release buffers and connections; no messages may be under way."""

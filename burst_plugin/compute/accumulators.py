@@ -39,8 +39,12 @@ class Storage(Protocol):
         ...
 
 
-class MakesAccumulators(Protocol):
-    """The interface of objects that make accumulators, such as a `Part`, one part of the heads in a pass."""
+class MovingHeads(Protocol):
+    """The interface of one part of the heads, as a ring needs it: for operands to send, and for results."""
+
+    def outgoing(self, side: Side) -> Tensors:
+        """Return this rank's operands of `side`, "q" or "kv", to send; called right before they are sent."""
+        ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
         """Return a new accumulator of results for `side`, "q" or "kv".
@@ -213,7 +217,7 @@ class BlockAccumulators:
         side: "q" for out and lse, or dq; "kv" for dk and dv.
     """
 
-    def __init__(self, specs: Sequence[Spec], device: torch.device, heads: Sequence[MakesAccumulators], side: Side):
+    def __init__(self, specs: Sequence[Spec], device: torch.device, heads: Sequence[MovingHeads], side: Side):
         self._whole: Tensors | None = None
         new = _New(specs, device)
         if len(heads) == 1:

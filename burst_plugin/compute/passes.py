@@ -7,17 +7,17 @@ Queries that travel backward send a factor per row in place of out, `online_soft
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, Storage, Tensors
 from burst_plugin.compute.online_softmax import project
-from burst_plugin.compute.varlen import SpanTable, put_back, taken
+from burst_plugin.compute.varlen import SpanTable, put_back, taken, token_dim
 from burst_plugin.kernels import How, Kernel, Queries, Selection, largest_scores
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight, Side
+from burst_plugin.types import Band, Side
 
 
 class VisitPositions(NamedTuple):
@@ -57,41 +57,6 @@ class RowTable:
                 self.known.clear()
             self.known[key] = found
         return found
-
-
-class Part(Protocol):
-    """The interface of one part of the heads in a pass: it sends, receives, computes and accumulates.
-
-    q, kv: this rank's operands, as `compute` reads them.
-    in_flight: tells kernels which messages are under way meanwhile.
-    """
-
-    q: Tensors
-    kv: Tensors
-    in_flight: InFlight
-
-    def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of `side`, "q" or "kv", as they are sent, in the order of `Shapes.side`."""
-        ...
-
-    def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Return received operands of `side`, "q" or "kv", in the form that `compute` reads."""
-        ...
-
-    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return a new accumulator of results for `side`, "q" or "kv".
-
-        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
-        """
-        ...
-
-    def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """Return the contributions of a tile to its queries, and to its keys and values; () for none.
-
-        q, kv: the operands that meet in the visit, of whole blocks; `tile` says which rows of them attend.
-        positions: the positions of the rows of these blocks.
-        """
-        ...
 
 
 class OfQueries(NamedTuple):
@@ -134,15 +99,12 @@ class TileAttention:
             out.
         rows: the bias and the selection, if there are any. The bias' gradient accumulates in `dbias`.
         q, kv: this rank's operands.
-
-    `in_flight` are messages during the visit at work.
     """
 
     def __init__(self, kernel: Kernel, how: How, spans: SpanTable, rows: OfQueries, q: Tensors, kv: Tensors) -> None:
         self.kernel, self.spans, self.q, self.kv = kernel, spans, q, kv
         self._base, (self._bias, self._selection) = how, rows
-        self.in_flight = NOTHING_IN_FLIGHT
-        self._without_positions: dict[tuple[Band, int, InFlight], How] = {}
+        self._without_positions: dict[tuple[Band, int], How] = {}
         self.dbias: Tensor | None = None
 
     def how(self, tile: Tile, positions: VisitPositions) -> How:
@@ -152,10 +114,10 @@ class TileAttention:
         """
         first = 0 if tile.batch is None else tile.batch[0]
         if positions.q is None or positions.k is None:
-            how = self._without_positions.get((tile.band, first, self.in_flight))
+            how = self._without_positions.get((tile.band, first))
             if how is None:
-                how = self._base._replace(band=tile.band, first_batch_row=first, in_flight=self.in_flight)
-                self._without_positions[tile.band, first, self.in_flight] = how
+                how = self._base._replace(band=tile.band, first_batch_row=first)
+                self._without_positions[tile.band, first] = how
             return how
         q, k = positions.q[tile.q], positions.k[tile.k]
         bias = self._bias
@@ -214,7 +176,7 @@ class ForwardPart(TileAttention):
         out, lse = self.kernel.forward(query, key, value, how)
         if self.max_logits is not None:
             self.max_logits = self.max_logits.maximum(largest_scores(query, key, how))
-        return ((out, lse) if tile.pieces == 1 else (unfold(out, tile), unfold_lse(lse, tile))), ()
+        return ((out, lse) if tile.pieces == 1 else (unfold(out, tile), unfold(lse, tile))), ()
 
     def _of_spans(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, how: How) -> Tensors:
         rows = self.spans.rows_of(tile)
@@ -258,8 +220,7 @@ class BackwardPart(TileAttention):
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
         """Return the gradients of a tile, (dq,) and (dk, dv); add its gradient of the bias, if any, to `dbias`."""
-        query, dout, out = fold(q[0], tile.q, tile), fold(q[1], tile.q, tile), fold(q[2], tile.q, tile)
-        queries = Queries(query, dout, out, fold_lse(q[3], tile))
+        queries = Queries(*[fold(x, tile.q, tile) for x in q])
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
         if tile.subtiles or tile.taken:
@@ -283,6 +244,10 @@ class BackwardPart(TileAttention):
         return (put_back(grads.dq, rows.q, q_count),), (dk, dv)
 
 
+Part = ForwardPart | BackwardPart
+"""One part of the heads in a pass: it sends, receives, computes and accumulates."""
+
+
 def bias_grad(bias: Tensor, parts: Sequence[TileAttention]) -> Tensor:
     """Return the gradient of a whole bias [1 or B, 1 or Hq, S_local, S_global], from the `dbias` of all parts.
 
@@ -300,39 +265,21 @@ def _bias_batch(bias: Tensor, tile: Tile) -> slice:
 
 
 def fold(x: Tensor, rows: slice, tile: Tile) -> Tensor:
-    """Return some rows of x [B, S, H, D] as a kernel takes a tile; n pieces as a batch [B * n, rows / n, H, D].
+    """Return some rows of x [B, S, H, D] or [B, H, S] as a kernel takes a tile; n pieces as a batch of B * n.
 
     rows: the tile's query rows or key rows, to match x. Of a tile for some batch rows, only these are returned.
     """
+    dim = 1 if x.dim() == 4 else 2  # as `token_dim` says
     if tile.batch is not None:
         x = x.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
-    if rows.stop - rows.start < x.size(1):
-        x = x.narrow(1, rows.start, rows.stop - rows.start)
-    return x if tile.pieces == 1 else _split(x, 1, tile.pieces).flatten(0, 1)
+    if rows.stop - rows.start < x.size(dim):
+        x = x.narrow(dim, rows.start, rows.stop - rows.start)
+    if tile.pieces == 1:
+        return x
+    return x.reshape(*x.shape[:dim], tile.pieces, -1, *x.shape[dim + 1 :]).movedim(dim, 1).flatten(0, 1)
 
 
 def unfold(x: Tensor, tile: Tile) -> Tensor:
-    """Undo `fold` for a kernel's result: return x [B * n, S / n, H, D], for a tile of n pieces, as [B, S, H, D]."""
-    return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
-
-
-def fold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Return the tile's query rows of lse [B, H, S] as a kernel takes them; n pieces as a batch [B * n, H, rows / n].
-
-    Of a tile for some batch rows, only these are returned.
-    """
-    if tile.batch is not None:
-        lse = lse.narrow(0, tile.batch[0], tile.batch[1] - tile.batch[0])
-    if tile.q_stop - tile.q_start < lse.size(2):
-        lse = lse.narrow(2, tile.q_start, tile.q_stop - tile.q_start)
-    return lse if tile.pieces == 1 else _split(lse, 2, tile.pieces).transpose(1, 2).flatten(0, 1)
-
-
-def unfold_lse(lse: Tensor, tile: Tile) -> Tensor:
-    """Undo `fold_lse` for a kernel's result: return lse [B * n, H, S / n], for a tile of n pieces, as [B, H, S]."""
-    return lse if tile.pieces == 1 else lse.reshape(-1, tile.pieces, *lse.shape[1:]).transpose(1, 2).flatten(2, 3)
-
-
-def _split(x: Tensor, dim: int, pieces: int) -> Tensor:
-    """Return x with `dim` as two dims, the first of `pieces`."""
-    return x.reshape(*x.shape[:dim], pieces, -1, *x.shape[dim + 1 :])
+    """Undo `fold` for a kernel's result, [B * n, S / n, H, D] or [B * n, H, S / n], of a tile of n pieces."""
+    dim = token_dim(x)
+    return x.reshape(-1, tile.pieces, *x.shape[1:]).movedim(1, dim).flatten(dim, dim + 1)

@@ -31,7 +31,7 @@ from burst_plugin.kernels.varlen import (
     in_rows_of_heads,
     is_right,
 )
-from burst_plugin.types import ANTICAUSAL, FULL, NOTHING_IN_FLIGHT, Band, InFlight
+from burst_plugin.types import ANTICAUSAL, FULL, Band
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
 _DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, where it sums dq; rows: DQ_ROWS
@@ -58,7 +58,6 @@ class Ask(NamedTuple):
     softcap: the cap of scores; 0 is none.
     left, right: the bounds of the window, see `Window`.
     deterministic: whether two runs have to give the same bits.
-    in_flight: the messages under way meanwhile.
     """
 
     scale: float
@@ -66,7 +65,6 @@ class Ask(NamedTuple):
     left: int | None
     right: int | None
     deterministic: bool
-    in_flight: InFlight = NOTHING_IN_FLIGHT
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Window, ...]:
@@ -293,7 +291,7 @@ def _ask_varlen(how: How) -> Ask:
 
 
 def _ask(how: How, part: Window) -> Ask:
-    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic, how.in_flight)
+    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

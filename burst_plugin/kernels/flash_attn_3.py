@@ -29,7 +29,6 @@ from burst_plugin.kernels.trial import problem_of
 
 _MODULE = "flash_attn_interface"
 _RETURNS_IF_DETERMINISTIC = 5
-_SMS, _FLOPS, _CTA_BYTES_PER_S = 132, 6e14, 20e9  # of an H100, about: its multiprocessors, this kernel, a CTA of NCCL
 _UNLIKE = (192, 128)  # head dims of q and k, and of v
 _TRUSTED = ReferenceKernel()
 _LOG = logging.getLogger(__name__)
@@ -78,9 +77,7 @@ class FlashAttn3Kernel(FlashKernel):
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            q, k, v, **_options(ask), num_splits=1, sm_margin=_sm_margin(q, k, ask)
-        )
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_options(ask), num_splits=1)
         return out, lse
 
     def call_forward_varlen(
@@ -98,21 +95,6 @@ class FlashAttn3Kernel(FlashKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = sequence_options(lengths) | _options(ask) | {"deterministic": ask.deterministic}
         return _gradients(queries, k, v, options)
-
-
-def _sm_margin(q: Tensor, k: Tensor, ask: Ask) -> int:
-    """Return how many multiprocessors a full tile leaves to messages under way: theirs, or none.
-
-    It is dealt out beforehand, evenly to all that it may have (StaticPersistentTileScheduler). Shares of those that
-    messages hold begin when these have arrived, so that without a margin the tile takes their time longer; with one
-    it has fewer multiprocessors to the end. The smaller loss is taken: a margin beside short tiles, none beside long
-    ones. Windows and gradients are dealt out as multiprocessors become free.
-    """
-    ctas, nbytes = ask.in_flight
-    if not 0 < ctas < _SMS or ask.left is not None or ask.right is not None:
-        return 0
-    tile_s, messages_s = 4 * q.numel() * k.shape[1] / _FLOPS, nbytes / (ctas * _CTA_BYTES_PER_S)
-    return ctas if messages_s > tile_s * ctas / (_SMS - ctas) else 0
 
 
 _AS_IT_IS, _FILLED_UP = FlashAttn3Kernel(fills_up=False), FlashAttn3Kernel(fills_up=True)

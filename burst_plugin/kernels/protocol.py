@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
-from burst_plugin.types import NOTHING_IN_FLIGHT, Band, InFlight
+from burst_plugin.types import Band
 
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
@@ -98,8 +98,6 @@ class How(NamedTuple):
     deterministic: whether two runs have to give the same bits.
     lengths: for kernels with "varlen", packed sequences in place of one tile: every sequence attends to itself, in a
         band that is full, or causal or anticausal in squares, without a bias.
-    in_flight: messages under way meanwhile, for kernels that would wait for the thread blocks that move them; told
-        only where no positions are given.
     selection: the keys that each query has selected; None if it attends to all keys in the band.
     """
 
@@ -113,7 +111,6 @@ class How(NamedTuple):
     deterministic: bool = False
     bias_has_grad: bool = True
     lengths: Lengths | None = None
-    in_flight: InFlight = NOTHING_IN_FLIGHT
     selection: Selection | None = None
 
     @property

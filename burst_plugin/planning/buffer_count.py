@@ -146,7 +146,7 @@ class _NullTransport(Transport):
 
 
 class _Empty:
-    """A part of the heads without tensors; see `executor.Moving`."""
+    """A part of the heads without tensors; see `MovingHeads`."""
 
     def outgoing(self, side: Side) -> Tensors:
         """Return (): there is nothing to send."""

@@ -18,7 +18,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes, hop_bytes_by_traffic
 from burst_plugin.planning.cluster import Links
 from burst_plugin.planning.simulator import Load, seconds_by_link, simulate
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.schedule.rings import sample
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.sequence.layout import Tokens
@@ -212,7 +212,7 @@ def _drawn_for_window(
     tokens = Tokens(rows * topology.ranks)
     attending = Attending(tokens, tokens, SlidingWindow(window - 1, 0))
     table = RouteTable(topology, strategy)
-    schedule, pairs = table.schedule(attending, moving, reduces, parts), table.pairs(attending)
+    schedule, pairs = table.schedule(PassKey(attending, moving, reduces, parts)), table.pairs(attending)
     work_shares = {
         (rank, owner): sum(tile.work for tile in pairs.of_visit(moving, owner, rank)) / rows**2
         for rank, visits in enumerate(schedule.visits)

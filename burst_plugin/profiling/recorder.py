@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -146,9 +146,6 @@ class _WatchedTransport(Transport):
 
     def has_met(self, in_flight: Sequence[Pending]) -> bool:
         return self._transport.has_met([x._pending if isinstance(x, _WatchedPending) else x for x in in_flight])
-
-    def ctas(self, channels: Iterable[Channel]) -> int:
-        return self._transport.ctas(channels)
 
 
 class _WatchedPending:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from burst_plugin.compute.accumulators import BlockAccumulators, Tensors
 from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad, with_lse_grad
 from burst_plugin.compute.passes import NO_POSITIONS, Part, bias_grad
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.executor import Visit
+from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.request import ALL_WANTED, BackwardOperands, Inputs, Outputs, Wanted
@@ -41,11 +43,12 @@ def run_pass(
     """
     own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
-    ring = plan.ring_pass(pass_plan, parts, own, call, log)
-    for visit in ring.steps():
-        if visit is not None:
-            with ring.traced(visit):
-                work(pass_plan, parts[visit.part], visit, own)
+    rings = [*map(partial(plan.ring_pass, parts=parts, own=own, call=call, log=log), pass_plan.rings)]  # mostly one
+    for visits in zip_longest(*map(RingPass.steps, rings)):
+        for of_ring, ring, visit in zip(pass_plan.rings, rings, visits, strict=True):
+            if visit is not None:
+                with ring.traced(visit):
+                    work(of_ring, parts[visit.part], visit, own)
         yield
     kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
     return own["q"].finished(pass_plan.rounded["q"]), kv
@@ -56,7 +59,7 @@ def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccum
 
     part: the part of the heads that the visit is for. own: the accumulators of this rank's own block, by side.
     """
-    q, kv, part.in_flight = part.q, part.kv, visit.in_flight
+    q, kv = part.q, part.kv
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
@@ -111,7 +114,7 @@ def _around_the_ring(plan: Plan, call: CallId, given: Inputs) -> Generator[None,
     """Return out and lse of the queries that this rank has on the ring, over the keys of all ranks."""
     exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
     parts = plan.forward_parts(given if exchange is None else (yield from exchange.gathered(given)))
-    (out, lse), _ = yield from plan.run_pass(plan, plan.forward, parts, call)
+    (out, lse), _ = yield from run_pass(plan, plan.forward, parts, call)
     largest = torch.cat([part.max_logits for part in parts]) if plan.max_logits else None  # type: ignore[misc]
     del parts  # with the group's queries, whose memory the exchange may have
     if exchange is not None:
@@ -192,7 +195,7 @@ def backward_program(
         operands = yield from exchange.gathered_backward(operands)
     parts, bias = plan.backward_parts(*operands, wanted), operands.inputs.bias
     del operands
-    (dq,), (dk, dv) = yield from plan.run_pass(plan, plan.backward, parts, call)
+    (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, call)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(bias, parts) if bias is not None and wanted.bias else None
     grads = Inputs(dq, dk, dv, dsink, dbias, weight=getattr(parts[0], "dweight", None))

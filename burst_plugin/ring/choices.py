@@ -12,9 +12,8 @@ from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel
-from burst_plugin.ring.attention_pass import run_pass
 from burst_plugin.ring.head_groups import why_uncut
-from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan, RunPass
+from burst_plugin.ring.plan import Extras, KernelTiles, PassPlan, Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, scaled, shapes_of
 from burst_plugin.ring.routes import Attending
@@ -103,7 +102,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
         device=device,
         packing=packing,
     )
-    run, passes = _passes(same, moving, rounded)
+    passes = _passes(same, moving, rounded)
     return Plan(
         rank_state=rank_state,
         shapes=shapes,
@@ -120,7 +119,6 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
         backward=passes["backward"],
         spans=SpanTable(shapes.batch, device),
         packing=packing,
-        run_pass=run,
         exchange_kind=_exchange_kind(rank_state.group),
     )
 
@@ -150,19 +148,19 @@ def _passes(
     make: Callable[..., PassPlan],
     moving: Mapping[Direction, tuple[Side, ...]],
     rounded: Mapping[Direction, Mapping[Side, bool]],
-) -> tuple[RunPass, dict[Direction, PassPlan]]:
-    """Return the function that runs the passes, and their plans; `moving` has one side or both for each direction."""
+) -> dict[Direction, PassPlan]:
+    """Return the plans of the passes; `moving` has one side or both for each direction."""
     passes: dict[Direction, PassPlan] = {}
-    run: RunPass = run_pass
     for direction, sides in moving.items():
         same = partial(make, direction=direction, rounded=rounded[direction])
         if len(sides) == 1:
             passes[direction] = same(moving=sides[0])
         else:
-            from burst_plugin.ring.systems.both_sides import run_halves, two_halves  # rarely needed
+            from burst_plugin.ring.systems.both_sides import half_of_visits  # rarely needed
 
-            run, passes[direction] = run_halves, two_halves(same)
-    return run, passes
+            queries = same(moving="q", visits=half_of_visits)
+            passes[direction] = replace(queries, moving="kv", other=queries)
+    return passes
 
 
 def _exchange_kind(group: RankGroup) -> type[GroupExchange] | None:

@@ -18,18 +18,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, Transport, lost_peer_error
-from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
+from burst_plugin.compute.accumulators import Accumulator, MovingHeads, Tensors
 from burst_plugin.compute.varlen import take_rows
 from burst_plugin.schedule.steps import RankSchedule, Step, Transfer
 from burst_plugin.topology import Traffic
-from burst_plugin.types import NOTHING_IN_FLIGHT, Direction, InFlight, Rows, Side
+from burst_plugin.types import Direction, Rows, Side
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
@@ -92,19 +92,6 @@ class SendRecvPlan:
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in by_due.items())
 
     @cached_property
-    def in_flight(self) -> tuple[Counter[Channel], ...]:
-        """Return by step the bytes under way on each channel while the rank computes.
-
-        The bytes of a message are spread evenly over the steps that it may take.
-        """
-        found = tuple(Counter[Channel]() for _ in self.schedule.steps)
-        for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
-            both = _bytes_of(batch.sends, batch.due - step) | _bytes_of(batch.recvs, batch.due - step)  # at once
-            for each in found[step : batch.due]:
-                each.update(both)
-        return found
-
-    @cached_property
     def rows(self) -> dict[int, Rows | None]:
         """Return the rows that this rank receives of each block that it receives, by block; None for all rows."""
         return self.schedule.rows
@@ -124,14 +111,6 @@ class SendRecvPlan:
         return sent
 
 
-def _bytes_of(posts: Sequence[P2POp], steps: int) -> Counter[Channel]:
-    """Return the bytes of messages by channel, for each of so many steps."""
-    found: Counter[Channel] = Counter()
-    for post in posts:
-        found[post.channel] += post.packing.nbytes // steps
-    return found
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class _Ending:
     """What ends before the work of a step: messages to wait for, blocks that arrive, buffers that have been sent."""
@@ -145,7 +124,7 @@ class _Ending:
 class Visit:
     """A block that is here to be worked on: part `part` of the block of rank `owner`.
 
-    Read its `operands`, and add results to its `accumulator`. Meanwhile messages are `in_flight`.
+    Read its `operands`, and add results to its `accumulator`.
 
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each;
     the second time it `is_tail`.
@@ -157,7 +136,6 @@ class Visit:
     is_own: bool
     operands: Tensors
     _accumulator: Callable[[], Accumulator]
-    in_flight: InFlight = NOTHING_IN_FLIGHT
 
     @property
     def accumulator(self) -> Accumulator:
@@ -183,7 +161,7 @@ class RingPass:
         self,
         send_recv: SendRecvPlan,
         transport: Transport,
-        parts: Sequence[Moving],
+        parts: Sequence[MovingHeads],
         own: Sequence[Accumulator],
         *,
         label: Tensor | None = None,
@@ -229,13 +207,7 @@ class RingPass:
         part, owner = divmod(block, self._schedule.ranks)
         is_own = owner == self._schedule.rank
         operands = () if is_own else self._operands[block]
-        in_flight = self._in_flight() if self._on_gpu else NOTHING_IN_FLIGHT
-        return Visit(owner, part, is_tail, is_own, operands, partial(self._results.of, block), in_flight)
-
-    def _in_flight(self) -> InFlight:
-        """Return the messages under way during the work of this step, which take something from kernels on GPUs."""
-        nbytes = self.send_recv.in_flight[self._step]
-        return InFlight(self.transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_IN_FLIGHT
+        return Visit(owner, part, is_tail, is_own, operands, partial(self._results.of, block))
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Return a context for the work of `visit`: it notes an event in a profile, and on GPUs an NVTX range."""
@@ -318,21 +290,6 @@ class RingPass:
         raise lost_peer_error(self.transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 
-class Moving(Protocol):
-    """The interface of one part of the heads, as the ring needs it: for operands to send, and for results."""
-
-    def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of `side`, "q" or "kv", to send; called right before they are sent."""
-        ...
-
-    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return a new accumulator of results for `side`, "q" or "kv".
-
-        storage: where its tensors come from. tensors: results so far, to add to; None to begin anew.
-        """
-        ...
-
-
 class _Leased:
     """A `Storage`: `buffer`, leased when it is asked for, if there is none yet."""
 
@@ -350,14 +307,6 @@ class _Leased:
         return views
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _Partial:
-    """Partial results of another rank's block, and the storage in which they leave."""
-
-    storage: _Leased
-    accumulator: Accumulator
-
-
 class PartialResults:
     """The accumulators of partial results that are on this rank in a pass, by block.
 
@@ -372,7 +321,7 @@ class PartialResults:
     def __init__(
         self,
         send_recv: SendRecvPlan,
-        parts: Sequence[Moving],
+        parts: Sequence[MovingHeads],
         own: Sequence[Accumulator],
         lease: Callable[[int], Buffer],
         release: Callable[[Buffer], None],
@@ -380,7 +329,7 @@ class PartialResults:
         self._send_recv, self._schedule, self._moving = send_recv, send_recv.schedule, send_recv.moving
         self._parts, self._own = parts, own
         self._lease, self._release = lease, release
-        self._here: dict[int, _Partial] = {}  # of others' blocks
+        self._here: dict[int, tuple[_Leased, Accumulator]] = {}  # of others' blocks
 
     def of(self, block: int) -> Accumulator:
         """Return the accumulator, on this rank, of results for the block of this number, made at the first call."""
@@ -390,8 +339,8 @@ class PartialResults:
         if block not in self._here:
             packing = self._send_recv.packing(Traffic.REDUCE, block, self._send_recv.rows.get(block))
             storage = _Leased(packing, self._lease)
-            self._here[block] = _Partial(storage, self._parts[part].accumulator(self._moving, storage))
-        return self._here[block].accumulator
+            self._here[block] = storage, self._parts[part].accumulator(self._moving, storage)
+        return self._here[block][1]
 
     def arrive(self, post: P2POp, buffer: Buffer) -> None:
         """Add the partial results in `buffer`, received as the message `post`, to the accumulator of their block.
@@ -406,19 +355,19 @@ class PartialResults:
             self.of(block).join(arrived, rows)
             self._release(buffer)
             return
-        here = self._here.get(block)  # of the same rows, if there are any
-        if here is not None and here.storage.buffer is not None:
-            here.accumulator.join(arrived, None)
-            self._release(buffer)
-            return
-        if here is not None:  # what waits, as the kernel returned it
-            arrived.join(here.accumulator, None)
-        self._here[block] = _Partial(storage, arrived)
+        if block in self._here:
+            own, here = self._here[block]  # of the same rows
+            if own.buffer is not None:
+                here.join(arrived, None)
+                self._release(buffer)
+                return
+            arrived.join(here, None)  # what waits, as the kernel returned it
+        self._here[block] = storage, arrived
 
     def leave(self, block: int) -> Buffer:
         """Return a buffer with this rank's partial results for another rank's block, and drop their accumulator."""
         self.of(block).settle()
-        buffer = self._here.pop(block).storage.buffer
+        buffer = self._here.pop(block)[0].buffer
         assert buffer is not None, "settled results are in their storage"
         return buffer
 

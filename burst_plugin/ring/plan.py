@@ -6,7 +6,7 @@ steady state looks up nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from hashlib import blake2b
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 _MOST_WARM_UPS = 32  # passes of a thread
 _LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
 _FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
-
-
-# Of a plan, one of its passes, its parts of the heads, and which call it is: run the pass, a step at a time.
-RunPass = Callable[["Plan", "PassPlan", Sequence[Part], CallId], Generator[None, None, tuple[Tensors, Tensors]]]
 
 
 class KernelTiles(NamedTuple):
@@ -96,6 +92,7 @@ class PassPlan:
     packing: returns the layout of a message from the shapes and types of its tensors.
     visits: selects the visits of this pass: takes the rows that all visits require, `moving` and the number of ranks,
         and returns the required rows of some visits. None for all visits.
+    other: the plan that moves queries, where this one moves keys and values in half of the visits; else None.
     """
 
     direction: Direction
@@ -107,11 +104,12 @@ class PassPlan:
     device: torch.device
     packing: Callable[[tuple[Spec, ...]], Packing]
     visits: Visits | None = None
+    other: PassPlan | None = None
 
-    @property
+    @cached_property
     def rings(self) -> tuple[PassPlan, ...]:
-        """Return the plan of each ring that the pass goes around: this one, unless a subclass has several."""
-        return (self,)
+        """Return the plan of each ring that the pass goes around: this one and, if both sides move, `other`."""
+        return (self,) if self.other is None else (self, self.other)
 
     @property
     def moving_sides(self) -> str:
@@ -243,7 +241,6 @@ class Plan:
     forward, backward: the plans of the two passes.
     spans: the rows of tiles that are made of several documents.
     packing: returns the layout of a message from the shapes and types of its tensors.
-    run_pass: runs either pass; see `attention_pass.run_pass`.
     exchange_kind: what this rank's group does before and after the ring; None for a group of one rank.
     """
 
@@ -262,7 +259,6 @@ class Plan:
     backward: PassPlan
     spans: SpanTable
     packing: Callable[[tuple[Spec, ...]], Packing]
-    run_pass: RunPass
     exchange_kind: type[GroupExchange] | None
 
     @property

@@ -242,7 +242,7 @@ class RouteTable:
         """Return the route of rank `ring_rank` of the ring in a pass: its visits, its transfers and its tiles."""
         pairs = self.pairs(key.attending, key.moving, key.place)
         if (ring_rank, key) not in self._routes:
-            schedule, moving, local = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
+            schedule, moving, local = self.schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
             runs = {local: dict.fromkeys(owners, pairs.runs[local][ring_rank]), moving: {}}
@@ -271,7 +271,7 @@ class RouteTable:
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that a rank sends, or receives, if keys move: (between nodes, inside one)."""
         lengths = [token_count(held) for held in self.pairs(attending).runs["kv"]]
-        return self.schedule(attending, "kv", False).most_rows_moved(lengths)
+        return self.schedule(PassKey(attending, "kv", False)).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
         """Return by rank of the ring how many rows of keys its queries meet, in all its visits."""
@@ -281,21 +281,8 @@ class RouteTable:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(map(row_count, needed.values())) for needed in required]
 
-    def schedule(
-        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, visits: Visits | None = None
-    ) -> Schedule:
-        """Return the schedule of a pass; by "auto" a sparse one if it sends less over the scarcer link.
-
-        Args:
-            attending: the sequences and the mask.
-            moving: the side that travels.
-            reduces: whether partial results travel, too.
-            parts: into how many parts, by heads, blocks are cut.
-            visits: selects some of all visits, as `PassPlan.visits`; None for all.
-        """
-        return self._schedule(PassKey(attending, moving, reduces, parts, visits=visits))
-
-    def _schedule(self, key: PassKey) -> Schedule:
+    def schedule(self, key: PassKey) -> Schedule:
+        """Return the schedule of a pass; by "auto" a sparse one if it sends less over the scarcer link."""
         attending, moving, reduces, parts, place, visits = key
         pairs = self.pairs(attending, moving, place)
         if key in self._schedules:

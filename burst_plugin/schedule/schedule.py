@@ -114,10 +114,9 @@ class Schedule:
         """Return the schedule of one rank: its visits, and the transfers that it sends or receives, step by step."""
         own = [t for t in self.transfers if rank in (t.src, t.dst)]
         visits, tails = list(self.visits[rank]), self.tail_visits(rank)
-        visit_steps = len(visits)
-        count = max([visit_steps + 1, *(t.due + 1 for t in own)])
-        visits += [None] * (count - visit_steps)
-        tails += [False] * (count - visit_steps)
+        count = max([len(visits) + 1, *(t.due + 1 for t in own)])
+        visits += [None] * (count - len(visits))
+        tails += [False] * (count - len(tails))
         due: list[list[Transfer]] = [[] for _ in range(count)]
         issue: list[list[Transfer]] = [[] for _ in range(count)]
         for t in own:
@@ -132,7 +131,7 @@ class Schedule:
             Step(visits[step], tuple(due[step]), tuple(issue[step]), tuple(drop[step]), tails[step])
             for step in range(count)
         )
-        return RankSchedule(self.name, rank, self.ranks, steps, visit_steps, self.by_link, self.tail_share)
+        return RankSchedule(self.name, rank, self.ranks, steps, self.by_link, self.tail_share)
 
     def _drop_steps(self, rank: int) -> dict[int, int]:
         """Return by block the step from which on a rank neither reads nor sends its operands any more."""

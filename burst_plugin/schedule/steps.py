@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from burst_plugin.topology import Link, Traffic
@@ -41,8 +41,8 @@ class Step(NamedTuple):
     visit: int | None
     due: tuple[Transfer, ...]
     issue: tuple[Transfer, ...]
-    drop: tuple[int, ...]  # blocks: from this step on this rank neither reads nor sends their operands
-    is_tail: bool = False  # whether the visit is the tail of the rank's work on its own block
+    drop: tuple[int, ...]
+    is_tail: bool = False
 
 
 class RankSchedule(NamedTuple):
@@ -50,7 +50,6 @@ class RankSchedule(NamedTuple):
 
     name: of the whole schedule.
     rank, ranks: this rank, and the number of all.
-    visit_steps: the number of steps with visits; those after them are final reduce hops.
     by_link: whether each link needs communicators of its own.
     tail_share: the share of the work on its own block that a rank leaves for the last step; 0 if there is none.
     """
@@ -59,7 +58,6 @@ class RankSchedule(NamedTuple):
     rank: int
     ranks: int
     steps: tuple[Step, ...]
-    visit_steps: int  # number of steps with visits; those after them are final reduce hops
     by_link: bool
     tail_share: float
 
@@ -74,11 +72,6 @@ class RankSchedule(NamedTuple):
     def is_own(self, block: int) -> bool:
         """Return whether this rank owns the block."""
         return self.owner(block) == self.rank
-
-    @property
-    def sends(self) -> Iterator[Transfer]:
-        """Return the transfers that this rank sends, step by step."""
-        return (t for step in self.steps for t in step.issue if t.src == self.rank)
 
     @property
     def rows(self) -> dict[int, Rows | None]:

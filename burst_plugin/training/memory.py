@@ -19,7 +19,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Full, Mask, SlidingWindow
 from burst_plugin.strategy import Strategy
@@ -282,6 +282,6 @@ def _bytes_per_row(topology: Topology, shapes: Shapes, parts: int, mask: Mask, r
     for direction in DIRECTIONS:
         moving = choose_moving_side(strategy, direction, shapes)
         operands, results = hop_bytes_by_traffic(shapes, direction, moving)
-        schedule = table.schedule(Attending(tokens, tokens, mask), moving, results > 0, parts)
+        schedule = table.schedule(PassKey(Attending(tokens, tokens, mask), moving, results > 0, parts))
         needed.append(most_bytes(schedule, operands / parts, results / parts))
     return max(needed)

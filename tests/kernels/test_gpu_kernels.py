@@ -38,7 +38,7 @@ from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.trial import problem_of
-from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, InFlight
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.kernels.test_kernels import BANDS, FEATURE_CASES, run
 from tests.support.reference import Problem, errors, reference, relative
 from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
@@ -425,25 +425,6 @@ def test_what_a_build_of_flash_attention_3_lacks_is_refused(feature: str, monkey
         assert kernel.refuse_library(asked) is None
         why = kernel.refuse_library(asked._replace(features=frozenset({feature, "head dims"})))
     assert why == f"tried out, it fails: RuntimeError: This flash attention build does not support {feature}."
-
-
-@pytest.mark.parametrize(
-    ("ctas", "nbytes", "band", "margin"),
-    [
-        (8, 4.6, FULL, 8),  # they take longer than what a margin costs: 8 / 124 of the tile's time
-        (8, 4.4, FULL, 0),
-        (8, 1e6, CAUSAL, 0),  # dealt out as multiprocessors become free
-        (0, 1e6, FULL, 0),  # nothing says how many
-        (256, 1e6, FULL, 0),  # more than there are
-    ],
-)
-def test_flash_attention_3_leaves_multiprocessors_to_long_messages(
-    ctas: int, nbytes: float, band: Band, margin: int
-) -> None:
-    x = torch.zeros(1, 16, 4, 64, dtype=torch.bfloat16)
-    with flash_attn_3(calls := Calls(), 5):
-        KERNELS["flash_attn_3"].forward(x, x, x, How(band, SCALED, in_flight=InFlight(ctas, nbytes)))
-    assert calls == [{"sm_margin": margin}] * (margin > 0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from burst_plugin.planning.buffer_count import most_bytes
 from burst_plugin.planning.cluster import Cluster, Links
 from burst_plugin.planning.price import pairs_in_window, pass_price
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import SlidingWindow
 from burst_plugin.strategy import Strategy
@@ -134,7 +134,7 @@ def test_buffers_are_those_of_the_rows_that_are_sent() -> None:
     for direction in DIRECTIONS:
         moving = choose_moving_side(Strategy(), direction, shapes)
         operands, results = hop_bytes_by_traffic(shapes, direction, moving)
-        schedule = table.schedule(Attending(tokens, tokens, SlidingWindow(4095, 0)), moving, results > 0)
+        schedule = table.schedule(PassKey(Attending(tokens, tokens, SlidingWindow(4095, 0)), moving, results > 0))
         needed.append(most_bytes(schedule, operands, results))
     found = memory(ALL_WINDOWED, setting, Cluster()).gpu
     assert found["ring buffers"] == pytest.approx(max(needed), rel=0.1)

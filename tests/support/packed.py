@@ -6,7 +6,7 @@ import random
 from itertools import accumulate, pairwise
 from math import sqrt
 
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import token_count
 from burst_plugin.topology import Link, Topology
 from burst_plugin.types import row_count
@@ -31,7 +31,7 @@ def rows_crossing(table: RouteTable, attending: Attending) -> int:
     lengths = [token_count(held) for held in table.runs(attending.kv)]
     return sum(
         lengths[transfer.block] if transfer.rows is None else row_count(transfer.rows)
-        for transfer in table.schedule(attending, "kv", False).gather
+        for transfer in table.schedule(PassKey(attending, "kv", False)).gather
         if transfer.link is Link.INTER
     )
 

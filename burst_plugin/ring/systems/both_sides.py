@@ -16,16 +16,6 @@ have few keys before them take over work of ranks that have many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
-
-from burst_plugin.comm.call_identity import CallId
-from burst_plugin.compute.accumulators import Tensors
-from burst_plugin.compute.passes import Part
-from burst_plugin.ring.attention_pass import work
-from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.plan import PassPlan, Plan
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.schedule.steps import Required
 from burst_plugin.types import SIDES, Side
@@ -58,45 +48,3 @@ def work_of_ranks(table: RouteTable, attending: Attending) -> list[int]:
             tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
             work_of[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
     return work_of
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class HalvedPass(PassPlan):
-    """The plan of a pass that moves both sides: this one moves keys and values, `other` moves queries."""
-
-    other: PassPlan = field(kw_only=True)
-
-    @property
-    def rings(self) -> tuple[PassPlan, ...]:
-        """Return the plans of both halves: the one that moves keys and values, then the one that moves queries."""
-        return (self, self.other)
-
-
-def two_halves(make: Callable[..., PassPlan]) -> PassPlan:
-    """Return the plan of a pass that moves both sides.
-
-    make: returns the plan of a pass that moves one side, from `moving` and `visits`, fields of `PassPlan`.
-    """
-    other = make(moving="q", visits=half_of_visits)
-    return HalvedPass(**vars(other) | {"moving": "kv", "other": other})
-
-
-def run_halves(
-    plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], call: CallId
-) -> Generator[None, None, tuple[Tensors, Tensors]]:
-    """Run both halves of one pass of one rank; return the results of its queries, and of its keys and values.
-
-    It takes the place of `attention_pass.run_pass` where both sides move. Results are (out, lse) and () in a forward
-    pass, (dq,) and (dk, dv) in a backward pass. Yields once per step, for ranks that take turns.
-    """
-    own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
-    log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
-    rings = [plan.ring_pass(half, parts, own, call, log) for half in pass_plan.rings]
-    for visits in zip_longest(*map(RingPass.steps, rings)):
-        for half, ring, visit in zip(pass_plan.rings, rings, visits, strict=True):
-            if visit is not None:
-                with ring.traced(visit):
-                    work(half, parts[visit.part], visit, own)
-        yield
-    kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
-    return own["q"].finished(pass_plan.rounded["q"]), kv
