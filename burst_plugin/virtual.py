@@ -25,6 +25,7 @@ from burst_plugin.ring.attention_pass import Saved, backward_program, cut_loose,
 from burst_plugin.ring.autograd import check_derivative
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
@@ -116,13 +117,6 @@ class VirtualRing:
                 choose another assignment to ranks.
             extras: `sink` [Hq], whose gradient is the sum over ranks; `bias` and `selection`, of all queries.
         """
-        if torch.compiler.is_compiling():
-            from burst_plugin.ring.compiled import opaque  # which imports the compiler
-
-            both: tuple[Tensor, Tensor] = opaque(
-                self.attention, q, k, v, mask=mask, scores=scores, tokens=tokens, **extras
-            )
-            return both
         return self._attend(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens), lse=True))
 
     def latent_attention(
@@ -149,6 +143,7 @@ class VirtualRing:
         whole = Inputs(q, latents, shared_keys, **extras, weight=weight)
         return self._attend(whole, Request(mask, scores, both_sides(tokens), lse=True, latents=True))
 
+    @between_graphs
     def _attend(self, whole: Inputs, request: Request) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences."""
         check_kinds(whole, request)

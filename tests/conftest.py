@@ -28,9 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if workers > 1:
         slow = [item for item in items if item.get_closest_marker("slow")]
         others = [item for item in items if not item.get_closest_marker("slow")]
-        length = -(-len(others) // workers)
+        length, files = -(-len(others) // workers), list(dict.fromkeys(item.path for item in slow))
         items[:] = [
-            item for n in range(workers) for item in (*slow[n::workers], *others[n * length : (n + 1) * length])
+            item
+            for n in range(workers)
+            for item in (
+                *(each for each in slow if each.path in files[n::workers]),  # whole files, which keep what they made
+                *others[n * length : (n + 1) * length],
+            )
         ]
 
 

@@ -51,8 +51,9 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
         if len(known) >= _KNOWN_CALLS:
             known.clear()
         known[key] = plan
-    seed = request.scores.seed
-    return replace(plan, scores=replace(plan.scores, seed=seed)) if seed else plan
+    if plan.scores.seed != request.scores.seed:
+        plan = known[key] = plan.with_seed(request.scores.seed)
+    return plan
 
 
 def _kind_of_call(strategy: Strategy, inputs: Inputs, request: Request) -> Hashable:

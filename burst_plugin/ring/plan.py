@@ -7,7 +7,8 @@ steady state looks up nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -279,6 +280,15 @@ class Plan:
     def heads(self) -> int:
         """Return the number of query heads before an exchange of heads: of all ranks of a Ulysses group together."""
         return self.shapes.q_heads * self.rank_state.strategy.degree
+
+    def with_seed(self, seed: int) -> Plan:
+        """Return the plan of a call of this kind whose dropout has another seed; all else that was made is kept."""
+        plan = copy(self)
+        fields = vars(plan)  # with the values of cached properties
+        fields["scores"] = replace(self.scores, seed=seed)
+        for name in ("signature", "digest", "_hows"):
+            fields.pop(name, None)
+        return plan
 
     @cached_property
     def choices(self) -> dict[str, str]:

@@ -95,13 +95,15 @@ def _turns(cp: ContextParallel, counter: Counter | None) -> list[Tensor]:
 
 
 def _virtual(counter: Counter | None) -> list[Tensor]:
-    """Two layers of all ranks in one process, compiled or not, with their gradients."""
+    """Three layers of all ranks in one process, compiled or not, with their gradients."""
     ring, x = VirtualRing(Topology(1, 2)), torch.randn(1, 8, 2, 8, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
 
     def layers(x: Tensor) -> Tensor:
         x = torch.sin(ring.attention(x * 2, x, x, mask=SlidingWindow(5))[0])
-        return torch.cos(ring.attention(x * 2, x, x, sink=torch.zeros(2))[0])
+        x = torch.cos(ring.attention(x * 2, x, x, sink=torch.zeros(2))[0])
+        own, shared = x[:, :, :1, :6].contiguous(), x[:, :, :1, 6:].contiguous()
+        return torch.sin(ring.latent_attention(x * 2, own, shared)[0])
 
     out = (layers if counter is None else torch.compile(layers, backend=counter))(x)
     out.square().sum().backward()
@@ -124,5 +126,5 @@ def test_caches_and_rings_are_breaks_too_and_nothing_of_them_is_traced() -> None
 
     for turns, error, layers, difference in run_ranks(on_rank, 2, timeout_s=240.0):
         assert turns <= 8, "three around a cache's calls, for both shapes; two around unshard"
-        assert layers == 3, "before, between and after two attentions"
+        assert layers == 4, "before, between and after three attentions"
         assert max(error, difference) < 1e-6

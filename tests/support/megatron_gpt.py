@@ -384,6 +384,8 @@ def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
             cut = [part.split([size // run.tp for size in sections], dim) for part in parts]
             grad = torch.cat([torch.cat(same, dim) for same in zip(*cut, strict=True)], dim)
         stage[name] = grad.cpu().clone()
+    if run.tp == run.pp == run.ep == 1 and not run.distributed_optimizer:  # every rank has the whole model
+        return stage
     parts_of_model: list[Any] = [None] * dist.get_world_size()  # pipeline stages, and each rank's experts
     dist.all_gather_object(parts_of_model, stage)
     return {name: grad for part in parts_of_model for name, grad in part.items()}
