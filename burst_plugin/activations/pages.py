@@ -119,7 +119,10 @@ def check_room(needed: float, held: float, ranks: int) -> None:
 def ranks_here() -> int:
     """Return how many ranks the launcher has started on this host; 1 if it does not say."""
     told = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # torchrun's, DeepSpeed's
-    return max((int(number) for number in told if number.isdecimal()), default=1) or 1
+    started = max((int(number) for number in told if number.isdecimal()), default=0)
+    names = () if started else ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
+    counts = (os.environ.get(name, "").partition("(")[0] for name in names)  # Slurm's are like 8(x2)
+    return started or next((int(count) for count in counts if count.isdecimal()), 1) or 1
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

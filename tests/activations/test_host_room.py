@@ -68,12 +68,17 @@ def test_this_machine_has_some() -> None:
         ({"LOCAL_SIZE": "4"}, 4),
         ({"LOCAL_WORLD_SIZE": "eight"}, 1),
         ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"MPI_LOCALNRANKS": "6"}, 6),
     ],
 )
 def test_ranks_that_a_launcher_has_started(
     variables: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    of_others = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *of_others):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
