@@ -64,8 +64,11 @@ ATTENTION_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
             layers=_gemma4,
             windows=True,
             wide_norms=True,
+            in_chunks=("mlp",),
             defaults={**_GEMMA4, "hidden_size_per_layer_input": 256},
         ),
-        "gemma4_unified_text": HybridFamily(layers=_gemma4, windows=True, wide_norms=True, defaults=_GEMMA4),
+        "gemma4_unified_text": HybridFamily(
+            layers=_gemma4, windows=True, wide_norms=True, in_chunks=("mlp",), defaults=_GEMMA4
+        ),
     }
 )

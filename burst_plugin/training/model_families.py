@@ -193,6 +193,20 @@ WIDE_NORMS = frozenset(
     minimax_m3_vl_text olmo2 olmo3 vaultgemma
     """.split()  # noqa: SIM905
 )
+# Families of transformers whose heads cannot run in chunks: they are projected, or normalized, all at once.
+WHOLE_HEADS = frozenset(
+    """
+    afmoe beam bitnet diffllama flex_olmo fuyu gpt_neox hunyuan_v1_dense laguna mimo_v2_flash minimax_m2
+    modernbert-decoder olmo2 olmo3 olmoe persimmon phi3
+    """.split()  # noqa: SIM905
+)
+# Families of transformers whose MLPs cannot run in chunks, nor their heads: they are parts of a layer.
+WHOLE_LAYERS = frozenset(
+    """
+    bert bert-generation big_bird biogpt camembert data2vec-text electra ernie rembert roberta roberta-prelayernorm
+    roc_bert roformer xlm-roberta xlm-roberta-xl xmod
+    """.split()  # noqa: SIM905
+)
 # Families of transformers whose MLPs, or experts, have no gate.
 UNGATED = frozenset(
     """

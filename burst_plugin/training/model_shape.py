@@ -22,6 +22,8 @@ from burst_plugin.training.model_families import (
     ROUTED_IN_16_BITS,
     TIED_BY_DEFAULT,
     UNGATED,
+    WHOLE_HEADS,
+    WHOLE_LAYERS,
     WIDE_NORMS,
     defaults_of,
 )
@@ -361,7 +363,7 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
         norms=next((where for where, kinds in NORMS.items() if kind in kinds), "before"),
         wide_norms=kind in WIDE_NORMS or (family is not None and family.wide_norms),
         input_width=size("hidden_size_per_layer_input", default=0),
-        in_chunks=ModelShape.in_chunks if family is None else family.in_chunks,
+        in_chunks=_in_chunks(kind) if family is None else family.in_chunks,
         qk_norm=family is None and (kind.startswith(NORMALIZING) or bool(config.get("use_qk_norm"))),
     )
     if family is None:
@@ -373,6 +375,13 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return _of_layers(base, every, layer_windows(config, layers, path) if family.windows else (0,) * layers)
+
+
+def _in_chunks(kind: str) -> tuple[str, ...]:
+    """Return which parts of the layers of a family can run in chunks."""
+    if kind in WHOLE_LAYERS:
+        return ()
+    return ("mlp",) if kind in WHOLE_HEADS else ("mlp", "heads")
 
 
 def _unmultiplied(base: ModelShape) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from burst_plugin import Strategy
+from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.planning.cluster import Cluster
 from burst_plugin.training.memory import memory
 from burst_plugin.training.model_shape import ModelShape, shape_of
@@ -165,3 +167,27 @@ def test_buffers_of_the_ring_are_for_the_larger_blocks() -> None:
     model = dense()
     alone = [memory(replace(kind, kinds=()), setting, Cluster()).gpu["ring buffers"] for kind in model.kinds]
     assert memory(model, setting, Cluster()).gpu["ring buffers"] == max(alone)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("llama", "qwen3", "gemma2", "glm4", "phi3", "olmo2", "olmo3", "olmoe", "gpt_neox", "minimax_m2", "laguna"),
+        *("hunyuan_v1_dense", "bert", "roberta", "gemma4"),
+    ],
+)
+def test_parts_run_in_chunks_where_a_run_takes_that(kind: str) -> None:
+    more = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = gemma4("dense") if kind == "gemma4" else transformers.AutoConfig.for_model(kind, **SIZES)
+    for name in more.keys() & config.to_dict().keys():
+        setattr(config, name, more[name])
+    shape, taken = shape_of(config.to_dict(), kind), []
+    for part, option in (("mlp", "mlp_chunk"), ("heads", "head_chunk")):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            chunk_modules(model, Strategy(**{option: 4}))
+        except ValueError:
+            continue
+        taken.append(part)
+    assert [part for part in shape.in_chunks if part != "mlp" or not shape.has_experts] == taken
