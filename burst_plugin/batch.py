@@ -438,8 +438,10 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
                 f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
                 "as position_ids that start again"
             )
-    of_documents, numbers = ("position_ids", "cu_seq_lens_q", "tree"), batch.get("seq_idx")
-    if isinstance(numbers, Tensor) and bool(numbers.any()) and all(batch.get(name) is None for name in of_documents):
+    tells = any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q", "tree"))
+    numbers = batch.get("seq_idx")  # below 0 for tokens of no document
+    unlike = isinstance(numbers, Tensor) and (numbers >= 0) & (numbers != numbers.amax(-1, keepdim=True))
+    if isinstance(unlike, Tensor) and not tells and bool(unlike.any()):
         raise ValueError(
             "seq_idx alone does not tell a ring where documents begin; give position_ids that start again, or "
             "cu_seq_lens_q, with it"

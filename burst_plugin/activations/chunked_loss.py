@@ -270,8 +270,8 @@ class _SumByChunk(torch.autograd.Function):
                 parts = gradients_of(logits, inputs, grad_logits)
                 del logits, z, grad_logits
                 of_hidden = parts.pop(0) if wants_hidden else None
-                if grad_hidden is not None and of_hidden is not None:
-                    grad_hidden[rows] = of_hidden
+                if grad_hidden is not None:
+                    grad_hidden[rows] = 0 if of_hidden is None else of_hidden
                 sums.add(parts)
         ctx.grad_hidden, ctx.sums, ctx.chunks = grad_hidden, sums, [*head.chunks(len(hidden))]
         return total
@@ -337,8 +337,8 @@ class _LossByChunk(torch.autograd.Function):
                 parts = gradients_of(logits, inputs, grad_logits)
                 del logits, grad_logits
                 of_hidden = parts.pop(0) if wants_hidden else None
-                if grad_hidden is not None and of_hidden is not None:
-                    grad_hidden[rows] = of_hidden
+                if grad_hidden is not None:
+                    grad_hidden[rows] = 0 if of_hidden is None else of_hidden
                 sums.add(parts)
         return (grad_hidden, None, None, None, *sums.cast())
 

@@ -179,7 +179,8 @@ def launcher_environment() -> tuple[int, int, int] | None:
                 raise ValueError(
                     f"{name}={count} processes were started without RANK and WORLD_SIZE, so that each would check "
                     "alone; start one torchrun on each node: srun --ntasks-per-node=1 torchrun --nnodes ... "
-                    "--nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m burst_plugin.cli check"
+                    "--nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m burst_plugin.cli check. "
+                    f"To check this machine alone, unset {name}"
                 )
         return None
     rank = int(os.environ["RANK"])
@@ -209,9 +210,8 @@ def joined(
     """
     rank, size, local = place
     device = device_of_rank(local)
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # images of NVIDIA's switch TF32 on, whose rounding would be a fault
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32, which images of NVIDIA's switch on, would be a fault
     shares_gpu = directory is not None and share_gpus(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)) if device.type == "cpu" else 1)
     # Autograd's thread makes its CUDA context with its first product of matrices, and PyTorch warns of that.
@@ -228,6 +228,7 @@ def joined(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     shared = dist.distributed_c10d._get_default_store()
     yield World(rank, size, device, PrefixStore("burst check", shared), timeout_s, ranks_per_node, shares_gpu)
+    torch.set_float32_matmul_precision(precision)
     if not had_group and dist.is_initialized():  # not after an error, when it could wait for ranks that are gone
         dist.destroy_process_group()
 

@@ -63,7 +63,7 @@ class Progress:
     call: the call whose pass is running, if any.
     ring_pass: the running `RingPass`, if any, which knows the step that it is at.
     waiting: the rank that this one waits for, and since when by `time.monotonic`; None while it does not wait.
-    thread: the identifier of the thread that runs forward passes.
+    thread: the identifier of the thread that trains: it runs forward passes outside of backward passes.
     """
 
     where: tuple[object, ...] = ("before the first call",)
@@ -75,8 +75,6 @@ class Progress:
     def begin_pass(self, direction: Direction, call: CallId) -> None:
         """Note that this rank enters the forward or backward pass of `call`."""
         self.call, self.where = call, ("in the", direction, "pass of", call)
-        if direction == "forward":  # on GPUs backward passes run in threads of autograd's
-            self.thread = get_ident()
 
     def end_pass(self, direction: Direction) -> None:
         """Note that this rank has left the pass that it was in."""

@@ -170,6 +170,8 @@ class RankState:
                 self._stream = self._stream or torch.cuda.current_stream(device)
             self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
             self.progress.begin_pass(direction, call)
+            if direction == "forward" and torch._C._current_graph_task_id() == -1:
+                self.progress.thread = threading.get_ident()  # checkpoints run forward passes in autograd's threads
             with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
                 yield
         except BaseException as error:

@@ -170,23 +170,27 @@ def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
 def _inputs_of_layers(model: ModelShape, setting: Setting) -> float:
     """Return the bytes of the embeddings that layers have for themselves, of the norm of these, and of gradients."""
     numbers = Widths(model, setting).outside * model.layers * model.input_width
-    return BF16 * numbers * 1
+    of_norm = norm_copies(model) if setting.copying_norms else 1
+    return BF16 * numbers * (2 + of_norm)  # what layers take, and its gradient
 
 
 def _shared_states(model: ModelShape, setting: Setting) -> float:
-    """Return the bytes of keys and values that layers of each kind leave to others, with what they are made of.
+    """Return the bytes of keys and values that layers of each kind leave to others.
 
-    These stay from the last such layer's backward pass on, or, where nothing is computed again, count as saved.
+    Where nothing is computed again they count as saved. Where the last layers leave theirs, what these are made of
+    stays as well, from these layers' backward pass on; where the last layers take those of others, few inputs of
+    layers are left by then.
     """
     if setting.recompute == "none":
         return 0.0
-    kept = 0.0
+    kept, are_taken = 0.0, any(not kind.kv_matrices for kind in model.attending)
     for kind in model.attending:
         if kind.hands_on:
             saved, kv = saved_by_layer(kind, setting, whole_mlp=False), Widths(kind, setting).kv
-            made_of = ("normalized input", "norm before attention, copies")
+            made_of = () if are_taken else ("normalized input", "norm before attention, copies")
             kept += kv + sum(nbytes for name, nbytes in saved.items() if name in made_of)
-            kept += kv * (norm_copies(kind) if setting.copying_norms else 1)
+            if not are_taken:
+                kept += kv * (norm_copies(kind) if setting.copying_norms else 1)
     return kept
 
 

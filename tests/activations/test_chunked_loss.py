@@ -326,6 +326,17 @@ def test_a_head_in_float32_has_gradients_in_float32_under_autocast() -> None:
         assert error(got, expected) < 1e-6
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_head_that_does_not_train_hidden_states_gives_them_zeros(reduction: str) -> None:
+    hidden, head, labels = drawn()
+    head.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    leaf = hidden.detach().requires_grad_()
+    torch.full((64, *hidden.shape), 7e5)  # what memory that is not written may hold
+    linear_cross_entropy(leaf, Head(head, chunk=CHUNK), labels, reduction=reduction).sum().backward()
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+
+
 def test_what_would_not_be_trained_is_refused() -> None:
     hidden, head, labels = drawn()
     with pytest.raises(ValueError, match="pass the module itself, or parameters="):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
+from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import ContextParallel, RingError, burst_attention
 from burst_plugin.comm import failure_watch as watch
@@ -230,3 +231,13 @@ def test_the_thread_that_trains_is_the_one_that_raises() -> None:
     thread.join()
     assert [cp.rank_state.progress.thread] == found
     assert found[0] != threading.get_ident()
+
+
+def test_a_forward_pass_that_a_checkpoint_runs_again_is_not_in_the_thread_that_trains() -> None:
+    """On GPUs backward passes, and with them recomputation, run in threads of autograd's."""
+    cp, x = ContextParallel(), torch.zeros(1, 4, 1, 4, requires_grad=True)
+    out = checkpoint(lambda x: burst_attention(x, x, x, cp), x, use_reentrant=False)
+    thread = threading.Thread(target=lambda: out.sum().backward())
+    thread.start()
+    thread.join()
+    assert cp.rank_state.progress.thread == threading.get_ident()

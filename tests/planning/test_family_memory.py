@@ -62,6 +62,14 @@ GEMMA4: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 256,
         "num_kv_shared_layers": 12,
     },
+    "smallest": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "intermediate_size": 2048,
+        "hidden_size_per_layer_input": 96,
+        "vocab_size_per_layer_input": 256,
+        "num_kv_shared_layers": 12,
+    },
     "experts": {
         "num_attention_heads": 12,
         "num_key_value_heads": 6,

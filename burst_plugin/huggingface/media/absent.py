@@ -93,6 +93,8 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 
 def _keeps_gradients(model: PreTrainedModel) -> bool:
     """Return whether ZeRO-3 trains parameters of towers, whose gradients it keeps until there are new ones."""
+    if not any(hasattr(each, "ds_process_group") for each in model.parameters()):
+        return False
     text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     of_text = {parameter for part in text if part is not None for parameter in part.parameters()}
     others = (each for each in model.parameters() if each not in of_text)

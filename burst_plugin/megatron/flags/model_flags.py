@@ -35,7 +35,9 @@ def model_flags(model: ModelShape, tensor: int, version: Version) -> list[str]:
     """
     release = ".".join(map(str, version))
     if model.mixers or model.kinds:
-        has = ", ".join(sorted({mixer.kind for mixer, _ in model.mixers})) or "experts in some layers only"
+        some = model.has_experts and not all(kind.experts for kind in model.kinds)
+        unlike = "experts in some layers only" if some else "layers that are not alike"
+        has = ", ".join(sorted({mixer.kind for mixer, _ in model.mixers})) or unlike
         raise ValueError(
             f"{model.name} cannot be written as flags of Megatron {release} yet, since it has {has}; write the flags "
             "of its layers by hand, or plan for deepspeed"
