@@ -141,7 +141,7 @@ class _Wire:
         return MeasuredLink(self._link, rate, by_size, self._edges(nbytes), is_shared, damage)
 
     def _pattern(self, rank: int, nbytes: int) -> Tensor:
-        """Return what a rank sends: bytes that tell its rank, and their place in a message."""
+        """Return the bytes of a rank's message, which differ by rank and by their place in the message."""
         bytes_251 = torch.arange(251, dtype=torch.uint8, device=self._world.device)
         return bytes_251.repeat(-(-nbytes // 251))[:nbytes] + rank % 256
 

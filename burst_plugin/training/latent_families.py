@@ -145,6 +145,16 @@ _DEEPSEEK = MappingProxyType(
     }
 )
 
+_DEEPSEEK_V3 = MappingProxyType(
+    {
+        **_DEEPSEEK,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    }
+)
 _INDEXER = MappingProxyType({"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048})
 _IN_CHUNKS = ("mlp",)
 _WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which changes nothing in others
@@ -159,43 +169,23 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
         "deepseek_v3": HybridFamily(
             layers=_with_experts,
             in_chunks=_IN_CHUNKS,
-            defaults={
-                **_DEEPSEEK,
-                "moe_intermediate_size": 2048,
-                "n_routed_experts": 256,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 3,
-            },
+            defaults=_DEEPSEEK_V3,
         ),
         "deepseek_v32": HybridFamily(
             layers=_indexed,
             in_chunks=_IN_CHUNKS,
-            defaults={
-                **_DEEPSEEK,
-                **_INDEXER,
-                "moe_intermediate_size": 2048,
-                "n_routed_experts": 256,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 3,
-            },
+            defaults={**_DEEPSEEK_V3, **_INDEXER},
         ),
         "glm_moe_dsa": HybridFamily(
             layers=_indexed,
             in_chunks=_IN_CHUNKS,
             defaults={
-                **_DEEPSEEK,
+                **_DEEPSEEK_V3,
                 **_INDEXER,
                 "q_lora_rank": 2048,
                 "qk_nope_head_dim": 192,
                 "v_head_dim": 256,
                 "index_n_heads": 32,
-                "moe_intermediate_size": 2048,
-                "n_routed_experts": 256,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 3,
             },
         ),
         "glm4_moe_lite": HybridFamily(

@@ -181,7 +181,7 @@ def build(name: str) -> Case:
         inputs = tree_map(lambda x: x.double() if is_floating(x) else x, inputs)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(torch.randn_like(parameter) * 0.5)
+                parameter.copy_(torch.randn_like(parameter) * 0.3)  # with larger ones softmax has next to no gradient
         for key in ("hidden_states", "encoder_hidden_states"):
             inputs[key].requires_grad_()
         return Case(model, inputs, torch.randn_like(inputs["hidden_states"]))

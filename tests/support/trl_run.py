@@ -221,7 +221,7 @@ def make_trainer(case: Case, directory: str, layout: Layout, output: str) -> Any
     home = importlib.import_module(case.home)
     settings: dict[str, Any] = {
         "output_dir": output,
-        "learning_rate": 0.2,
+        "learning_rate": 0.05,
         "optim": "sgd",  # without clipping, so that a wrong scale of gradients shows
         "max_grad_norm": 0.0,
         "lr_scheduler_type": "constant",
