@@ -152,8 +152,9 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.framework is None:
         options.framework = _sharing_towers()[0] if options.images or options.frames else FRAMEWORKS[0]
     goal = _goal(options)
-    if options.emit is not None:
-        _check_expressible(options, goal)
+    problem = _inexpressible(options.framework, goal.model)
+    if options.emit is not None and problem is not None:
+        raise ValueError(f"--emit {options.emit}: {problem}; nothing was written, drop --emit to see the plan")
     if options.flags is not None:
         yield from _given(options, goal)
         return
@@ -175,20 +176,20 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.json is not None:
         write_json(options.json, as_dict(goal, options.framework, best_first))
     yield from report(goal, options.framework, best_first)
+    if problem is not None:
+        yield from ("", f"`--emit` cannot write this plan: {problem}.")
     yield from written
 
 
-def _check_expressible(options: argparse.Namespace, goal: Goal) -> None:
-    """Raise ValueError, before the search, if the framework's files cannot say what the model computes."""
-    check = getattr(framework(options.framework).planning(), "check_expressible", None)
-    if check is None:
-        return
+def _inexpressible(name: str, model: ModelShape) -> ValueError | None:
+    """Return the error that says what of a model the files of a framework cannot say, None if they can say all."""
+    check = getattr(framework(name).planning(), "check_expressible", None)
     try:
-        check(goal.model)
+        if check is not None:
+            check(model)
     except ValueError as error:
-        raise ValueError(
-            f"--emit {options.emit}: {error}; nothing was written, drop --emit to see the plan"
-        ) from error
+        return error
+    return None
 
 
 def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from burst_plugin.checks import shown
 from burst_plugin.training.expert_layers import experts, sparse_layers
-from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense
+from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense, layer_kinds
+from burst_plugin.training.mixers import channel_delta_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,40 @@ def _with_experts(config: Config, size: Size) -> list[Layer]:
     return [sparse if has else _mlp(config, size) for has in has_experts]
 
 
+def _normed_experts(config: Config, size: Size) -> list[Layer]:
+    """Return layers as DeepSeek V3's, with a norm after experts."""
+    return [
+        {**layer, "mlp_norms": 1, "extra": layer["extra"] + size("hidden_size")} if layer["experts"] else layer
+        for layer in _with_experts(config, size)
+    ]
+
+
+def _kimi_linear(config: Config, size: Size) -> list[Layer]:
+    """Return layers of which every fourth has latent attention, and all others Kimi Delta Attention."""
+    listed = config.get("linear_attn_config") or {}  # as published files have it, which count layers from 1
+    layers = _with_experts(config, size)
+    kinds = layer_kinds(config, len(layers)) or _kimi_kinds(listed, len(layers))
+    mixer = channel_delta_rule(
+        hidden=size("hidden_size"),
+        heads=listed.get("num_heads") or size("linear_num_heads"),
+        head_dim=listed.get("head_dim") or size("linear_head_dim"),
+        width=listed.get("short_conv_kernel_size") or size("linear_conv_kernel_dim"),
+    )
+    of_attention = _of_attention(config, size)
+    return [
+        layer
+        if kind == "full_attention"
+        else {**layer, "attends": False, "latent": None, "mixer": mixer, "extra": layer["extra"] - of_attention}
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]
+
+
+def _kimi_kinds(listed: Config, layers: int) -> list[str]:
+    attending = listed.get("full_attn_layers")
+    numbers = range(5, layers + 1, 4) if attending is None else attending
+    return ["full_attention" if layer + 1 in numbers else "linear_attention" for layer in range(layers)]
+
+
 _DEEPSEEK = MappingProxyType(
     {
         "kv_lora_rank": 512,
@@ -157,6 +192,8 @@ _DEEPSEEK_V3 = MappingProxyType(
 )
 _INDEXER = MappingProxyType({"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048})
 _IN_CHUNKS = ("mlp",)
+LATENT_HYBRIDS = ("kimi_linear",)
+"""Families of which some layers have another mixer than latent attention."""
 _WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which changes nothing in others
 
 LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
@@ -170,6 +207,29 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
             layers=_with_experts,
             in_chunks=_IN_CHUNKS,
             defaults=_DEEPSEEK_V3,
+        ),
+        "sarvam_mla": HybridFamily(
+            layers=_with_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={**_DEEPSEEK_V3, "q_lora_rank": None, "n_routed_experts": 128, "first_k_dense_replace": 1},
+        ),
+        "axk1": HybridFamily(
+            layers=_normed_experts,
+            in_chunks=_IN_CHUNKS,
+            defaults={**_DEEPSEEK_V3, "n_routed_experts": 192, "first_k_dense_replace": 1},
+        ),
+        "kimi_linear": HybridFamily(
+            layers=_kimi_linear,
+            in_chunks=_IN_CHUNKS,
+            defaults={
+                **_DEEPSEEK_V3,
+                "q_lora_rank": None,
+                "moe_intermediate_size": 1024,
+                "first_k_dense_replace": 1,
+                "linear_head_dim": 128,
+                "linear_num_heads": 32,
+                "linear_conv_kernel_dim": 4,
+            },
         ),
         "deepseek_v32": HybridFamily(
             layers=_indexed,

@@ -10,7 +10,7 @@ installed, keep more. Peaks are held to measured ones by tests/planning/test_hyb
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BF16, FP32 = 2, 4
 _CHUNK = 64  # tokens of a chunk of flash-linear-attention's kernels
@@ -108,6 +108,28 @@ def delta_rule(
         gradients=BF16 * (2 * channels + value_size) + heads * 2 * FP32,
         norm_gradients=value_size * 5 * BF16,  # in float32, while what the norm returned is gone
         workspace=heads * (2 * key_dim * value_dim / _CHUNK + 2 * key_dim + value_dim) * BF16,
+    )
+
+
+def channel_delta_rule(*, hidden: int, heads: int, head_dim: int, width: int) -> TokenMixer:
+    """Return the sizes and costs of Kimi Delta Attention: a delta rule whose state decays by channel of the keys.
+
+    hidden: the hidden size. heads, head_dim: of queries, keys and values. width: tokens that its convolution spans.
+    """
+    inner = heads * head_dim
+    plain = delta_rule(hidden=hidden, keys=(heads, head_dim), values=(heads, head_dim), width=width)
+    weights = hidden * (3 * inner + heads + 2 * head_dim) + 2 * head_dim * inner + inner * hidden
+    # In float32: three steps of the gate in single operations, and what the kernel keeps; a condition for each
+    gates = inner * (4 * FP32 + 1) + heads * (BF16 + FP32)
+    return replace(
+        plain,
+        kind="Kimi delta attention",
+        parameters=weights + 3 * inner * width + heads + inner + head_dim,
+        weights=weights,
+        tensors=(*plain.tensors[:3], ("g", heads, head_dim), ("beta", heads, 1)),
+        saved=BF16 * (2 * 3 * inner + 2 * head_dim) + gates + 2 * heads * _CHUNK * BF16,
+        gradients=BF16 * (2 * 3 * inner + inner),
+        saved_on_ring=plain.saved_on_ring + FP32 * inner,
     )
 
 

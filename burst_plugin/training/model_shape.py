@@ -13,7 +13,13 @@ from burst_plugin.checks import as_whole, did_you_mean, shown
 from burst_plugin.training.attention_families import ATTENTION_FAMILIES
 from burst_plugin.training.expert_layers import COUNT, experts, sparse_layers, unread_key
 from burst_plugin.training.hybrid_families import HYBRIDS, STREAM_IN_FLOAT32, Layer, dense, nemotron_kinds
-from burst_plugin.training.latent_families import LATENT_FAMILIES, IndexerSizes, LatentSizes, latent_sizes
+from burst_plugin.training.latent_families import (
+    LATENT_FAMILIES,
+    LATENT_HYBRIDS,
+    IndexerSizes,
+    LatentSizes,
+    latent_sizes,
+)
 from burst_plugin.training.mixers import TokenMixer
 from burst_plugin.training.model_families import (
     ACTIVATIONS_KEEP,
@@ -309,7 +315,7 @@ _OF_LATENTS = (*_ATTENTION_LAYERS, "indexed_attention")
 def _check(config: Mapping[str, Any], path: str) -> None:
     """Raise ValueError if a config.json has what no plan knows."""
     kind = str(config.get("model_type"))
-    is_hybrid, has_latents = kind in HYBRIDS or kind in ATTENTION_FAMILIES, kind in LATENT_FAMILIES
+    is_hybrid, has_latents = kind in (*HYBRIDS, *ATTENTION_FAMILIES, *LATENT_HYBRIDS), kind in LATENT_FAMILIES
     refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
     refused = refused if has_latents else {**_REFUSED_UNLESS_LATENT, **refused}
     others = [f"{what} ({key}={shown(config[key])})" for key, what in refused.items() if config.get(key)]

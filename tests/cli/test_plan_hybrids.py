@@ -69,6 +69,7 @@ def test_heads_are_exchanged_where_there_are_few_tokens(capsys: pytest.CaptureFi
 def test_megatrons_flags_are_refused_by_name(
     config: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert "`--emit` cannot write this plan: " in printed(capsys, config, *MILLION)
     said = refused(capsys, config, *MILLION, "--emit", str(tmp_path / "plan"))
     assert re.search(rf"cannot be written as flags of Megatron .* since it has {what}; write the flags", said)
     assert not (tmp_path / "plan").exists()

@@ -39,6 +39,19 @@ _DELTA = {
     "linear_value_head_dim": 64,
 }
 _MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 2}
+_KIMI = {
+    "linear_head_dim": 64,
+    "linear_num_heads": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_SIZES, **_HEADS, **_DELTA, "num_hidden_layers": 8},
     "olmo_hybrid": {**_SIZES, **_HEADS, **_DELTA, "num_hidden_layers": 8, "pad_token_id": None, "eos_token_id": None},
@@ -76,6 +89,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "attn_layer_indices": [0],
         "attn_rotary_emb": 32,
+    },
+    "kimi_linear": {
+        **_SIZES,
+        **_KIMI,
+        "num_hidden_layers": 8,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 8,
+    },
+    "kimi_linear with narrow MLPs": {
+        **_SIZES,
+        **_KIMI,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "mlp_layer_types": ["dense"] * 4,
     },
     "mamba2": {
         **_SIZES,
@@ -135,6 +163,13 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
     return saving(within)(value, query, key, g, beta), None
 
 
+def channel_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    within = ((*value.shape[:3], 64), value.dtype)
+    return saving(within, within)(value, query, key, g, beta), None
+
+
 def state_space(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **_: Any) -> Tensor:
     out: Tensor = saving((dt.shape, torch.float32))(x, dt, B, C)
     return out
@@ -149,6 +184,7 @@ def kernels(kind: str) -> Iterator[None]:
     found = {
         "causal_conv1d_fn": convolution,
         "torch_chunk_gated_delta_rule": delta_rule,
+        "chunk_kimi_delta_attention": channel_delta_rule,
         "mamba2_chunk_scan": state_space,
     }
     present = {name: stand_in for name, stand_in in found.items() if hasattr(module, name)}

@@ -153,7 +153,7 @@ def test_parameters_of_published_models() -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("kimi_linear", {"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank=512\)"),
+        ("bailing_hybrid", {"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank=512\)"),
         ("zamba2", {"mamba_d_state": 64}, r"state-space layers \(mamba_d_state=64\)"),
         ("nemotron_h", {"hybrid_override_pattern": "M?"}, r"hybrid_override_pattern has '\?', expected M \* - E"),
         ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 8}, "experts in a latent space"),
