@@ -59,10 +59,10 @@ def as_number(value: object) -> float | None:
     if _is_bool(value) or not isinstance(value, SupportsFloat):
         return None
     try:
-        found = float(value)
+        result = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 def whole_number(pattern: str, value: object, expected: str, least: int | None = 0) -> int:
@@ -72,10 +72,10 @@ def whole_number(pattern: str, value: object, expected: str, least: int | None =
     expected: what to write instead, after "is not valid; ".
     least: the smallest number allowed; None for no bound.
     """
-    found = as_whole(value)
-    if found is None or (least is not None and found < least):
+    result = as_whole(value)
+    if result is None or (least is not None and result < least):
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
-    return found
+    return result
 
 
 def number(pattern: str, value: object, expected: str) -> float:
@@ -84,10 +84,10 @@ def number(pattern: str, value: object, expected: str) -> float:
     pattern: names the argument in the error, with {} for its value: "Scores(scale={})".
     expected: what to write instead, after "is not valid; ".
     """
-    found = as_number(value)
-    if found is None:
+    result = as_number(value)
+    if result is None:
         raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
-    return found
+    return result
 
 
 def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...]:
@@ -101,13 +101,13 @@ def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...
     listed = as_listed(pattern, values, expected)
     if all(type(value) is int for value in listed):  # as mostly, and there may be many
         return listed  # type: ignore[return-value]
-    whole = [as_whole(int(x) if isinstance(x, float) and x.is_integer() else x) for x in listed]
-    if None in whole:
-        at = whole.index(None)
+    numbers = [as_whole(int(x) if isinstance(x, float) and x.is_integer() else x) for x in listed]
+    if None in numbers:
+        at = numbers.index(None)
         raise ValueError(
             f"{pattern.format('...')} is not valid: entry {at} is {shown(listed[at])}, not a whole number; {expected}"
         )
-    return tuple(whole)  # type: ignore[arg-type]
+    return tuple(numbers)  # type: ignore[arg-type]
 
 
 def as_listed(pattern: str, values: object, expected: str) -> tuple[object, ...]:

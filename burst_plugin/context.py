@@ -345,7 +345,7 @@ class ContextParallel:
         return torch.where(empty.view(sizes), moved.new_full((), fill), moved)  # masked_fill knows fewer types
 
     def _held_together(
-        self, what: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
+        self, task: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
     ) -> tuple[HeldTokens, Callable[[], None]]:
         """Return how ranks hold the sequence of `local`, once all ranks ask alike; collective.
 
@@ -356,11 +356,11 @@ class ContextParallel:
             if held is None:
                 return self.agree({}, problem)
             others = [*local.shape[: held.dim], *local.shape[held.dim + 1 :]]
-            named = {what: held.tokens, "dim": held.dim, "other sizes": others, "dtype": local.dtype}
+            named = {task: held.tokens, "dim": held.dim, "other sizes": others, "dtype": local.dtype}
             return self.agree({**named, **asked})
 
         held, number = prepared_together(partial(self._held, local, dim, tokens), agree)
-        return held, partial(self.agreement.before_backward, CallId(number, what, is_compared=True))
+        return held, partial(self.agreement.before_backward, CallId(number, task, is_compared=True))
 
     def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> HeldTokens:
         """Return how ranks hold the sequence of `local`. Raise ValueError if this rank holds another number."""

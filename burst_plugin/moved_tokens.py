@@ -203,10 +203,10 @@ def exchanged_rows(shards: tuple[tuple[Run, ...], ...], rank: int, by: int) -> t
     return _by_rank(order, holder[own + by], ranks), _by_rank(order, holder[own - by], ranks)
 
 
-def _by_rank(rows: Tensor, other: Tensor, ranks: int) -> Rows:
+def _by_rank(rows: Tensor, partners: Tensor, ranks: int) -> Rows:
     """Return local rows sorted by the rank that they are exchanged with, without rows that stay unused."""
-    by_rank = other.argsort(stable=True)
-    counts = torch.bincount(other, minlength=ranks + 1)[:ranks].tolist()
+    by_rank = partners.argsort(stable=True)
+    counts = torch.bincount(partners, minlength=ranks + 1)[:ranks].tolist()
     return Rows(rows[by_rank][: sum(counts)], counts)
 
 

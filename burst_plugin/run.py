@@ -54,31 +54,35 @@ def framework_of(script: Path, arguments: list[str]) -> str:
     """
     everything = all_frameworks()
     text = " ".join([script.read_text(errors="replace"), *arguments])
-    installed = [each for each in everything if each.is_installed()]
-    for found in (
-        [each for each in everything if each.is_launching()],
-        [each for each in everything if each.has_checkout(script.resolve().parent)],
+    installed = [candidate for candidate in everything if candidate.is_installed()]
+    for matches in (
+        [candidate for candidate in everything if candidate.is_launching()],
+        [candidate for candidate in everything if candidate.has_checkout(script.resolve().parent)],
         installed,
-        [each for each in installed if each.is_named_in(text)],
+        [candidate for candidate in installed if candidate.is_named_in(text)],
     ):
-        if len(found) == 1:
-            return found[0].name
+        if len(matches) == 1:
+            return matches[0].name
     if not installed:
         raise SystemExit(f"burst_plugin.run: {_nothing_installed(script)}")
     raise SystemExit(
-        f"burst_plugin.run: {' and '.join(each.name for each in installed)} are installed, and {script} does not say "
-        f"which of them it uses; put {' or '.join(f'--framework {each.name}' for each in everything)} before it"
+        f"burst_plugin.run: {' and '.join(candidate.name for candidate in installed)} are installed, and {script} "
+        "does not say which of them it uses; put "
+        f"{' or '.join(f'--framework {candidate.name}' for candidate in everything)} before it"
     )
 
 
 def _nothing_installed(script: Path) -> str:
     """Return a text that names the missing frameworks, and the ways to add one."""
     everything = all_frameworks()
-    with_checkout = [each for each in everything if each.checkout]
-    missing = "".join(f", and no directory `{each.name}` lies beside {script}" for each in with_checkout)
-    ways = ["install one", *(f"give the script inside its {each.checkout} checkout" for each in with_checkout)]
+    with_checkout = [candidate for candidate in everything if candidate.checkout]
+    missing = "".join(f", and no directory `{candidate.name}` lies beside {script}" for candidate in with_checkout)
+    ways = [
+        "install one",
+        *(f"give the script inside its {candidate.checkout} checkout" for candidate in with_checkout),
+    ]
     return (
-        f"neither {' nor '.join(each.distribution for each in everything)} is installed here{missing}: "
+        f"neither {' nor '.join(candidate.distribution for candidate in everything)} is installed here{missing}: "
         f"{', or '.join(ways)}"
     )
 
@@ -91,16 +95,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     everything = all_frameworks()
     parser = argparse.ArgumentParser(
         prog="python -m burst_plugin.run",
-        description=f"Run a training script of {' or '.join(each.title for each in everything)} with burst attention "
-        "installed.",
-        epilog=f"Switch it on with {', or with '.join(each.switch for each in everything)}.",
+        description=f"Run a training script of {' or '.join(candidate.title for candidate in everything)} with burst "
+        "attention installed.",
+        epilog=f"Switch it on with {', or with '.join(candidate.switch for candidate in everything)}.",
     )
     parser.add_argument(
         "--framework",
-        choices=[each.name for each in everything],
+        choices=[candidate.name for candidate in everything],
         help="the framework that the script uses (default: what the launcher, the script or the environment says)",
     )
-    for option in [option for each in everything for option in each.launcher_options]:
+    for option in [option for candidate in everything for option in candidate.launcher_options]:
         parser.add_argument(
             option,
             dest="passed_on",

@@ -238,10 +238,10 @@ def _add(root: _Branch, text: Tensor) -> None:
         node = child
 
 
-def _common(one: Tensor, other: Tensor) -> int:
+def _common(first: Tensor, second: Tensor) -> int:
     """Return how many tokens both have in common from the beginning."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
     return int(differs.to(torch.uint8).argmax()) if bool(differs.any()) else length
 
 
@@ -308,10 +308,10 @@ def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | N
     places = torch.empty_like(rows)
     for rank, some in enumerate(of_ranks):
         places[some] = torch.arange(len(some), device=hidden.device) + rank * most
-    own = of_ranks[cp.rank]
+    own_edges = of_ranks[cp.rank]
     weights = torch.arange(1, len(owners) + 1, device=hidden.device) % 65521
     checksum = int((weights * (targets + 31 * queries)).sum())
-    return _OwnEdges(own, rows[own], targets[own], most, places, checksum)
+    return _OwnEdges(own_edges, rows[own_edges], targets[own_edges], most, places, checksum)
 
 
 def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -144,17 +144,19 @@ class VirtualRing:
         return self._attend(whole, Request(mask, scores, both_sides(tokens), lse=True, latents=True))
 
     @between_graphs
-    def _attend(self, whole: Inputs, request: Request) -> tuple[Tensor, Tensor]:
+    def _attend(self, all_inputs: Inputs, request: Request) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences."""
-        check_kinds(whole, request)
-        shapes = shapes_of(whole, request.latents)
+        check_kinds(all_inputs, request)
+        shapes = shapes_of(all_inputs, request.latents)
         q_tokens, kv_tokens = request.tokens
         tokens = q_tokens or Tokens(shapes.q_len), kv_tokens or Tokens(shapes.kv_len)
-        check_extras(whole, tokens[1].length)
+        check_extras(all_inputs, tokens[1].length)
         request = request._replace(tokens=tokens)
-        if whole.sink is not None:  # ranks' gradients add up
-            whole = whole._replace(sink=whole.sink.to(torch.promote_types(whole.sink.dtype, torch.float32)))
-        calls = by_head_group(whole, request) or [(whole, request)]
+        if all_inputs.sink is not None:  # ranks' gradients add up
+            all_inputs = all_inputs._replace(
+                sink=all_inputs.sink.to(torch.promote_types(all_inputs.sink.dtype, torch.float32))
+            )
+        calls = by_head_group(all_inputs, request) or [(all_inputs, request)]
         outputs = []
         for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are, before any is run
             with unseen_by_selective_checkpoints():
@@ -170,13 +172,13 @@ class VirtualRing:
         return CallId(self._number)
 
     def _planned(
-        self, whole: Inputs, request: Request, tokens: tuple[Tokens, Tokens]
+        self, all_inputs: Inputs, request: Request, tokens: tuple[Tokens, Tokens]
     ) -> tuple[list[Inputs], list[Plan]]:
         """Return the inputs of every rank, and the plan of every rank."""
-        inputs = self._sharded(whole, *tokens)
+        inputs = self._sharded(all_inputs, *tokens)
         plans = [
-            make_plan(rank_state, mine, request, known)
-            for rank_state, mine, known in zip(self.rank_states, inputs, self._known, strict=True)
+            make_plan(rank_state, rank_inputs, request, known)
+            for rank_state, rank_inputs, known in zip(self.rank_states, inputs, self._known, strict=True)
         ]
         for plan in plans:
             plan.rank_state.note_call(plan.choices)

@@ -83,19 +83,19 @@ class _HeadsByChunk(torch.autograd.Function):
     def forward(ctx: Any, attend: Attend, chunks: int, read: Snapshot, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, read)
         ctx.kept = [KeptCalls() for _ in range(chunks)]
-        whole: Tensor | None = None
+        all_heads: Tensor | None = None
         for number, kept in enumerate(ctx.kept):
             with kept.first_run():
                 out = attend(number, hidden, linear)
             width = out.shape[-1]
-            if whole is None:
-                whole = out.new_empty((*out.shape[:-1], width * chunks))
-            whole[..., number * width : (number + 1) * width] = out
+            if all_heads is None:
+                all_heads = out.new_empty((*out.shape[:-1], width * chunks))
+            all_heads[..., number * width : (number + 1) * width] = out
             del out
-        assert whole is not None  # there is one chunk at least
+        assert all_heads is not None  # there is one chunk at least
         # As tensors that autograd saves, so that a checkpoint around the layer drops them, and gets them again.
         ctx.save_for_backward(hidden, *(x for kept in ctx.kept for x in kept.release()))
-        return whole
+        return all_heads
 
     @staticmethod
     @once_differentiable
@@ -122,11 +122,11 @@ def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: T
     if not number:
         check_all_are_listed(out, [hidden, *ctx.trained], "attention on a few heads at a time", _UNLISTED)
     inputs = [*ctx.trained] if total is None else [hidden, *ctx.trained]
-    found: list[Tensor | None] = gradients_of(out, inputs, grad)
-    of_hidden = None if total is None else found.pop(0)
+    grads: list[Tensor | None] = gradients_of(out, inputs, grad)
+    of_hidden = None if total is None else grads.pop(0)
     if total is not None and of_hidden is not None:  # of what was not projected by `linear`
         total += of_hidden
-    return found
+    return grads
 
 
 def _linear(total: Tensor, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

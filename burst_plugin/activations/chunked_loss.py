@@ -215,10 +215,10 @@ def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
 def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, log-sum-exps and entropies of tokens, [T] each."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    found: tuple[Tensor, Tensor, Tensor] = _LossByChunk.apply(  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, Tensor, Tensor] = _LossByChunk.apply(  # type: ignore[no-untyped-call]
         rows, targets, head, with_entropy, *trained_among(head.listed)
     )
-    return found
+    return results
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -232,10 +232,10 @@ def _summed(hidden: Tensor, targets: Tensor, counted: Tensor, divisor: Tensor, z
         near_one = torch.frexp(divisor)[0].masked_fill(divisor == 0, 1.0)
         scale = _FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
         weights = counted * (scale / near_one)
-        found: Tensor = _SumByChunk.apply(rows, targets, weights, z_weight, head, *trained)  # type: ignore[no-untyped-call]
+        scaled_sum: Tensor = _SumByChunk.apply(rows, targets, weights, z_weight, head, *trained)  # type: ignore[no-untyped-call]
         # The mean over no labels is NaN, as everywhere; its gradient is 0.
         factor = (near_one / scale / divisor).masked_fill(divisor == 0, 0.0)
-        return found * factor + (divisor - divisor) / divisor
+        return scaled_sum * factor + (divisor - divisor) / divisor
     log_probs, log_sums, _ = _run(hidden, targets, head)
     losses = z_weight * log_sums.square() - log_probs
     total: Tensor = torch.div(losses.where(counted, losses.new_zeros(())).sum(), divisor)
@@ -304,17 +304,17 @@ class _LossByChunk(torch.autograd.Function):
         read = Snapshot.of(head.project, head.listed)
         ctx.head, ctx.with_entropy, ctx.trained = head, with_entropy, trained
         ctx.surroundings = Surroundings.of(hidden, read)
-        found = [hidden.new_empty(len(hidden), dtype=wide_dtype(hidden.dtype)) for _ in range(3)]
+        results = [hidden.new_empty(len(hidden), dtype=wide_dtype(hidden.dtype)) for _ in range(3)]
         if not with_entropy:
-            found[2].zero_()
+            results[2].zero_()
         with ctx.surroundings.autocast():
             for rows in head.chunks(len(hidden)):
                 logits = head.logits(hidden[rows])
-                for whole, part in zip(found, _terms(logits, targets[rows], head, with_entropy), strict=False):
-                    whole[rows] = part
+                for result, part in zip(results, _terms(logits, targets[rows], head, with_entropy), strict=False):
+                    result[rows] = part
                 del logits
-        ctx.save_for_backward(hidden, targets, found[1], found[2])  # hooks would give copies of parameters back
-        return found[0], found[1], found[2]
+        ctx.save_for_backward(hidden, targets, results[1], results[2])  # hooks would give copies of parameters back
+        return results[0], results[1], results[2]
 
     @staticmethod
     @once_differentiable

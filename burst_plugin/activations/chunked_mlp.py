@@ -49,10 +49,10 @@ class _Call:
     def begin(self, hidden: Tensor) -> Tensor:
         """Return room for the output of all tokens, without a graph, in which only the first chunk is computed."""
         out = self._checked(self.pieces(hidden)[0])
-        whole = out.new_empty((*hidden.shape[:-1], out.shape[-1]))  # no view, so that a model may add to it in place
+        output = out.new_empty((*hidden.shape[:-1], out.shape[-1]))  # no view, so that a model may add to it in place
         rows = out.reshape(-1, out.shape[-1])
-        whole.view(-1, out.shape[-1])[: len(rows)] = rows
-        return whole
+        output.view(-1, out.shape[-1])[: len(rows)] = rows
+        return output
 
     def finish(self, hidden: Tensor, whole: Tensor) -> Tensor:
         """Compute the other chunks of the output that `begin` returned; return it."""

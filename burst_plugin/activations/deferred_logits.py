@@ -115,22 +115,21 @@ class DeferredLogits:
             raise AttributeError(name)
         return getattr(self._whole(name), name)
 
-    def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
+    def _with(self, operation: Callable[[Any, Any], Any], value: Any) -> Any:
         """Note a step with a number, or a tensor of one that is not trained."""
-        if isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad):
-            return operation(self._whole(f"{operation.__name__} of {list(other.shape)}"), other)
-        return self._then(lambda x: operation(x, other))
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad):
+            return operation(self._whole(f"{operation.__name__} of {list(value.shape)}"), value)
+        return self._then(lambda x: operation(x, value))
 
     def _then(self, step: Callable[[Tensor], Tensor]) -> Any:
         if self.made is not None:
             return step(self.made)
         return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step), self.head)
 
-    def _whole(self, what: str) -> Tensor:
+    def _whole(self, use: str) -> Tensor:
         if self.head is None:
             raise ValueError(
-                f"{self.refusal} does more with its logits than scale or cap them before the loss ({what}); "
-                f"{_INSTEAD}"
+                f"{self.refusal} does more with its logits than scale or cap them before the loss ({use}); {_INSTEAD}"
             )
         if self.made is None:
             self.made = self.after(self.head)(self.hidden)
@@ -169,14 +168,14 @@ class LazyLogits(Tensor):
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> LazyLogits:
         """Return lazy logits of a shape, type and device, whose values `compute` returns when they are read."""
         trains = torch.is_grad_enabled()
-        found: LazyLogits = Tensor._make_wrapper_subclass(
+        logits: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=device, requires_grad=trains
         )
-        found._compute, found._steps, found._hooks, found._is_copy = compute, optimizer_steps().made, [], False
+        logits._compute, logits._steps, logits._hooks, logits._is_copy = compute, optimizer_steps().made, [], False
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
-                found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        return found
+                logits.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return logits
 
     def then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> LazyLogits:
         """Return lazy logits whose values are `step` of the values of these logits.

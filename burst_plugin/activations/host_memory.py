@@ -266,10 +266,12 @@ def _packed(inputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, int] | Parked:
     memory = host_memory(x.device)
     if memory is None or x.nbytes < LEAST_BYTES:
         return x, version_of(x)
-    for each in inputs:
-        same = each.data_ptr() == x.data_ptr() and each.shape == x.shape and each.stride() == x.stride()
-        if same and each.requires_grad and not isinstance(each, torch.nn.Parameter):
-            return memory.park(each)
+    for candidate in inputs:
+        same = (
+            candidate.data_ptr() == x.data_ptr() and candidate.shape == x.shape and candidate.stride() == x.stride()
+        )
+        if same and candidate.requires_grad and not isinstance(candidate, torch.nn.Parameter):
+            return memory.park(candidate)
     return x, version_of(x)
 
 

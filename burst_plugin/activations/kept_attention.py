@@ -184,13 +184,13 @@ def next_kept_outputs(strategy: Strategy, inputs: Inputs) -> KeptOutputs | None:
     if isinstance(kept, KeptTensors):
         raise RuntimeError(_OTHER_CALLS)
     first_runs = [run.of for run in runs if not run.recomputes]
-    checkpoints = [each for each in first_runs if not isinstance(each, KeptCalls)]
-    if kept is None and any(each.saves_attention(inputs) for each in checkpoints):
+    checkpoints = [record for record in first_runs if not isinstance(record, KeptCalls)]
+    if kept is None and any(record.saves_attention(inputs) for record in checkpoints):
         kept = KeptOutputs(1.0, host_memory(inputs.q.device))
     elif kept is None and checkpoints and strategy.kept_share:
         kept = KeptOutputs(strategy.kept_share, host_memory(inputs.q.device))
-    for each in checkpoints:
-        each.of_calls.append(kept)
+    for record in checkpoints:
+        record.of_calls.append(kept)
     if first_runs and isinstance(first_runs[-1], KeptCalls):
         kept = kept or KeptOutputs(0.0)
         kept.also = KeptOutputs(1.0)
@@ -215,8 +215,8 @@ def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
     first_runs = [run.of for run in runs if not run.recomputes]
     if kept is None and first_runs and strategy.kept_share:
         kept = KeptTensors(what)
-    for each in first_runs:
-        each.of_calls.append(kept)
+    for record in first_runs:
+        record.of_calls.append(kept)
     return kept
 
 
@@ -318,11 +318,11 @@ def follow_checkpoint_class(kind: Any) -> None:
 
     @functools.wraps(original_backward)
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = original_backward(ctx, *grads)
+        input_grads = original_backward(ctx, *grads)
         followed = getattr(ctx, "burst_followed", None)  # None if the first ring was made after that forward pass
         if followed is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             followed.forget()
-        return found
+        return input_grads
 
     setattr(forward, _MARK, True)
     kind.forward, kind.backward = staticmethod(forward), staticmethod(backward)

@@ -157,13 +157,13 @@ class GradientSums:
 
     def times(self, factor: Tensor) -> list[Tensor | None]:
         """Return the sums times a scalar `factor`, in the parameters' types; None for those without gradients."""
-        found: list[Tensor | None] = []
+        totals: list[Tensor | None] = []
         for parameter in self._parameters:
             total = self._sums.get(id(parameter))
             if total is None:
                 _skip_hooks_without_gradient(parameter)
-            found.append(None if total is None else torch.mul(total, factor, out=torch.empty_like(parameter)))
-        return found
+            totals.append(None if total is None else torch.mul(total, factor, out=torch.empty_like(parameter)))
+        return totals
 
 
 class _Arrival:
@@ -299,8 +299,8 @@ def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, ad
 
     what: names the computation, such as "an MLP in chunks". advice: what to write instead. Both are for the message.
     """
-    leaves = {id(each) for each in inputs}
-    listed = {(each.grad_fn, each.output_nr) for each in inputs if each.grad_fn is not None}
+    leaves = {id(x) for x in inputs}
+    listed = {(x.grad_fn, x.output_nr) for x in inputs if x.grad_fn is not None}
     seen: set[Any] = set()
     edges: list[tuple[Any, int]] = [(result.grad_fn, result.output_nr)]
     while edges:

@@ -33,12 +33,12 @@ class ReplacedForward:
         positional inputs that need gradients have them: at once, if there are none.
         """
         by_name = dict(kwargs)
-        x, *rest = args or (by_name.pop(self._name),)
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
+        x, *other_args = args or (by_name.pop(self._name),)
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
         if trains and isinstance(x, Tensor) and not x.requires_grad:
             x = x.detach().requires_grad_()
             x.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        return (x, *rest), by_name
+        return (x, *other_args), by_name
 
     def restore(self) -> None:
         """Give the module back the `forward` that it had before."""

@@ -67,10 +67,10 @@ class Snapshot:
         """Raise RuntimeError if a tensor or a module has changed since the snapshot; the message names it."""
         for state in self.modules:
             state.check()
-        for what, tensor, version in self.versions:
+        for description, tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"{what} {list(tensor.shape)} of what runs in chunks, and again in the backward pass, was "
+                    f"{description} {list(tensor.shape)} of what runs in chunks, and again in the backward pass, was "
                     f"modified in place since the forward pass began: it is at version {tensor._version}, expected "
                     f"version {version}; run backward before the optimizer's step, and before anything else changes "
                     "it. Modules that change their own tensors cannot run in chunks"
@@ -153,14 +153,14 @@ def _held(module: torch.nn.Module, name: str) -> object:
 
 def _attributes(module: torch.nn.Module) -> dict[str, object]:
     """Return the attributes of a module and of those within it, by their full names."""
-    found: dict[str, object] = {}
+    attributes: dict[str, object] = {}
     for path, child in module.named_modules():
         for name in _ATTRIBUTES:
             value = getattr(child, name, None)
             if isinstance(value, (bool, int, float, str, list, dict)):  # in other modules it may be a method
                 copied = value.copy() if isinstance(value, (list, dict)) else value
-                found[f"{path}.{name}" if path else name] = copied
-    return found
+                attributes[f"{path}.{name}" if path else name] = copied
+    return attributes
 
 
 def _hooks(module: torch.nn.Module, calls: bool) -> dict[str, list[object]]:
@@ -168,13 +168,13 @@ def _hooks(module: torch.nn.Module, calls: bool) -> dict[str, list[object]]:
 
     Hooks of this package are left out, and others that `leave_out_hooks` names.
     """
-    found: dict[str, list[object]] = {}
+    hooks_by_path: dict[str, list[object]] = {}
     for path, child in module.named_modules():
         hooks = [*child._forward_pre_hooks.values(), *child._forward_hooks.values()] if path or calls else []
         others = [hook for hook in hooks if not _origin(hook).startswith(tuple(_HARMLESS))]
         if others:
-            found[path] = others
-    return found
+            hooks_by_path[path] = others
+    return hooks_by_path
 
 
 def _origin(hook: object) -> str:

@@ -105,21 +105,21 @@ def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike
 
     Each with the most work of any rank, on the side of which that is more.
     """
-    found: dict[Tokens, float] = {}
+    most_work: dict[Tokens, float] = {}
 
     def add(tokens: Tokens) -> bool:
         """Add a candidate unless it is not allowed. Return whether it is even."""
         if alike and len({count for block in costs.table.group_blocks(tokens) for count in block.counts}) > 1:
             return False
         shares = costs.shares(tokens)
-        found[tokens] = max(map(max, shares))
+        most_work[tokens] = max(map(max, shares))
         return all(_uneven(share) <= GOOD for share in shares)
 
     some_are_even = [add(tokens) for tokens in suitable]
     if not any(some_are_even):
         for finer_and_finer in costs.assignments():
             any(add(_of_members(tokens, costs.table.groups)) for tokens in finer_and_finer)  # until one is even
-    return found
+    return most_work
 
 
 def _of_members(tokens: Tokens, groups: Groups) -> Tokens:

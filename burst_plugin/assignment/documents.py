@@ -104,14 +104,14 @@ def _in_order(documents: Sequence[tuple[int, int]], length: int, ranks: int) -> 
     """Return all documents in order of their lengths, and tokens outside documents last."""
     per_rank = sum((stop - start) * (stop - start + 1) / 2 for start, stop in documents) / ranks
     ends = [0, *(end for document in documents for end in document), length]
-    found = []
+    pieces = []
     for number, (start, stop) in enumerate(pairwise(ends)):
         size = stop - start
         # Cut in the middle, its first half has size ** 2 / 8 queries less than half of all, and as many keys more.
         if size:
-            found.append(_Document(start, size, size + 1 if number % 2 else 0, size**2 / 8 > _SHORT * per_rank))
-    found.sort(key=lambda document: (-document.work, document.start))
-    return [(document, document.length) for document in found]
+            pieces.append(_Document(start, size, size + 1 if number % 2 else 0, size**2 / 8 > _SHORT * per_rank))
+    pieces.sort(key=lambda document: (-document.work, document.start))
+    return [(document, document.length) for document in pieces]
 
 
 class _Line:
@@ -195,17 +195,17 @@ def _places(line: _Line, room: int, share: float, anywhere: bool) -> Iterator[tu
     if not anywhere or line.work(room) < share:
         return
     for stop in line.ends:
-        rest, base = room - stop, line.work(stop)
-        if rest <= 0 or base + total - line.work(last - rest) > share:
+        tail_length, base = room - stop, line.work(stop)
+        if tail_length <= 0 or base + total - line.work(last - tail_length) > share:
             return
-        places = range(stop, last - rest)
+        places = range(stop, last - tail_length)
         first = stop + bisect_left(
-            places, -share, key=lambda first: line.work(first) - line.work(first + rest) - base
+            places, -share, key=lambda first: line.work(first) - line.work(first + tail_length) - base
         )
         for place in dict.fromkeys(
-            (first, *line.ends_near(first), *(end - rest for end in line.ends_near(first + rest)))
+            (first, *line.ends_near(first), *(end - tail_length for end in line.ends_near(first + tail_length)))
         ):
-            if stop <= place <= last - rest:
+            if stop <= place <= last - tail_length:
                 yield stop, place
 
 

@@ -128,7 +128,7 @@ def outcome_of(way: str, processes: RankProcesses, ranks: int, limit_s: float) -
     """Return whether all ranks but the last end within `limit_s` of its failure, and name it."""
     victim, others = ranks - 1, range(ranks - 1)
     failed_at: float | None = None
-    what = f"a rank that {way}"
+    subject = f"a rank that {way}"
     for rank, _ in processes.messages(lambda: all(other in processes.ended for other in others)):
         if rank == victim:
             failed_at = processes.elapsed_s
@@ -136,18 +136,18 @@ def outcome_of(way: str, processes: RankProcesses, ranks: int, limit_s: float) -
     if failed_at is None:
         errors = (f"rank {rank}: {end.error}" for rank, end in processes.ended.items() if end.error)
         text = f"the ring did not get that far; {next(errors, 'no rank has ended')}"
-        return Finding(FAULT_TOLERANCE, FAILED, what, text)
+        return Finding(FAULT_TOLERANCE, FAILED, subject, text)
     running = [rank for rank in others if rank not in processes.ended]
     if running:
         text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {running} still run"
-        return Finding(FAULT_TOLERANCE, FAILED, what, text, {"still_run": running})
+        return Finding(FAULT_TOLERANCE, FAILED, subject, text, {"still_run": running})
     ends: list[RankEnd] = [processes.ended[rank] for rank in others]
     after_s = max(0.0, max(end.after_s for end in ends) - failed_at)
     silent = [rank for rank in others if f"rank {victim}" not in ends[rank].error]
     if silent:
         said = ends[silent[0]].error or "nothing"
         text = f"ended after {after_s:.1f} s, but rank {silent[0]} does not name rank {victim}; it said: {said}"
-        return Finding(FAULT_TOLERANCE, FAILED, what, text, {"after_s": after_s})
+        return Finding(FAULT_TOLERANCE, FAILED, subject, text, {"after_s": after_s})
     said = ends[0].error
     text = f"all others ended {after_s:.1f} s later; rank 0 said: {said.split('; ')[0][:200]}"
-    return Finding(FAULT_TOLERANCE, OK, what, text, {"after_s": after_s, "said": said})
+    return Finding(FAULT_TOLERANCE, OK, subject, text, {"after_s": after_s, "said": said})

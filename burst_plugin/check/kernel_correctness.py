@@ -96,10 +96,10 @@ def _halves(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
     """Run both passes on two halves of the keys, each with the lse of the whole row in the backward pass."""
     q, k, v, dout = problem
     halves = list(zip(k.chunk(2, 1), v.chunk(2, 1), strict=True))
-    first, *rest = (kernel.forward(q, *half, how) for half in halves)
+    first, *others = (kernel.forward(q, *half, how) for half in halves)
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = first[0].to(wide).clone(), first[1].clone()
-    merge_(out, lse, [(half_out.to(wide), half_lse) for half_out, half_lse in rest])
+    merge_(out, lse, [(half_out.to(wide), half_lse) for half_out, half_lse in others])
     queries = Queries(q, dout, out.to(q.dtype), lse)
     grads = [kernel.backward(queries, *half, how) for half in halves]
     dq = grads[0].dq.to(wide) + grads[1].dq.to(wide)
@@ -215,15 +215,15 @@ def _wrong(kernel: Kernel, trials: list[KernelTrial], device: torch.device) -> d
 def _finding(
     world: World, kernel: Kernel, wrong_by_rank: list[dict[str, str]], trials: int, seconds: float
 ) -> Finding:
-    what = f"kernel {kernel.name}"
+    subject = f"kernel {kernel.name}"
     failures = [(rank, trial, text) for rank, wrong in enumerate(wrong_by_rank) for trial, text in wrong.items()]
     figures = {"trials": trials, "wrong": {trial: text for _, trial, text in failures}}
     if not failures:
         text = f"{trials} trials against float64, including gradients of half the keys and for an out that is made up"
-        return Finding(CORRECTNESS, OK, what, text, figures, seconds)
+        return Finding(CORRECTNESS, OK, subject, text, figures, seconds)
     rank, trial, text = failures[0]
     more = f"; and {len(failures) - 1} trials more" if len(failures) > 1 else ""
-    return Finding(CORRECTNESS, FAILED, what, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)
+    return Finding(CORRECTNESS, FAILED, subject, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)
 
 
 def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:

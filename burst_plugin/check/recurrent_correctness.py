@@ -77,24 +77,26 @@ def recurrent_cases(heads: int) -> list[RecurrentCase]:
     """
     keys, values = (heads // 2, _DIM), (heads, _SIZE)
     delta = {"q": keys, "k": keys, "v": values, "-g": (heads,), "%beta": (heads,)}
-    each, group = (heads, _DIM), (heads // 2, _SIZE)
-    lstm = {"q": each, "k": each, "v": values, "igate": (heads,), "fgate": (heads,)}
+    head_channels, group = (heads, _DIM), (heads // 2, _SIZE)
+    lstm = {"q": head_channels, "k": head_channels, "v": values, "igate": (heads,), "fgate": (heads,)}
     channels = {"x": (_DIM,), "+dt": (_DIM,), "B": (_SIZE,), "C": (_SIZE,)}
     return [
         RecurrentCase(_windows, {"x": (_DIM,)}),
         RecurrentCase(_convolution, {"x": (_DIM,)}, {"weight": (_DIM, 4), "bias": (_DIM,)}),
         RecurrentCase(recurrent.gated_delta_rule, delta, has_heads=True),
-        RecurrentCase(recurrent.gated_delta_rule, {**delta, "-g": each}, has_heads=True, kind=" by channels"),
+        RecurrentCase(
+            recurrent.gated_delta_rule, {**delta, "-g": head_channels}, has_heads=True, kind=" by channels"
+        ),
         RecurrentCase(
             recurrent.state_space,
-            {"x": each, "+dt": (heads,), "B": group, "C": group},
+            {"x": head_channels, "+dt": (heads,), "B": group, "C": group},
             {"-A": (heads,)},
             has_heads=True,
         ),
         RecurrentCase(recurrent.selective_scan, channels, {"-A": (_DIM, _SIZE)}),
         RecurrentCase(
             recurrent.decay_attention,
-            {"q": each, "k": each, "v": values},
+            {"q": head_channels, "k": head_channels, "v": values},
             {"-log_decay": (heads,)},
             has_heads=True,
         ),
@@ -138,16 +140,16 @@ def check_recurrent(world: World) -> Iterator[Finding]:
 
 def _errors(world: World) -> dict[str, float]:
     """Return the error of every result of this rank, by function and result."""
-    found: dict[str, float] = {}
+    all_errors: dict[str, float] = {}
     heads, _ = heads_for(world.size)
     for how in ("state", "heads"):
         cp = world.ring(recurrent=how)
         for case in recurrent_cases(heads):
             if how == "state" or case.has_heads:
                 errors = case_errors(case, cp, world.device)
-                found |= {f"{name} of {case}, by {how}": error for name, error in errors.items()}
+                all_errors |= {f"{name} of {case}, by {how}": error for name, error in errors.items()}
         cp.close()
-    return found
+    return all_errors
 
 
 def case_errors(case: RecurrentCase, cp: ContextParallel, device: torch.device) -> dict[str, float]:
@@ -159,11 +161,11 @@ def case_errors(case: RecurrentCase, cp: ContextParallel, device: torch.device) 
     tokens = Tokens(_TOKENS * cp.ranks)
     mask = Documents((0, 5, tokens.length - 3, tokens.length))
     source = torch.Generator("cpu").manual_seed(7)  # the same on every rank
-    whole = {name: _draw(name, (1, tokens.length, *size), source, device) for name, size in case.tokens.items()}
+    inputs = {name: _draw(name, (1, tokens.length, *size), source, device) for name, size in case.tokens.items()}
     parameters = {name: _draw(name, size, source, device) for name, size in case.parameters.items()}
     alone = recurrent.Placement(ContextParallel(hierarchy=[1]), mask, tokens)
-    expected = _results(case, whole, parameters, alone, _ramp)
-    here = {name: cp.shard(x, tokens=tokens) for name, x in whole.items()}
+    expected = _results(case, inputs, parameters, alone, _ramp)
+    here = {name: cp.shard(x, tokens=tokens) for name, x in inputs.items()}
     place = recurrent.Placement(cp, mask, tokens)
     results = _results(case, here, parameters, place, lambda _: cp.shard(_ramp(expected["out"]), tokens=tokens))
     errors = {}

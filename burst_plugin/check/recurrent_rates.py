@@ -116,15 +116,15 @@ def _delta_rule(tokens: int, device: torch.device) -> _TimedMixer:
     keys, values = ((16, 128), (32, 128)) if device.type == "cuda" else ((2, 64), (4, 64))
     q, k = (F.normalize(_draw((tokens, *keys), device), dim=-1) for _ in range(2))
     v, gates = _draw((tokens, *values), device), _draw((tokens, values[0]), device)
-    given = _leaves((q, k, v, F.logsigmoid(gates.float()), gates.sigmoid()))
+    inputs = _leaves((q, k, v, F.logsigmoid(gates.float()), gates.sigmoid()))
     mixer = mixers.delta_rule(hidden=1, keys=keys, values=values, width=1)
     library = library_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", device)
     if library is None:
-        return _TimedMixer(mixer, _PYTORCH, given, lambda *xs: delta_rule(*xs)[0])
+        return _TimedMixer(mixer, _PYTORCH, inputs, lambda *xs: delta_rule(*xs)[0])
     return _TimedMixer(
         mixer,
         "flash-linear-attention",
-        given,
+        inputs,
         lambda q, k, v, g, beta: library(q, k, v, g=g, beta=beta, scale=1.0)[0],
     )
 
@@ -136,10 +136,10 @@ def _state_space(tokens: int, device: torch.device) -> _TimedMixer:
     A = -torch.ones(heads, device=device)
     mixer = mixers.state_space(hidden=1, heads=heads, head_dim=dim, groups=groups, size=size, width=1)
     library = library_function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", device)
-    given = _leaves((x, dt, A, B, C))
+    inputs = _leaves((x, dt, A, B, C))
     if library is None:
-        return _TimedMixer(mixer, _PYTORCH, given, lambda *xs: state_space(*xs)[0])
-    return _TimedMixer(mixer, "mamba-ssm", given, lambda *xs: library(*xs, chunk_size=256))
+        return _TimedMixer(mixer, _PYTORCH, inputs, lambda *xs: state_space(*xs)[0])
+    return _TimedMixer(mixer, "mamba-ssm", inputs, lambda *xs: library(*xs, chunk_size=256))
 
 
 def _leaves(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -195,12 +195,12 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
     values = [outcome.value for outcome in outcomes]
     errors = [_largest_of_steps(value["errors"]) for value in values]
     largest = [worst(of_rank) for of_rank in errors]  # (result, error) by rank
-    rank = max(range(world.size), key=lambda other: (math.isnan(largest[other][1]), largest[other][1]))
+    rank = max(range(world.size), key=lambda peer: (math.isnan(largest[peer][1]), largest[peer][1]))
     result, error = largest[rank]
     kernel = values[rank]["kernel"]
     figures = {"largest_error": error, "rank": rank, "kernel": kernel, "sent_bytes": values[rank]["sent"]}
     if not error <= bound:
-        wrong_ranks = [other for other, (_, value) in enumerate(largest) if not value <= bound]
+        wrong_ranks = [peer for peer, (_, value) in enumerate(largest) if not value <= bound]
         where = "on every rank" if len(wrong_ranks) == world.size else f"on {', '.join(map(world.name, wrong_ranks))}"
         wrong_results = ", ".join(name for name, value in errors[rank].items() if not value <= bound)
         by_step = zip(*(value["errors"] for value in values), strict=True)  # of all ranks
@@ -208,9 +208,9 @@ def _finding(world: World, ring: RingCase, outcomes: list[Outcome], bound: float
         when = f"first in step {wrong_steps.index(True) + 1} of {len(wrong_steps)}"
         text = f"{wrong_results} off by up to {error:.1e} (bound {bound:.0e}), {where}, {when}; kernel {kernel}"
         return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
-    for other, value in enumerate(values):
+    for peer, value in enumerate(values):
         if value["traffic"]:
-            text = f"{world.name(other)} sent other bytes than the schedule counts: {value['traffic']}"
+            text = f"{world.name(peer)} sent other bytes than the schedule counts: {value['traffic']}"
             return Finding(CORRECTNESS, FAILED, ring.name, text, figures, seconds)
     text = f"largest error {error:.1e} ({result}, rank {rank}), kernel {kernel}, bytes as scheduled"
     return Finding(CORRECTNESS, OK, ring.name, text, figures, seconds)

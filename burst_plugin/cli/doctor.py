@@ -38,15 +38,15 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         ValueError: a subject cannot be read, or asks for something that is refused; a file cannot be written.
     """
     yield f"burst_plugin {burst_plugin.__version__}"
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for title, content in _sections(options):
         yield f"\n{title}"
-        found[title] = []
+        sections[title] = []
         for line in content:
-            found[title].append(line)
+            sections[title].append(line)
             yield f"  {line}"
     if options.json is not None:
-        write_json(options.json, {"burst_plugin": burst_plugin.__version__, **found})
+        write_json(options.json, {"burst_plugin": burst_plugin.__version__, **sections})
 
 
 def _sections(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[str]]]:

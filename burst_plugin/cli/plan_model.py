@@ -74,10 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"{', '.join(MODELS)}, or the path of a config.json; the word --model may be left out",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seq", metavar="TOKENS", type=tokens, help="length of a sequence, such as 131072 or 1m")
-    what.add_argument("--max-tokens", action="store_true", help="find the longest sequence that fits")
-    what.add_argument(
+    goals = parser.add_mutually_exclusive_group(required=True)
+    goals.add_argument("--seq", metavar="TOKENS", type=tokens, help="length of a sequence, such as 131072 or 1m")
+    goals.add_argument("--max-tokens", action="store_true", help="find the longest sequence that fits")
+    goals.add_argument(
         "--flags",
         metavar="FILE",
         type=Path,
@@ -213,10 +213,10 @@ def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
     except ValueError as error:
         raise ValueError(f"--flags {options.flags}: {error}") from error
     goal = replace(goal, tokens=setting.tokens, batch=setting.batch)
-    given = [Candidate.of(goal, setting)]
+    candidates = [Candidate.of(goal, setting)]
     if options.json is not None:
-        write_json(options.json, as_dict(goal, options.framework, given))
-    first, *others = report(goal, options.framework, given, is_given=True)
+        write_json(options.json, as_dict(goal, options.framework, candidates))
+    first, *others = report(goal, options.framework, candidates, is_given=True)
     yield first
     yield from planning.unpriced(text, setting)
     yield from others
@@ -247,21 +247,21 @@ def _with_media(options: argparse.Namespace, model: ModelShape) -> ModelShape:
             if getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} has no effect without --images or --frames; add one")
         return model
-    what = "--images" if options.images else "--frames"
+    option = "--images" if options.images else "--frames"
     if options.framework not in _sharing_towers():
         raise ValueError(
-            f"{what}: plans for {options.framework} cannot count towers of images; use --framework "
+            f"{option}: plans for {options.framework} cannot count towers of images; use --framework "
             f"{' or '.join(_sharing_towers())}, or plan text alone"
         )
     try:
         tower = tower_of(model.config, model.hidden)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{option}: {error}") from error
     if options.frames and not tower.frames:
         raise ValueError(f"--frames: {model.config['model_type']} takes no video; give frames as --images")
     rows = tower.tokens or options.image_tokens
     if rows is None:
-        raise ValueError(f"{what}: images of {model.config['model_type']} have any size; add --image-tokens")
+        raise ValueError(f"{option}: images of {model.config['model_type']} have any size; add --image-tokens")
     tiles = -(-(options.image_tokens or rows) // rows)
     units = (options.images or 0) * tiles + -(-(options.frames or 0) // max(1, tower.frames))
     media = Media(tower=tower, units=units, rows=rows, frozen=options.frozen_tower)
@@ -285,12 +285,12 @@ def _check_places(goal: Goal) -> None:
 
 def _rates(options: argparse.Namespace, model: ModelShape) -> dict[str, float]:
     """Return the rates of `Cluster` that are given, or were measured."""
-    given = {name: getattr(options, name) for name in _RATES}
-    found = {name: value * _RATES[name][1] for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name) for name in _RATES}
+    rates = {name: value * _RATES[name][1] for name, value in values.items() if value is not None}
     if options.profile is None:
-        return found
+        return rates
     profile = ClusterProfile.read(options.profile)
-    return measured_rates(profile, model, found.get("peak_flops", Cluster.peak_flops)) | found
+    return measured_rates(profile, model, rates.get("peak_flops", Cluster.peak_flops)) | rates
 
 
 def _longest(goal: Goal, status: StatusLine) -> int:

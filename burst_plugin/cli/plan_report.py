@@ -165,10 +165,10 @@ def _other_way(goal: Goal, best: Candidate) -> str:
     setting = best.setting
     if not can_exchange_heads([mixer for mixer, _ in goal.model.mixers], setting.context, setting.tensor):
         return f"{setting.context} ranks cannot share the heads of these layers"
-    other, what = ("heads", "heads") if setting.recurrent == "state" else ("state", "states")
-    spent = step_seconds(goal.model, replace(setting, recurrent=other), goal.cluster)
+    way, noun = ("heads", "heads") if setting.recurrent == "state" else ("state", "states")
+    spent = step_seconds(goal.model, replace(setting, recurrent=way), goal.cluster)
     more_s = sum(spent.values()) - best.step_s
-    return f"with {what} a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    return f"with {noun} a step takes {seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
 
 
 def _latents(goal: Goal, best: Candidate) -> str:
@@ -178,20 +178,20 @@ def _latents(goal: Goal, best: Candidate) -> str:
         expanded = replace(setting, latents="expand")
         degrees = [n for n in setting.topology.ulysses_degrees if n > 1 and can_exchange(model, expanded, n)]
         others = [replace(setting, ulysses=n) for n in degrees]
-        chosen, other = "latents sent", "heads exchanged (ulysses_degree = {})"
+        chosen, alternative = "latents sent", "heads exchanged (ulysses_degree = {})"
     else:
         others = [replace(setting, ulysses=1, parts=1, latents=AUTO)]
         chosen = "latents not sent" if setting.latents == AUTO else f"latents = {setting.latents}"
-        other = "latents sent"
+        alternative = "latents sent"
     if not others:
         return f"{chosen:<26}ranks cannot share heads"
-    priced = [Candidate.of(goal, each) for each in others]
-    nearest = min(priced, key=lambda each: (not fits(each.memory, goal.cluster), each.step_s))
+    priced = [Candidate.of(goal, option) for option in others]
+    nearest = min(priced, key=lambda option: (not fits(option.memory, goal.cluster), option.step_s))
     more_s, gib = nearest.step_s - best.step_s, nearest.memory.gpu_bytes / GIB
     difference = f"{seconds_in_words(abs(more_s))} {'more' if more_s > 0 else 'less'}"
     takes = "as long" if abs(more_s) < _ALIKE * best.step_s else difference
     needs = "" if fits(nearest.memory, goal.cluster) else f", and a GPU needs {gib:.1f} GiB"
-    return f"{chosen:<26}with {other.format(nearest.setting.ulysses)} a step takes {takes}{needs}"
+    return f"{chosen:<26}with {alternative.format(nearest.setting.ulysses)} a step takes {takes}{needs}"
 
 
 def _in_words(setting: Setting) -> str:
@@ -218,15 +218,15 @@ def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> I
 
 def _runner_up(goal: Goal, best_first: list[Candidate]) -> Iterator[str]:
     differs_in = attrgetter("tensor", "context", "pipeline", "zero", "recompute", "keep")
-    for other in best_first[1:]:
-        setting = other.setting
+    for candidate in best_first[1:]:
+        setting = candidate.setting
         if differs_in(setting) != differs_in(best_first[0].setting):
             options = ", ".join(f"{name} = {value}" for name, value in strategy_options(goal.model, setting).items())
             yield (
                 f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"
                 f"{'; optimizer on the host' if setting.offload_optimizer else ''}: "
-                f"{seconds_in_words(other.step_s)}, "
-                f"{other.tokens_per_s:.0f} tokens/s per GPU, {other.memory.gpu_bytes / GIB:.1f} GiB"
+                f"{seconds_in_words(candidate.step_s)}, "
+                f"{candidate.tokens_per_s:.0f} tokens/s per GPU, {candidate.memory.gpu_bytes / GIB:.1f} GiB"
             )
             return
     yield "No other way fits."

@@ -46,12 +46,12 @@ class Packing:
             and each tensor gets a first dim of `count`.
         """
         typed = {dtype: data.view(dtype) for dtype, *_ in self._sections}
-        found = []
+        tensors = []
         for dtype, shape, strides, at in self._sections:
             if count:
                 shape, strides = (count, *shape), (self.nbytes // dtype.itemsize, *strides)
-            found.append(typed[dtype].as_strided(shape, strides, at))
-        return tuple(found)
+            tensors.append(typed[dtype].as_strided(shape, strides, at))
+        return tuple(tensors)
 
     @property
     def length(self) -> int:

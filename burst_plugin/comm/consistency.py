@@ -142,43 +142,43 @@ class ConsistencyCheck:
         text says `when` it was missed. With NCCL, which cannot tell, and holds megabytes for every pair that is
         connected, they are exchanged in one all-gather.
         """
-        mine = torch.frombuffer(bytearray(encode(text)), dtype=torch.uint8)
+        own_bytes = torch.frombuffer(bytearray(encode(text)), dtype=torch.uint8)
         if self.in_one:
-            received = self._gathered(mine)
+            received = self._gathered(own_bytes)
         elif self._shared is not None or not _in_main_thread():
-            received = self._between_pairs(self._usable(self._shared), mine, when)
+            received = self._between_pairs(self._usable(self._shared), own_bytes, when)
         else:
-            received = self._first_between_pairs(mine, text, when)
-        if all(each is mine or torch.equal(each, mine) for each in received):  # mostly
+            received = self._first_between_pairs(own_bytes, text, when)
+        if all(message is own_bytes or torch.equal(message, own_bytes) for message in received):  # mostly
             return [text] * self._ranks
-        return [decode(bytes(each.tolist())) for each in received]
+        return [decode(bytes(message.tolist())) for message in received]
 
     def forget_shared_group(self) -> None:
         """Have the next ring of these ranks compare over its own group, as the shared one may have messages left."""
         _SHARED.pop(self._key, None)
 
-    def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        received = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+    def _gathered(self, own_bytes: Tensor) -> Sequence[Tensor]:
+        received = torch.empty(self._ranks * own_bytes.numel(), dtype=own_bytes.dtype, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(received, mine.to(self.device), group=self._group)
+        gather(received, own_bytes.to(self.device), group=self._group)
         return received.cpu().view(self._ranks, -1).unbind()
 
-    def _first_between_pairs(self, mine: Tensor, text: str, when: str) -> Sequence[Tensor]:
+    def _first_between_pairs(self, own_bytes: Tensor, text: str, when: str) -> Sequence[Tensor]:
         """Exchange over the group of earlier rings, if any. Raise ValueError if ranks begin different rings."""
         shared = self._usable(_SHARED.get(self._key))
         ring = f"ring={self.ring_name()}, compared over group {shared.group_name}"
         where = text.splitlines()[0] if text.startswith(_PLACE) else f"{_PLACE}{when}"
         apart = partial(raise_if_apart, ranks=self._ranks)
-        swap = partial(self._between_pairs, shared, mine, when)
+        swap = partial(self._between_pairs, shared, own_bytes, when)
         received = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
         self._shared = _SHARED[self._key] = shared
         return received
 
-    def _between_pairs(self, group: dist.ProcessGroup, mine: Tensor, when: str) -> Sequence[Tensor]:
-        mine = mine.to(self.device)
-        received = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
+    def _between_pairs(self, group: dist.ProcessGroup, own_bytes: Tensor, when: str) -> Sequence[Tensor]:
+        own_bytes = own_bytes.to(self.device)
+        received = [own_bytes if rank == self._rank else torch.empty_like(own_bytes) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
-        sends = [Message(rank, _CHANNEL, mine) for rank in peers]
+        sends = [Message(rank, _CHANNEL, own_bytes) for rank in peers]
         recvs = [Message(rank, _CHANNEL, received[rank]) for rank in peers]
         transport = self._transport(group)
         try:
@@ -189,7 +189,7 @@ class ConsistencyCheck:
             if isinstance(error, PeerLostError):
                 raise lost_peer_error(transport, self._rank, when, error) from error
             raise
-        return [each.cpu() for each in received]
+        return [message.cpu() for message in received]
 
     def _usable(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return the group that rings share, if it still exists and this is the main thread; else the ring's own."""

@@ -97,16 +97,16 @@ class Board:
 
     def places(self) -> dict[int, str]:
         """Return by rank, as text, where ranks are: this one, and others that said so since it began to wait."""
-        found = {self.rank: str(self.progress)}
+        places = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):
                 if rank != self.rank and self.store.check([_place_key(rank)]):
                     epoch, _, place = self.store.get(_place_key(rank)).decode().partition(" ")
                     if int(epoch) >= self._epoch:
-                        found[rank] = place
+                        places[rank] = place
         except RuntimeError:  # the store went with the rank that hosted it
             pass
-        return found
+        return places
 
     def unlike_places(self) -> str:
         """Return a text that says where each rank is in its program; an empty one if all ranks are at one place."""
@@ -188,23 +188,23 @@ def _watch(
 @atexit.register
 def _end_all() -> None:
     """End all watches before the interpreter ends: a thread that it ends inside PyTorch aborts the whole process."""
-    watchers = [each for each in threading.enumerate() if isinstance(each, _Watcher)]
-    for each in watchers:
-        each.closed.set()
+    watchers = [watcher for watcher in threading.enumerate() if isinstance(watcher, _Watcher)]
+    for watcher in watchers:
+        watcher.closed.set()
     until = monotonic() + _END_S
-    for each in watchers:
-        each.join(max(0.0, until - monotonic()))
+    for watcher in watchers:
+        watcher.join(max(0.0, until - monotonic()))
 
 
 def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:
     """Look at the store until a rank has given up. Return the text that it recorded; "" if the ring closes first."""
     before = ""
     while not closed.wait(1.2 * period_s if before else period_s):  # so that others look in between
-        found = fault()
-        if before and found:
-            board.report_fault(found)
-        before = found
-        board.publish(waits=bool(found))
+        problem = fault()
+        if before and problem:
+            board.report_fault(problem)
+        before = problem
+        board.publish(waits=bool(problem))
         if board.store.check([FIRST_FAILURE]):
             return board.store.get(FIRST_FAILURE).decode()
     return ""
@@ -212,14 +212,16 @@ def _first_failure(board: Board, period_s: float, fault: Callable[[], str], clos
 
 def _tell(board: Board, text: str, end: Callable[[str], None] | None) -> None:
     """Log why another rank has given up, and end what this one waits for."""
-    own = f"rank {board.rank} "
+    own_name = f"rank {board.rank} "
     if end is None:
-        if not text.startswith(own):
-            _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own, text)
+        if not text.startswith(own_name):
+            _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own_name, text)
         return
-    if text.startswith(own + "gave up"):  # it raises that error, and the others send it nothing any more
+    if text.startswith(own_name + "gave up"):  # it raises that error, and the others send it nothing any more
         end("")
         return
-    _LOG.error("%sof a ring ends, with the ring's NCCL communicators: %s", own, text)
-    board.ended = f"{text}; {own.rstrip()} has aborted the ring, and what it computed since then is not to be used"
+    _LOG.error("%sof a ring ends, with the ring's NCCL communicators: %s", own_name, text)
+    board.ended = (
+        f"{text}; {own_name.rstrip()} has aborted the ring, and what it computed since then is not to be used"
+    )
     end(board.ended)

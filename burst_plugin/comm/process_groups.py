@@ -73,7 +73,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
         self._attempts += 1  # part of names: an attempt that failed has left some of its groups behind
-        whole, used = self.whole, {self.whole, *self.values()}
+        ring_group, used = self.whole, {self.whole, *self.values()}
         channels: dict[Channel, dist.ProcessGroup] = {}
         for traffic in Traffic:
             for link in members:
@@ -81,7 +81,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
                     name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
-                    known[key] = new_group_like(whole, global_ranks, name, _limit(self._max_ctas, link))
+                    known[key] = new_group_like(ring_group, global_ranks, name, _limit(self._max_ctas, link))
                     self.created.append(known[key])
                 elif known[key] not in used:  # a given one, which may be new
                     warm_up(known[key])

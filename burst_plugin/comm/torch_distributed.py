@@ -142,10 +142,11 @@ class DistributedTransport(Transport):
     @property
     def backend_bytes(self) -> float:
         """Return roughly the bytes that NCCL holds for the peers that messages have come from; 0 without NCCL."""
-        leaving = {each for channel, each in self._by_channel.items() if channel.link is Link.INTER}
+        leaving = {communicator for channel, communicator in self._by_channel.items() if channel.link is Link.INTER}
         return sum(
-            len(each.senders) * peer_bytes(each.ctas, Link.INTER if each in leaving else Link.INTRA)
-            for each in self._communicators.values()
+            len(communicator.senders)
+            * peer_bytes(communicator.ctas, Link.INTER if communicator in leaving else Link.INTRA)
+            for communicator in self._communicators.values()
         )
 
     @property

@@ -181,11 +181,11 @@ class Accumulator:
                 del waiting[0]
         tensors = self._tensors = self._tensors if self._tensors is not None else self.storage.take(None)
         for rows, parts in _by_rows(waiting, 0 if filled else self._length):
-            mine = [rows_of(tensor, rows) for tensor in tensors]
+            totals = [rows_of(tensor, rows) for tensor in tensors]
             if parts:
-                self.combine.add(mine, parts, filled)
+                self.combine.add(totals, parts, filled)
             else:
-                for tensor, value in zip(mine, self.combine.nothing, strict=False):
+                for tensor, value in zip(totals, self.combine.nothing, strict=False):
                     tensor.fill_(value)
 
 
@@ -249,12 +249,15 @@ def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[sl
     if len(waiting) == 1 and not length:
         yield waiting[0].rows, [waiting[0].tensors]
         return
-    ends = {0, length}.union(*((each.rows.start, each.rows.stop) for each in waiting))
+    ends = {0, length}.union(*((contribution.rows.start, contribution.rows.stop) for contribution in waiting))
     for start, stop in pairwise(sorted(ends)):
         parts = [
-            [rows_of(x, slice(start - each.rows.start, stop - each.rows.start)) for x in each.tensors]
-            for each in waiting
-            if each.rows.start <= start and stop <= each.rows.stop
+            [
+                rows_of(x, slice(start - contribution.rows.start, stop - contribution.rows.start))
+                for x in contribution.tensors
+            ]
+            for contribution in waiting
+            if contribution.rows.start <= start and stop <= contribution.rows.stop
         ]
         if parts or start < length:
             yield slice(start, stop), parts

@@ -49,14 +49,14 @@ class RowTable:
 
         The table is emptied before it holds more than `most` elements in all.
         """
-        found = self.known.get(key)
-        if found is None:
+        tensor = self.known.get(key)
+        if tensor is None:
             with torch.inference_mode(False):  # other calls use them, too
-                found = make()
-            if found.numel() + sum(each.numel() for each in self.known.values()) > most:
+                tensor = make()
+            if tensor.numel() + sum(each.numel() for each in self.known.values()) > most:
                 self.known.clear()
-            self.known[key] = found
-        return found
+            self.known[key] = tensor
+        return tensor
 
 
 class OfQueries(NamedTuple):

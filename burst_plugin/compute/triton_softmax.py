@@ -144,11 +144,11 @@ def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
 
 def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T]]:
     """Yield the parts, as many at a time as are added up together, with the sum so far among them."""
-    rest = [total, *parts] if filled else [*parts]
-    while rest:
-        yield rest[: 1 + FAN_IN]
-        rest = rest[1 + FAN_IN :]
-        rest = [total, *rest] if rest else []
+    queue = [total, *parts] if filled else [*parts]
+    while queue:
+        yield queue[: 1 + FAN_IN]
+        queue = queue[1 + FAN_IN :]
+        queue = [total, *queue] if queue else []
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:

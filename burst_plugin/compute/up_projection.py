@@ -55,11 +55,11 @@ class UpProjection(NamedTuple):
             Dv)]; without a weight it is the gradient of c, [B, S, C]. They are in the type of dk or, where heads add
             up, wider.
         """
-        own, shared = dk[..., : self.own_dim], dk[..., self.own_dim :]
+        own_grad, shared = dk[..., : self.own_dim], dk[..., self.own_dim :]
         if self.weight is None:
-            return shared, (own + dv).flatten(2)
+            return shared, (own_grad + dv).flatten(2)
         wide = torch.promote_types(dk.dtype, torch.float32)
-        return shared.sum(2, keepdim=True, dtype=wide), torch.cat((own, dv), -1).flatten(2)
+        return shared.sum(2, keepdim=True, dtype=wide), torch.cat((own_grad, dv), -1).flatten(2)
 
 
 class LatentForwardPart(ForwardPart):

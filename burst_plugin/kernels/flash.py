@@ -222,8 +222,8 @@ class FlashKernel(ABC):
         if batch > 1:
             some = max(1, self.largest_dq // (head * heads))
             parts = [slice(first, first + some) for first in range(0, batch, some)]
-            each = ((Queries(*(x[part] for x in queries)), k[part], v[part]) for part in parts)
-            return tuple(torch.cat(grads) for grads in self._each_in_slices(each, ask))
+            slices = ((Queries(*(x[part] for x in queries)), k[part], v[part]) for part in parts)
+            return tuple(torch.cat(grads) for grads in self._each_in_slices(slices, ask))
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
         if kv_heads == 1:  # one group of its queries after another, which all have gradients for it
@@ -235,11 +235,11 @@ class FlashKernel(ABC):
             return dq, *(_sum(each_dkv.pop(0)) for _ in range(2))
         some = max(1, few // group)
         keys = [slice(first, min(first + some, kv_heads)) for first in range(0, kv_heads, some)]
-        each = (
+        slices = (
             (_of_heads(queries, slice(part.start * group, part.stop * group)), k[:, :, part], v[:, :, part])
             for part in keys
         )
-        return tuple(torch.cat(grads, 2) for grads in self._each_in_slices(each, ask))
+        return tuple(torch.cat(grads, 2) for grads in self._each_in_slices(slices, ask))
 
     def _each_in_slices(self, each: Iterable[tuple[Queries, Tensor, Tensor]], ask: Ask) -> list[tuple[Tensor, ...]]:
         """Return the dq of all slices, their dk and their dv."""

@@ -48,9 +48,9 @@ class FlashAttn4Kernel(FlashKernel):
     tall = False  # no test of flash-attn-4 has gradients of a window with more rows than keys
 
     def refuse_library(self, case: Case) -> str | None:
-        found = library.find(_MODULE)
-        if isinstance(found, str):
-            return found
+        module = library.find(_MODULE)
+        if isinstance(module, str):
+            return module
         version = _version()
         beta = re.match(r"4\.0\.0b(\d+)(\.dev)?", version)  # builds from source are named after the next beta
         if beta is not None and int(beta[1]) - bool(beta[2]) < _FIRST_BETA:
@@ -58,7 +58,7 @@ class FlashAttn4Kernel(FlashKernel):
         if version in ("", "0.0.0"):
             return f"{_MODULE} is there, but not of which version; install flash-attn-4 4.0.0b26 or newer"
         for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-            function = getattr(found, name, None)
+            function = getattr(module, name, None)
             missing = {*_options(_NOTHING)} - {*(() if function is None else signature(function).parameters)}
             if missing:
                 return f"{_MODULE}.{name} does not take {', '.join(sorted(missing))}; install a newer flash-attn-4"

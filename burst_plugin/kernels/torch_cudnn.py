@@ -129,10 +129,10 @@ def _version() -> int:
 
 def may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
     """Return whether gradients of such a tile may be NaN, see the top of this file; log it once."""
-    found = is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
-    if found:
+    is_affected = is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
+    if is_affected:
         warn_once()
-    return found
+    return is_affected
 
 
 @cache

@@ -64,12 +64,12 @@ def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) ->
         how = How(band, scores)
         expected = trusted.forward(q, k, v, how)
         queries = Queries(q, dout, expected[0].to(q.dtype), expected[1])
-        found, right = (
+        results, references = (
             (*outputs, *each.backward(queries, k, v, how)[:3])
             for each, outputs in ((kernel, kernel.forward(q, k, v, how)), (trusted, expected))
         )
-        for name, one, other in zip(RESULTS, found, right, strict=True):
-            if not difference(one, other) < TOLERANCE:  # NaN is wrong, too
+        for name, result, reference in zip(RESULTS, results, references, strict=True):
+            if not difference(result, reference) < TOLERANCE:  # NaN is wrong, too
                 wrong[name] = None
     return list(wrong)
 

@@ -73,14 +73,14 @@ def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how:
     batch, alone = k.shape[0], how._replace(lengths=None)
     q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
     lse = queries.lse.transpose(0, 1).flatten(1).unsqueeze(0)
-    found = [
+    sequence_grads = [
         kernel.backward(
             Queries(q[:, rows], dout[:, rows], out[:, rows], lse[:, :, rows]), k[:, keys], v[:, keys], alone
         )
         for rows, keys in _sequences(how)
     ]
-    each = zip(*(grads[:3] for grads in found), strict=True)
-    dq, dk, dv = (in_rows(torch.cat(grads, 1)[0], batch) for grads in each)
+    grads_by_input = zip(*(grads[:3] for grads in sequence_grads), strict=True)
+    dq, dk, dv = (in_rows(torch.cat(grads, 1)[0], batch) for grads in grads_by_input)
     return Grads(dq, dk, dv)
 
 

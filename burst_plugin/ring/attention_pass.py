@@ -41,17 +41,18 @@ def run_pass(
         parts: the parts of the heads, mostly one.
         call: the identity of the call, equal on every rank.
     """
-    own, profile = pass_plan.accumulators(parts), plan.rank_state.profile
+    accumulators, profile = pass_plan.accumulators(parts), plan.rank_state.profile
     log = None if profile is None else profile.begin_pass(pass_plan.direction, plan.device)
-    rings = [*map(partial(plan.ring_pass, parts=parts, own=own, call=call, log=log), pass_plan.rings)]  # mostly one
+    # Mostly one.
+    rings = [*map(partial(plan.ring_pass, parts=parts, own=accumulators, call=call, log=log), pass_plan.rings)]
     for visits in zip_longest(*map(RingPass.steps, rings)):
         for of_ring, ring, visit in zip(pass_plan.rings, rings, visits, strict=True):
             if visit is not None:
                 with ring.traced(visit):
-                    work(of_ring, parts[visit.part], visit, own)
+                    work(of_ring, parts[visit.part], visit, accumulators)
         yield
-    kv = own["kv"].finished(pass_plan.rounded["kv"]) if "kv" in own else ()
-    return own["q"].finished(pass_plan.rounded["q"]), kv
+    kv = accumulators["kv"].finished(pass_plan.rounded["kv"]) if "kv" in accumulators else ()
+    return accumulators["q"].finished(pass_plan.rounded["q"]), kv
 
 
 def work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
@@ -96,32 +97,32 @@ def forward_program(
         them.
     """
     exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
-    given = inputs if exchange is None else (yield from exchange.inputs(inputs))
+    ring_inputs = inputs if exchange is None else (yield from exchange.inputs(inputs))
     if kept is None:
-        on_ring = yield from _around_the_ring(plan, call, given)
+        on_ring = yield from _around_the_ring(plan, call, ring_inputs)
     else:
         missing = kept.missing(plan)
-        computed = None if missing is None else (yield from _around_the_ring(missing, call, given))
+        computed = None if missing is None else (yield from _around_the_ring(missing, call, ring_inputs))
         on_ring = kept.completed(plan, computed)
     assert on_ring.lse is not None, "the ring always gives it"
     outputs = on_ring if exchange is None else (yield from exchange.outputs(on_ring, plan.lse))
     if plan.lse or plan.max_logits:
         outputs = _own_numbers(outputs, plan.lse)
-    return outputs, Saved(given, on_ring.out, on_ring.lse)
+    return outputs, Saved(ring_inputs, on_ring.out, on_ring.lse)
 
 
-def _around_the_ring(plan: Plan, call: CallId, given: Inputs) -> Generator[None, None, Outputs]:
+def _around_the_ring(plan: Plan, call: CallId, inputs: Inputs) -> Generator[None, None, Outputs]:
     """Return out and lse of the queries that this rank has on the ring, over the keys of all ranks."""
     exchange = None if plan.exchange_kind is None else plan.exchange("forward", call)
-    parts = plan.forward_parts(given if exchange is None else (yield from exchange.gathered(given)))
+    parts = plan.forward_parts(inputs if exchange is None else (yield from exchange.gathered(inputs)))
     (out, lse), _ = yield from run_pass(plan, plan.forward, parts, call)
     largest = torch.cat([part.max_logits for part in parts]) if plan.max_logits else None  # type: ignore[misc]
     del parts  # with the group's queries, whose memory the exchange may have
     if exchange is not None:
         out, lse = yield from exchange.merged(out, lse)
-    if given.sink is not None:
-        out, lse = add_sink(out, lse, given.sink)
-    return Outputs(out.to(given.q.dtype), lse, largest)
+    if inputs.sink is not None:
+        out, lse = add_sink(out, lse, inputs.sink)
+    return Outputs(out.to(inputs.q.dtype), lse, largest)
 
 
 def dense(inputs: Inputs) -> Inputs:
@@ -177,34 +178,34 @@ def backward_program(
         saved: what the forward pass returned for this pass.
         wanted: which gradients to compute besides q, k, v and sink.
     """
-    given, out, lse = saved
+    ring_inputs, out, lse = saved
     exchange = None if plan.exchange_kind is None else plan.exchange("backward", call)
     if exchange is not None:
         wanted = wanted._replace(bias=True)  # others of the group may want theirs
     dout, dlse = upstream
-    check_lse_grad(given.q.dtype, dlse)
+    check_lse_grad(ring_inputs.q.dtype, dlse)
     if exchange is not None:
-        with_lse = plan.lse and wanted.from_lse and given.q.dtype is not torch.float16
+        with_lse = plan.lse and wanted.from_lse and ring_inputs.q.dtype is not torch.float16
         dout, dlse = yield from exchange.upstream(dout, dlse, with_lse)
     dout = dout.contiguous()
     if dlse is not None:
         out, dout = with_lse_grad(out, dout, lse, dlse)
     factor = row_factor(out, dout) if plan.sends_row_factor else None
-    operands = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
+    operands = BackwardOperands(Queries(ring_inputs.q, dout, out, lse), ring_inputs, factor)
     if exchange is not None:
         operands = yield from exchange.gathered_backward(operands)
     parts, bias = plan.backward_parts(*operands, wanted), operands.inputs.bias
     del operands
     (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, call)
-    dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
+    dsink = None if ring_inputs.sink is None else sink_grad(ring_inputs.sink, out, dout, lse)
     dbias = bias_grad(bias, parts) if bias is not None and wanted.bias else None
     grads = Inputs(dq, dk, dv, dsink, dbias, weight=getattr(parts[0], "dweight", None))
     del dout, dlse, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
     if exchange is not None:
         grads = yield from exchange.summed(grads)
-    grads = _rounded(given, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())
+    grads = _rounded(ring_inputs, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())
     if exchange is not None:
-        grads = _rounded(given, (yield from exchange.grads(grads, plan.extras.shared_bias)))
+        grads = _rounded(ring_inputs, (yield from exchange.grads(grads, plan.extras.shared_bias)))
     return grads
 
 
@@ -217,10 +218,10 @@ def check_lse_grad(dtype: torch.dtype, dlse: Tensor | None) -> None:
         )
 
 
-def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
+def _rounded(inputs: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
     """Return gradients in the types of the inputs; the gradients named in `but` as they are."""
     rounded = {}
-    for name, x, grad in zip(Inputs._fields, given, grads, strict=True):
+    for name, x, grad in zip(Inputs._fields, inputs, grads, strict=True):
         if x is not None and grad is not None and name not in but and grad.dtype != x.dtype:
             rounded[name] = grad.to(x.dtype)
     return grads._replace(**rounded) if rounded else grads

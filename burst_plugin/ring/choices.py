@@ -202,13 +202,13 @@ def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dic
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
-    for side, whole in tokens.items():
-        held = [token_count(runs) for runs in table.shards(whole)]
-        longest[side] = max(block.length for block in table.group_blocks(whole))
+    for side, sequence in tokens.items():
+        held = [token_count(runs) for runs in table.shards(sequence)]
+        longest[side] = max(block.length for block in table.group_blocks(sequence))
         if lengths[side] != held[rank]:
             raise ValueError(
-                f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {table.layout(whole).name!r}, but "
-                f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
+                f"rank {rank} of {ranks} holds {held[rank]} of {sequence} in layout {table.layout(sequence).name!r}, "
+                f"but its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
                 "ContextParallel.shard, and pass the same tokens= to it and here"
             )
     return tokens, longest

@@ -89,13 +89,13 @@ class Connections:
             return
         if by_link is None:
             by_link = {self.rank_state.route_table.dense(True).by_link}
-        for each in sorted(by_link):
-            if not any(channel.by_link == each for channel in self.communicators):
+        for is_by_link in sorted(by_link):
+            if not any(channel.by_link == is_by_link for channel in self.communicators):
                 # With NCCL a communicator that leaves a node has few thread blocks for each peer, those inside too.
-                peers = self.rank_state.link_peers(each, apart=launches_batches(self.group))
-                self.communicators.connect(peers, each, self.rank_state.ring_id)
+                peers = self.rank_state.link_peers(is_by_link, apart=launches_batches(self.group))
+                self.communicators.connect(peers, is_by_link, self.rank_state.ring_id)
                 if launches_batches(self.group):
-                    self.meet_neighbours(peers, each)
+                    self.meet_neighbours(peers, is_by_link)
 
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
@@ -260,19 +260,19 @@ def _without_nodes(rank: int, ranks: int, sizes: Sequence[int], impossible: Sequ
 
     `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
     """
-    found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
+    situation = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
     if impossible:
         least = min(sizes, default=0)
-        other = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
+        alternative = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
         raise ValueError(
             f"schedule={impossible[0]!r} needs nodes with equally many ranks of the context-parallel "
-            f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
-            "or say with ranks_per_node how many ranks count as a node"
+            f"group, side by side, and here {situation}: use schedule='auto', which is one flat ring then, "
+            f"{alternative}, or say with ranks_per_node how many ranks count as a node"
         )
     if rank == 0:
         warnings.warn(
             f"the {ranks} ranks of the context-parallel group are not spread evenly, in consecutive runs, "
-            f"over the nodes ({found}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
+            f"over the nodes ({situation}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
             stacklevel=4,
         )
     return Topology(1, ranks)

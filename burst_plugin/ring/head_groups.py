@@ -57,10 +57,10 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
 
 def joined(outputs: Sequence[Outputs]) -> Outputs:
     """Return the outputs of calls for groups of heads, in their order, as the outputs of one call for all heads."""
-    lse = [each.lse for each in outputs if each.lse is not None]
-    largest = [each.max_logits for each in outputs if each.max_logits is not None]
+    lse = [group.lse for group in outputs if group.lse is not None]
+    largest = [group.max_logits for group in outputs if group.max_logits is not None]
     return Outputs(
-        torch.cat([each.out for each in outputs], 2),
+        torch.cat([group.out for group in outputs], 2),
         torch.cat(lse, 1) if lse else None,
         torch.cat(largest) if largest else None,
     )

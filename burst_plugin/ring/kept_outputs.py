@@ -147,12 +147,12 @@ class KeptOutputs:
 
 def _rows_from(first: int, plan: Plan) -> Tensor:
     """Return which of this rank's query rows are at position `first` or later, without waiting for the device."""
-    found, offset = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+    ranges, offset = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
     for run in plan.q_runs:
         before = min(max(0, ceil((first - run.start) / run.stride)), run.length)
-        found.append(torch.arange(offset + before, offset + run.length, device="cpu"))
+        ranges.append(torch.arange(offset + before, offset + run.length, device="cpu"))
         offset += run.length
-    return sent(torch.cat(found), plan.device)
+    return sent(torch.cat(ranges), plan.device)
 
 
 def _lse(outputs: Outputs) -> Tensor:

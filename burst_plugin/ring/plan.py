@@ -164,11 +164,11 @@ class PassPlan:
 
         parts: the parts of the heads, which make them.
         """
-        own = {}
+        accumulators = {}
         for side, specs in self._specs.items():
             if specs:
-                own[side] = BlockAccumulators(specs, self.device, parts, side)
-        return own
+                accumulators[side] = BlockAccumulators(specs, self.device, parts, side)
+        return accumulators
 
     @cached_property
     def _specs(self) -> dict[Side, Sequence[Spec]]:
@@ -388,14 +388,14 @@ class Plan:
     @cached_property
     def _hows(self) -> Mapping[int, Sequence[How]]:
         """Return the kernel's arguments for each part of the heads, by the number of parts."""
-        first_head, found = self.rank_state.group.heads_of(self.heads).start, {}
+        first_head, by_count = self.rank_state.group.heads_of(self.heads).start, {}
         for count in {self.forward.parts, self.backward.parts}:
             heads = self.shapes.q_heads // count
-            found[count] = hows = list[How]()
+            by_count[count] = hows = list[How]()
             for first in range(first_head, first_head + self.shapes.q_heads, heads):
                 scores = self.scores.of_heads(slice(first, first + heads))
                 hows.append(How(FULL, scores, first_head=first, deterministic=self.deterministic))
-        return found
+        return by_count
 
     def ring_pass(
         self,

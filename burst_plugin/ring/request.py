@@ -182,12 +182,12 @@ def token_dim(name: str, x: object, dim: object) -> int:
         raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
     if unreadable(x) and not x.is_meta:
         raise ValueError(f"{name} is a tensor {unreadable(x)}")
-    whole = as_whole(dim)
-    if whole is None or not -x.ndim <= whole < x.ndim:
+    index = as_whole(dim)
+    if index is None or not -x.ndim <= index < x.ndim:
         raise ValueError(
             f"dim={shown(dim)} is not a dimension of {name} {list(x.shape)}; use that of tokens, such as dim=1"
         )
-    return whole % x.ndim
+    return index % x.ndim
 
 
 def scaled(request: Request) -> Request:

@@ -112,14 +112,14 @@ class Schedule:
 
     def of_rank(self, rank: int) -> RankSchedule:
         """Return the schedule of one rank: its visits, and the transfers that it sends or receives, step by step."""
-        own = [t for t in self.transfers if rank in (t.src, t.dst)]
+        own_transfers = [t for t in self.transfers if rank in (t.src, t.dst)]
         visits, tails = list(self.visits[rank]), self.tail_visits(rank)
-        count = max([len(visits) + 1, *(t.due + 1 for t in own)])
+        count = max([len(visits) + 1, *(t.due + 1 for t in own_transfers)])
         visits += [None] * (count - len(visits))
         tails += [False] * (count - len(tails))
         due: list[list[Transfer]] = [[] for _ in range(count)]
         issue: list[list[Transfer]] = [[] for _ in range(count)]
-        for t in own:
+        for t in own_transfers:
             issue[t.issue].append(t)
             due[t.due].append(t)
         for transfers in issue:  # one order on every rank, by communicator; what is due first goes first

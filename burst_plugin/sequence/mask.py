@@ -59,13 +59,13 @@ class Region(NamedTuple):
 
     def rectangles(self) -> Iterator[Region]:
         """Yield regions without spans that make up this one: itself, or one for each pair of spans that attend."""
-        spans, whole = self.within, self._replace(within=None)
+        spans, region = self.within, self._replace(within=None)
         if spans is None:
-            yield whole
+            yield region
             return
         for q_span in spans:
             for k_span in spans:
-                part = whole.intersect(Region(*q_span, *k_span))
+                part = region.intersect(Region(*q_span, *k_span))
                 low, high = part.keys_of(part.q_start, part.q_stop - 1)
                 if low <= high and not part.is_empty:
                     yield part
@@ -370,19 +370,19 @@ def _are_in(positions: Tensor, spans: Rows) -> Tensor:
     return torch.searchsorted(edges, positions, right=True) % 2 == 1
 
 
-def _common(one: Rows | None, other: Rows | None) -> Rows | None:
+def _common(first: Rows | None, second: Rows | None) -> Rows | None:
     """Return the spans that are in both; None stands for everything."""
-    if one is None or other is None or one == other:
-        return other if one is None else one
-    both = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    if first is None or second is None or first == second:
+        return second if first is None else first
+    both = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
     return tuple((start, stop) for start, stop in both if start < stop)
 
 
-def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+def _narrower(choose: Callable[[int, int], int], first: int | None, second: int | None) -> int | None:
     """Return the bound that leaves less, of two that may be None."""
-    if one is None or other is None:
-        return other if one is None else one
-    return choose(one, other)
+    if first is None or second is None:
+        return second if first is None else first
+    return choose(first, second)
 
 
 def regions_of(mask: Mask, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -395,14 +395,14 @@ def regions_of(mask: Mask, q_len: int, kv_len: int) -> tuple[Region, ...]:
     if _is_known(mask):
         return regions
     parts = [part for region in regions for part in islice(region.rectangles(), _COMPARED)][:_COMPARED]
-    for one, other in combinations(parts, 2):
-        common = one.intersect(other)
+    for first, second in combinations(parts, 2):
+        common = first.intersect(second)
         low, high = common.k_start - common.q_stop + 1, common.k_stop - 1 - common.q_start
         lower = low if common.lower is None else max(low, common.lower)
         upper = high if common.upper is None else min(high, common.upper)
         if not common.is_empty and lower <= upper:
             raise ValueError(
-                f"regions of the mask {shown(mask)} overlap, so that keys would count twice: {one} and {other}; "
+                f"regions of the mask {shown(mask)} overlap, so that keys would count twice: {first} and {second}; "
                 "return disjoint regions"
             )
     return regions

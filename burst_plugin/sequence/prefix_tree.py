@@ -202,12 +202,14 @@ class PrefixTree(TreeMask):
         Bands of `regions` count logical positions; bands of the result count positions in the sequence.
         """
         inside: list[Region] = []
-        for other in regions:
-            if other.lower is None and (other.upper is None or other.upper >= 0):
-                rectangle = other._replace(upper=None)
+        for mask_region in regions:
+            if mask_region.lower is None and (mask_region.upper is None or mask_region.upper >= 0):
+                rectangle = mask_region._replace(upper=None)
                 inside += (rectangle.intersect(Region(n.start, n.end, n.start, n.stop, None, 0)) for n in self._nodes)
             else:
-                inside += (pair.intersect(other._replace(lower=None, upper=None)) for pair in self._pairs(other))
+                inside += (
+                    pair.intersect(mask_region._replace(lower=None, upper=None)) for pair in self._pairs(mask_region)
+                )
         return tuple(region for region in inside if not region.is_empty)
 
     def _pairs(self, band: Region) -> Iterator[Region]:

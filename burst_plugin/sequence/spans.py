@@ -38,7 +38,7 @@ class SpanPlaces:
 
         Rows count the tokens of `runs` in their order; ranges are (start, stop).
         """
-        found: list[Run] = []
+        place_runs: list[Run] = []
         rows: list[tuple[int, int]] = []
         offset = 0
         for run in runs:
@@ -48,13 +48,13 @@ class SpanPlaces:
                 if count <= 0:
                     continue
                 start = self.place(run.start + first * run.stride)
-                if found and found[-1].last + run.stride == start:
-                    found[-1] = found[-1]._replace(length=found[-1].length + count)
+                if place_runs and place_runs[-1].last + run.stride == start:
+                    place_runs[-1] = place_runs[-1]._replace(length=place_runs[-1].length + count)
                 else:
-                    found.append(Run(start, count, run.stride))
+                    place_runs.append(Run(start, count, run.stride))
                 rows.append((offset + first, offset + first + count))
             offset += run.length
-        return found, rows
+        return place_runs, rows
 
 
 def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
@@ -62,13 +62,13 @@ def rows_at(rows: Sequence[tuple[int, int]], places: slice) -> Rows:
 
     rows: (start, stop), ascending.
     """
-    found, offset = [], 0
+    ranges, offset = [], 0
     for start, stop in rows:
         first, last = max(start, start + places.start - offset), min(stop, start + places.stop - offset)
         if first < last:
-            found.append((first, last))
+            ranges.append((first, last))
         offset += stop - start
-    return merged(found)
+    return merged(ranges)
 
 
 def inside(run: Run, start: int, stop: int) -> tuple[int, int]:

@@ -334,7 +334,7 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
 
 def _stairs(tiles: list[Tile]) -> list[Tile]:
     """Join two causal squares and the full rectangle below the first to one causal square."""
-    rest = dict.fromkeys(tiles)
+    result = dict.fromkeys(tiles)
     squares = {}
     for tile in tiles:
         rows, columns = tile.shape
@@ -343,29 +343,33 @@ def _stairs(tiles: list[Tile]) -> list[Tile]:
     for start in sorted(squares):
         if start not in squares:
             continue
-        one = squares[start]
-        while other := squares.get((one.q_stop, one.k_stop)):
-            corner = Tile(other.q_start, other.q_stop, one.k_start, one.k_stop)
-            if corner not in rest:
+        square = squares[start]
+        while next_square := squares.get((square.q_stop, square.k_stop)):
+            corner = Tile(next_square.q_start, next_square.q_stop, square.k_start, square.k_stop)
+            if corner not in result:
                 break
-            for part in (one, other, corner):
-                rest.pop(part, None)
-            del squares[other.q_start, other.k_start]
-            one = Tile(one.q_start, other.q_stop, one.k_start, other.k_stop, CAUSAL)
-            squares[start] = one
-            rest[one] = None
-    return list(rest)
+            for part in (square, next_square, corner):
+                result.pop(part, None)
+            del squares[next_square.q_start, next_square.k_start]
+            square = Tile(square.q_start, next_square.q_stop, square.k_start, next_square.k_stop, CAUSAL)
+            squares[start] = square
+            result[square] = None
+    return list(result)
 
 
 def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
     """Join full tiles with the same rows on `side` and adjacent ones on the other."""
-    other = OTHER_SIDE[side]
+    other_side = OTHER_SIDE[side]
     joined = [tile for tile in tiles if tile.band != FULL]
     full = [tile for tile in tiles if tile.band == FULL]
-    full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))
+    full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other_side).start))
     last: Tile | None = None
     for tile in full:
-        if last is None or last.rows(side) != tile.rows(side) or last.rows(other).stop != tile.rows(other).start:
+        if (
+            last is None
+            or last.rows(side) != tile.rows(side)
+            or last.rows(other_side).stop != tile.rows(other_side).start
+        ):
             last = tile
             joined.append(tile)
         else:

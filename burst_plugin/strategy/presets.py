@@ -240,12 +240,12 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a name that no preset has.
     """
-    given = dict(options)
-    if "preset" not in given:
-        return given
-    name = given.pop("preset")
+    own_options = dict(options)
+    if "preset" not in own_options:
+        return own_options
+    name = own_options.pop("preset")
     check_one_of("preset", name, PRESETS)
-    return {**PRESETS[name].options, **given}
+    return {**PRESETS[name].options, **own_options}
 
 
 def check_groups(groups: Groups) -> None:

@@ -51,16 +51,16 @@ def validated(options: Mapping[str, Any]) -> dict[str, Any]:
             f"keep_attention={shown(options['keep_attention'])} is not valid; use 'none', 'all', or a share of the "
             "sequence from 0 to 1, such as 0.5"
         )
-    found: dict[str, Any] = {
+    valid_options: dict[str, Any] = {
         "parts": _parts(options["parts"]),
         "ulysses_degree": _number_or_word("ulysses_degree", options, OF_NODE, ALL_RANKS),
         "ranks_per_node": _number_or_word("ranks_per_node", options, AUTO),
         "mesh_degree": whole_number("mesh_degree={}", options["mesh_degree"], "use a positive number", 1),
         **_counts(options),
     }
-    if found["mesh_degree"] > 1:
-        _check_mesh({**options, **found})
-    return found
+    if valid_options["mesh_degree"] > 1:
+        _check_mesh({**options, **valid_options})
+    return valid_options
 
 
 def check_kernel(kernel: object) -> None:
@@ -76,11 +76,11 @@ def kept_share(kept: float | str) -> float:
     return share if share is not None and 0.0 <= share <= 1.0 else math.nan
 
 
-def _parts(given: Any) -> int | tuple[int, ...]:
-    pair = given if isinstance(given, (tuple, list)) else (given, given)
+def _parts(value: Any) -> int | tuple[int, ...]:
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
     parts = tuple(filter(None, map(as_positive, pair)))
     if not len(parts) == len(pair) == 2:
-        raise ValueError(f"parts={shown(given)} is not valid; use a positive number, or two: forward and backward")
+        raise ValueError(f"parts={shown(value)} is not valid; use a positive number, or two: forward and backward")
     return parts[0] if parts[0] == parts[1] else parts
 
 
@@ -106,15 +106,15 @@ def _check_mesh(options: Mapping[str, Any]) -> None:
 
 
 def _number_or_word(name: str, options: Mapping[str, Any], *words: str) -> int | str:
-    given = options[name]
-    number = as_positive(given)
+    value = options[name]
+    number = as_positive(value)
     if number is not None:
         return number
-    if not isinstance(given, str) or given not in words:
+    if not isinstance(value, str) or value not in words:
         raise ValueError(
-            f"{name}={shown(given)} is not valid; use a positive number or {' or '.join(map(repr, words))}"
+            f"{name}={shown(value)} is not valid; use a positive number or {' or '.join(map(repr, words))}"
         )
-    return given
+    return value
 
 
 def _counts(options: Mapping[str, Any]) -> dict[str, int]:

@@ -415,11 +415,11 @@ class ToTokens(ExchangedTensor):
 
     def arrive(self, sender: int, message: Tensor) -> None:
         """Copy `message`, this rank's rows of member `sender`'s heads, into `local`; add it if they share a head."""
-        mine = self.local_heads(sender)
+        own_rows = self.local_heads(sender)
         if self.ranks_per_head > 1:
-            mine.add_(message)
+            own_rows.add_(message)
         else:
-            mine.copy_(message)
+            own_rows.copy_(message)
 
     def stay(self, place: int) -> None:
         """Copy this rank's rows of its own heads, as the member at `place`, into `local`."""
