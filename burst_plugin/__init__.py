@@ -5,7 +5,7 @@
 
 Importing this package imports torch and nothing else, and has no side effect.
 
-docs/architecture.md shows the parts of the package, and the way that q takes through them.
+docs/architecture.md shows the parts of the package, and how q passes through them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-_LOADED_LATER = {  # with their first use: what runs a ring, and what most training does not need
+_LOADED_LATER = {  # at their first use, from modules that run a ring, or that most training does not need
     "BlockMask": "sequence.block_masks",
     "ContextParallel": "context",
     "PrefixTree": "sequence.prefix_tree",
@@ -101,7 +101,7 @@ _LOADED_LATER = {  # with their first use: what runs a ring, and what most train
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is in no module that is loaded yet, when it is first asked for."""
+    """Load a name of `_LOADED_LATER` when it is first used."""
     if name not in _LOADED_LATER:
         raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(f"burst_plugin.{_LOADED_LATER[name]}"), name)

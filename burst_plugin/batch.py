@@ -51,7 +51,7 @@ _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is log
 LayerMask = Callable[[Mapping[str, tuple[TypeRuns, ...]]], Mask]
 _IDS = ("input_ids", "inputs_embeds")
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# How names of entries begin that hold images, video or audio, and are not cut: ranks share them out.
+# Prefixes of the names of entries with images, video or audio, which are not cut: ranks share them out.
 MEDIA = (
     "aspect_ratio_",
     "audio_",
@@ -80,7 +80,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Forwards:
-    """The number of forwards that a shard was used in. No dataclass: FSDP makes copies of these in every forward."""
+    """The number of forwards that a shard was used in. Not a dataclass: FSDP copies dataclasses in every forward."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -316,7 +316,7 @@ def _compare(cp: ContextParallel, read: _WholeBatch | None, problem: str) -> int
 
 
 def _tokens(cp: ContextParallel, read: _WholeBatch, layers: Mask) -> Tokens:
-    """Return how tokens are assigned: by the group's layout or, if that is "auto", as suits the mask of layers."""
+    """Return how tokens are assigned: by the group's layout or, if that is "auto", to suit the mask of layers."""
     mask = layers if read.mask is None else layers & read.mask
     if cp.strategy.layout == AUTO:
         return cp.tokens(read.padded, mask, alike=True)
@@ -353,7 +353,7 @@ def _counted(
 ) -> Tensor | None:
     """Return the positions of this rank's tokens, counted without padding, which is at -1.
 
-    `positions` are these with padding counted. Returns None for a batch with positions of its own.
+    `positions` count padding, too. Returns None for a batch with positions of its own.
     """
     if batch.get("position_ids") is not None or batch.get("tree") is not None:
         return None
@@ -468,7 +468,7 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
 def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[PrefixTree, ...]:
     """Return the prefix trees of a batch, one, or one for each row, and put their positions into `tensors`.
 
-    From logical positions a tree can be told, so that ranks need not compare more than these.
+    Logical positions identify a tree, so that ranks need not compare anything else of it.
     Raises ValueError for an entry that is no tree of this batch, or for entries that do not go with a tree.
     """
     entry = batch.get("tree")

@@ -1,4 +1,4 @@
-"""Checks of single arguments: the whole numbers, numbers and lists that constructors are given.
+"""Checks of single arguments: the whole numbers, numbers and lists that constructors take.
 
 Numbers may come from Python, numpy or PyTorch. A message reads "{argument} is not valid; {expected}", in which
 `pattern`, such as "Tokens(length={})", names the argument with {} for its value, and `expected` says what to write
@@ -96,10 +96,10 @@ def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...
     pattern: names the argument in the error, with {} for its value: "hierarchy={}".
     expected: what to write instead, after "is not valid; ".
 
-    Raises ValueError for anything else; for a wrong entry it says which.
+    Raises ValueError for anything else; the message names a wrong entry.
     """
     listed = as_listed(pattern, values, expected)
-    if all(type(value) is int for value in listed):  # as mostly, and there may be many
+    if all(type(value) is int for value in listed):  # the usual case, and there may be many
         return listed  # type: ignore[return-value]
     numbers = [as_whole(int(x) if isinstance(x, float) and x.is_integer() else x) for x in listed]
     if None in numbers:

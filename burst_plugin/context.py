@@ -308,7 +308,7 @@ class ContextParallel:
     ) -> Tensor:
         """Return this rank's tokens of the sequence shifted by `by` places along `dim`; collective, also backward.
 
-        By -1 every token takes the value of the next one, as labels of next tokens are made; by 1 the value of the
+        By -1 every token takes the value of the next one, as for labels of next tokens; by 1 the value of the
         token before. In any layout, with a gradient.
 
         Args:
@@ -347,7 +347,7 @@ class ContextParallel:
     def _held_together(
         self, task: str, local: Tensor, dim: int, tokens: Tokens | None, asked: Mapping[str, object]
     ) -> tuple[HeldTokens, Callable[[], None]]:
-        """Return how ranks hold the sequence of `local`, once all ranks ask alike; collective.
+        """Return how ranks hold the sequence of `local`, once all ranks ask for the same; collective.
 
         Also returns a function by which all ranks meet before the backward pass.
         """

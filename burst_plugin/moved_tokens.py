@@ -96,7 +96,7 @@ class WholeSequence(torch.autograd.Function):
         held, meet = ctx.held, ctx.meet
         if meet is None:
             return held.part(grad, held.rank), None, None
-        if torch.is_grad_enabled():  # whose graph would lack the other ranks
+        if torch.is_grad_enabled():  # the graph would lack the other ranks
             raise RuntimeError("unshard(loss='own') has no second derivatives; leave out create_graph=True")
         meet()
         return held.summed_part(grad), None, None

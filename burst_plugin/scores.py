@@ -1,4 +1,4 @@
-"""What happens to a score between `q . k` and the softmax, and to a probability after it."""
+"""The changes to a score between `q . k` and the softmax, and to a probability after it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
 
 
 class Link(str, Enum):
-    """What joins two ranks: `INTRA` inside a node (NVLink), `INTER` between nodes (InfiniBand, Ethernet)."""
+    """The link between two ranks: `INTRA` inside a node (NVLink), `INTER` between nodes (InfiniBand, Ethernet)."""
 
     INTRA = "intra"
     INTER = "inter"

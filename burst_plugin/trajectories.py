@@ -239,7 +239,7 @@ def _add(root: _Branch, text: Tensor) -> None:
 
 
 def _common(first: Tensor, second: Tensor) -> int:
-    """Return how many tokens both have in common from the beginning."""
+    """Return the number of tokens that both texts have in common from the beginning."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.to(torch.uint8).argmax()) if bool(differs.any()) else length
@@ -272,9 +272,9 @@ def _path(root: _Branch, text: Tensor) -> Tensor:
 
 
 class _OwnEdges(NamedTuple):
-    """What a rank has to compute.
+    """The edges that a rank has to compute.
 
-    own: its edges, [N], by their numbers.
+    own: the numbers of these edges, [N].
     rows, targets: [N], their rows of its hidden states, and their tokens.
     most: how many edges any rank has, at least 1.
     places: [E], where each edge is among `most` rows of one rank after the other.
@@ -315,7 +315,7 @@ def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | N
 
 
 def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return of every token the rank that holds it, and its row there, [S] each."""
+    """Return, for every token, the rank that holds it and its row there, [S] each."""
     owners, rows = (torch.empty(tokens.length, dtype=torch.int64, device=device) for _ in range(2))
     for rank, runs in enumerate(cp.rank_state.route_table.shards(tokens)):
         held = positions(runs, device)
@@ -325,7 +325,7 @@ def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple
 
 
 def _check(hidden: Tensor, edges: Edges) -> None:
-    """Raise ValueError for other things than hidden states of one sequence, and edges."""
+    """Raise ValueError unless `hidden` are hidden states of one sequence, and `edges` are `Edges`."""
     if not isinstance(edges, Edges):
         raise ValueError(f"edges={shown(edges)} is not valid; give the edges that fold returned")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != 1:

@@ -158,7 +158,7 @@ class VirtualRing:
             )
         calls = by_head_group(all_inputs, request) or [(all_inputs, request)]
         outputs = []
-        for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are, before any is run
+        for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are planned before any is run
             with unseen_by_selective_checkpoints():
                 flat = VirtualRingAttention.apply(plans, self.next_call(), *(x for one in inputs for x in one))  # type: ignore[no-untyped-call]
             outputs.append(self._unsharded([Outputs(*one) for one in by_rank(flat, len(plans))], tokens[0]))
@@ -185,7 +185,7 @@ class VirtualRing:
         return inputs, plans
 
     def _unsharded(self, outputs: Sequence[Outputs], tokens: Tokens) -> Outputs:
-        """Return out and lse of the whole sequence, from the shards of all ranks."""
+        """Return out and lse of the whole sequence, from every rank's shard."""
         layout = self.rank_states[0].route_table.layout(tokens)
         lse = layout.unshard([each.lse for each in outputs if each.lse is not None], 2, tokens)
         return Outputs(layout.unshard([each.out for each in outputs], 1, tokens), lse)

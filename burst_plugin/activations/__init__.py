@@ -12,7 +12,7 @@ __all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for: importing the package, which needs none of it, takes less time."""
+    """Import a name when it is first used, so that importing the package takes less time."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("burst_plugin.activations.chunked_loss"), name)

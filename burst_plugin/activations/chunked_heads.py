@@ -1,7 +1,7 @@
 """Attention on a few heads of a layer at a time: projected, exchanged, attended to, and let go again.
 
 Queries, keys and values of all heads never exist at once, nor do their gradients or the ring's buffers for them. The
-forward pass keeps the layer's input, and of every chunk of heads what its attention returned; the backward pass
+forward pass keeps the layer's input and the attention outputs of every chunk of heads; the backward pass
 projects one chunk again, differentiates it, and goes on to the next (Untied Ulysses, arXiv 2602.21196). The ring does
 not run forward again for that.
 """
@@ -93,7 +93,7 @@ class _HeadsByChunk(torch.autograd.Function):
             all_heads[..., number * width : (number + 1) * width] = out
             del out
         assert all_heads is not None  # there is one chunk at least
-        # As tensors that autograd saves, so that a checkpoint around the layer drops them, and gets them again.
+        # Saved by autograd, so that a checkpoint around the layer can drop and recompute them.
         ctx.save_for_backward(hidden, *(x for kept in ctx.kept for x in kept.release()))
         return all_heads
 
@@ -124,7 +124,7 @@ def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: T
     inputs = [*ctx.trained] if total is None else [hidden, *ctx.trained]
     grads: list[Tensor | None] = gradients_of(out, inputs, grad)
     of_hidden = None if total is None else grads.pop(0)
-    if total is not None and of_hidden is not None:  # of what was not projected by `linear`
+    if total is not None and of_hidden is not None:  # from operations other than `linear`
         total += of_hidden
     return grads
 

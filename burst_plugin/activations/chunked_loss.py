@@ -1,4 +1,4 @@
-"""The head of a language model and its loss on a few tokens at a time: logits [T, V] are never whole.
+"""The head of a language model and its loss on a few tokens at a time: the logits [T, V] never exist whole.
 
     head = Head(model.lm_head, chunk=1024)
     losses = linear_cross_entropy(hidden, head, labels)  # [T], float32
@@ -7,7 +7,7 @@
 Where every token has a loss of its own, the forward pass keeps the hidden states and two numbers per token: the
 log-sum-exp and the entropy. The backward pass computes the logits of a chunk once more, has the head turn their
 gradient into gradients of the hidden states and of its parameters, and adds the latter up in float32: a parameter
-gets one gradient, rounded once, as without chunks. For a sum or a mean of losses the forward pass lacks but one
+gets one gradient, rounded once, as without chunks. For a sum or a mean of losses the forward pass lacks only one
 factor, the gradient of that scalar, so it turns each chunk's logits into gradients at once, and no logits are
 computed twice. In a process group whose ranks have a share of the vocabulary each (`group`), a chunk's sums are
 reduced over the group.

@@ -34,7 +34,7 @@ _UNLISTED = "use mlp_chunk=0, or list it in `parameters` of `chunked_mlp`"
 
 @dataclass(frozen=True)
 class _Call:
-    """What is run, and in which chunks; see `chunked_mlp`."""
+    """The function to run, and its chunks; see `chunked_mlp`."""
 
     mlp: Callable[[Tensor], Tensor]
     chunk: int
@@ -98,7 +98,7 @@ def chunked_mlp(
         chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H], or [chunk, H]
             if `hidden` has two dimensions.
         adds_itself: takes a parameter, and returns whether the backward pass of `mlp` adds its gradient up by itself,
-            in a buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
+            in a buffer of its own; the gradient that autograd gets is then meaningless, and is passed on unchanged.
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
         module: the module that `mlp` runs, if `mlp` is a function; by default the modules that it refers to. The
@@ -123,10 +123,10 @@ def chunked_mlp(
 
 
 class _MLPByChunk(torch.autograd.Function):
-    """One step of autograd for all chunks, of which its forward computes the first one alone.
+    """One step of autograd for all chunks, whose forward computes only the first one.
 
     Activation checkpoints of PyTorch that are not reentrant end a layer's recomputation as soon as it has saved its
-    last tensor, which for most layers is the input of their MLP. So the other chunks are not computed for nothing.
+    last tensor, which for most layers is the input of their MLP. So the other chunks are not computed in vain.
     """
 
     @staticmethod

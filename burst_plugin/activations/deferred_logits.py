@@ -1,4 +1,4 @@
-"""Stand-ins for logits where a loss comes in chunks: `DeferredLogits` in the model, `LazyLogits` in its outputs."""
+"""Stand-ins for logits if the loss runs in chunks: `DeferredLogits` in the model, `LazyLogits` in its outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeferredLogits:
     takes chunk by chunk. Anything else is done with whole logits, or refused.
 
     hidden: the input of the head, [..., H].
-    refusal: how the ValueError begins that is raised where something needs whole logits, and `head` is None.
+    refusal: the beginning of the ValueError that is raised where something needs whole logits, and `head` is None.
     weight: the weight of the head, if the head got it as an argument; else None.
     steps: functions of logits, in the order in which the model applies them.
     head: the function from hidden states to the head's output; None where whole logits must not be made.
@@ -116,7 +116,7 @@ class DeferredLogits:
         return getattr(self._whole(name), name)
 
     def _with(self, operation: Callable[[Any, Any], Any], value: Any) -> Any:
-        """Note a step with a number, or a tensor of one that is not trained."""
+        """Note a step with a number, or with an untrained tensor of one element."""
         if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad):
             return operation(self._whole(f"{operation.__name__} of {list(value.shape)}"), value)
         return self._then(lambda x: operation(x, value))
@@ -311,7 +311,7 @@ def _read(value: Any) -> Any:
     return tree_map(lambda x: x.computed() if isinstance(x, LazyLogits) else x, value)
 
 
-_ABOUT = {  # what reads no values
+_ABOUT = {  # operations that read no values
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")

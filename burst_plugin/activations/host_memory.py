@@ -4,8 +4,8 @@ On GPUs copies run on a stream of their own, to pages of pinned memory, and keep
 the GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the input of
 the layer before it is on its way back. On CPUs the same is done with plain copies.
 
-A tensor has its pages until nothing can ask for it any more: a graph that is kept fetches it again. All copies of a
-device, out and back, run on the same stream. So another tensor may have the pages at once, while the copy from them
+A tensor keeps its pages as long as anything can ask for it: a retained graph fetches it again. All copies of a
+device, out and back, run on the same stream. So the pages may go to another tensor at once, while the copy from them
 is still to run: the copy to them comes after it.
 """
 
@@ -26,7 +26,7 @@ from burst_plugin.activations.pages import Pages, check_room, copy_from_pages, c
 from burst_plugin.activations.snapshot import version_of
 
 MOST_IN_FLIGHT = 2  # tensors that are being copied to the host, and stay on the GPU until then
-LEAST_BYTES = 1 << 20  # of a tensor that is worth a copy
+LEAST_BYTES = 1 << 20  # the smallest tensor that is worth a copy
 _MARK = "_burst_plugin_parks_inputs"
 _OWNERS: WeakSet[object] = WeakSet()
 BY_DEVICE: dict[torch.device, HostMemory] = {}  # where this process parks tensors of each device
@@ -51,7 +51,7 @@ class Parked:
         self.was_fetched = False
         self.source: Tensor | None = source
         self._version = source._version
-        self._before = memory.latest  # which the backward pass needs next
+        self._before = memory.latest  # the backward pass needs it next
 
     def __del__(self) -> None:
         self._memory.take_back(self.pages, self.returning)
@@ -183,7 +183,7 @@ class HostMemory:
     def _end_unwanted(self) -> None:
         """Let go of tensors on the device that were never fetched, after the copies to them.
 
-        Not when they are given up: that may be in any thread, which has a current stream of its own.
+        Not when they are given up: that may be in any thread, whose current stream is another one.
         """
         while self._unwanted:
             _, done = self._unwanted.pop()
@@ -193,7 +193,7 @@ class HostMemory:
 
 def _dense(x: Tensor) -> Tensor:
     """Return a tensor without gaps in its memory: itself, in whatever order its dimensions are, or a copy."""
-    is_dense = torch.empty_like(x, device="meta").stride() == x.stride()  # which is kept of dense tensors alone
+    is_dense = torch.empty_like(x, device="meta").stride() == x.stride()  # only dense tensors keep their strides
     return x if is_dense else torch.empty_like(x).copy_(x)
 
 
@@ -252,7 +252,7 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
             with saved_tensors_hooks(functools.partial(_packed, inputs), _unpacked):
                 return original(*args, **kwargs)
         finally:
-            inputs.clear()  # what was saved refers to its hooks until the backward pass, and they to this list
+            inputs.clear()  # saved tensors refer to their hooks until the backward pass, and hooks to this list
 
     setattr(parking, _MARK, True)
     return parking
@@ -261,7 +261,7 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
 def _packed(inputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, int] | Parked:
     """Return the saved form of a tensor: its parked copy, or itself and its version if it is small or no activation.
 
-    Autograd gives hooks a copy of its metadata, so that the input with the same data is looked for.
+    Autograd gives hooks a copy of its metadata, hence the search for the input with the same data.
     """
     memory = host_memory(x.device)
     if memory is None or x.nbytes < LEAST_BYTES:

@@ -120,12 +120,12 @@ def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
     """Return a context that hides operations from all dispatch modes if one of them is a selective checkpoint's.
 
     Otherwise the context does nothing. A selective checkpoint notes every operation of the forward pass, keeps what
-    its policy says, and expects the same operations again when the layer is recomputed. A ring does not make the same
-    ones twice: its buffers may be there already, and ranks compare their calls only now and then. It also sums up
+    its policy says, and expects the same operations again when the layer is recomputed. A ring makes other ones the
+    second time: its buffers may be there already, and ranks compare their calls only now and then. It also sums up
     into tensors that a kernel returned, which a policy may have kept. So attention is recomputed as a whole, or not
     at all. The modes are in `torch/utils/checkpoint.py`.
     """
-    if not torch._C._len_torch_dispatch_stack():  # which is asked at every call
+    if not torch._C._len_torch_dispatch_stack():  # a quick check, made at every call
         return nullcontext()
     if not any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack()):
         return nullcontext()
@@ -221,7 +221,7 @@ def next_kept_tensors(strategy: Strategy, what: str) -> KeptTensors | None:
 
 
 class _FollowedFunction:
-    """A function that a checkpoint runs: what attention gave the first time is there the next time."""
+    """A function that a checkpoint runs; in later runs attention returns the outputs of its first run."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -349,7 +349,7 @@ def follow_checkpoint_function(module: ModuleType, name: str) -> None:
 def _with_runs(
     context_fn: Callable[[], Any], respects: bool | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpoint's two runs, with what attention gave the first time there the next time.
+    """Return the contexts of a checkpoint's two runs; the second has the outputs of attention of the first.
 
     `respects` is `respect_saved_tensors_hooks` of torch 2.14, which goes to a selective checkpoint's own context.
     """

@@ -1,4 +1,4 @@
-"""What a loss is compared with where a model computes it in code of its own: the cross entropy of its logits."""
+"""The cross entropy of logits, to compare with a loss that a model computes in code of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What computing chunks again in a backward pass takes: the surroundings of the forward pass, and sums of gradients.
+"""Computing chunks again in a backward pass: the surroundings of the forward pass, and sums of gradients.
 
 The gradient of a weight in bfloat16 that is rounded once per chunk, and then summed, is less exact than one that is
-rounded once. So what `F.linear` gives a weight is added to the sum before it is rounded.
+rounded once. So the gradient that `F.linear` gives a weight is added to the sum before it is rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from burst_plugin.activations.snapshot import Snapshot
 
-linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
+linear = torch._C._nn.linear  # `F.linear` itself, which a framework may have replaced
 _ROWS_AT_ONCE = 8192  # of a weight
 
 GradientSum = Callable[[], Tensor]  # returns the sum of gradients so far, to be added to
@@ -100,7 +100,7 @@ class GradientSums:
 
     parameters: the tensors that get a gradient. Gradients are passed in and returned in this order.
     adds_itself: takes a parameter, and returns whether the differentiated function adds its gradient up in a buffer
-        of its own; the gradient that autograd gets means nothing then, and is handed on as it is.
+        of its own; the gradient that autograd gets is then meaningless, and is passed on unchanged.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ def _skip_hooks_without_gradient(parameter: Tensor) -> None:
 
 
 class _Linears(TorchFunctionMode):
-    """`F.linear` of weights in `of` goes by a function that adds up their gradients itself."""
+    """Replaces `F.linear` of weights in `of` by a function that adds up their gradients itself."""
 
     def __init__(self, sums: GradientSums, of: set[int]) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class ReplacedForward:
     def _input_first(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call with the input as the first positional one, and in need of a gradient.
 
-        Hooks that come after this one, such as ZeRO-3's, take the backward pass of a module for done once all
+        Hooks that come after this one, such as ZeRO-3's, consider the backward pass of a module done once all
         positional inputs that need gradients have them: at once, if there are none.
         """
         by_name = dict(kwargs)

@@ -1,4 +1,4 @@
-"""What a function reads in a forward pass, for a backward pass that runs it again and must find it unchanged.
+"""A record of all that a function reads in a forward pass, which a backward pass must find unchanged to run it again.
 
 Autograd saves the tensors that an operation needs, and raises an error if they have been modified in place by the
 backward pass. A function that runs again reads what its modules hold by then, so parameters (trained or frozen),
@@ -25,7 +25,7 @@ _HARMLESS = {f"{__name__.partition('.')[0]}.", "torch.distributed."}
 def leave_out_hooks(*packages: str) -> None:
     """Let hooks of packages change between a forward pass and its backward pass, since they change no numbers.
 
-    packages: how the names of the modules begin that the hooks are defined in.
+    packages: the beginnings of the names of the modules that define the hooks.
     """
     _HARMLESS.update(packages)
 

@@ -32,7 +32,7 @@ from burst_plugin.types import BOTH, SIDES, Side
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 _CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time
-MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
+MOST_CHUNKS = 4096  # of all ranks: with more, finding out which of them meet takes too long
 # In pairs of a query and a key: what a row costs, with four query heads to one of keys and 400 TFLOP/s.
 VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 SENT_INTER = 2000  # at 50 GB/s
@@ -94,16 +94,16 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
         )
     times: dict[Tokens, float] = {}
     for tokens in sorted(least, key=least.__getitem__):
-        if least[tokens] > min(times.values(), default=math.inf):  # so have all others, and none takes less
+        if least[tokens] > min(times.values(), default=math.inf):  # so have all later ones, and none takes less time
             break
         times[tokens] = costs.time(tokens)
     return min(times, key=times.__getitem__)
 
 
 def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike: bool) -> dict[Tokens, float]:
-    """Return the suitable layouts and, if ranks have even work in none of these, assignments that are made for it.
+    """Return the suitable layouts and, if none of them has even work, assignments made for even work.
 
-    Each with the most work of any rank, on the side of which that is more.
+    Each comes with the most work of any rank, on the side where that is more.
     """
     most_work: dict[Tokens, float] = {}
 
@@ -123,7 +123,7 @@ def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike
 
 
 def _of_members(tokens: Tokens, groups: Groups) -> Tokens:
-    """Return an assignment that has neighbours in groups as one to the members that groups have."""
+    """Return an assignment to groups of neighbours as an assignment to the actual members of the groups."""
     if not groups.apart or tokens.holders is None:
         return tokens
     ranks = [rank for group in range(groups.ring_size) for rank in groups.members(group)]
@@ -215,7 +215,7 @@ class _ByDocument:
 def estimated_time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
     """Return for how long the slowest rank computes and sends, in pairs of a query and a key.
 
-    work: the work of all tokens before each by side, as `summed_work` returns it, for the sides that may stay.
+    work: by side that may stay, the cumulative work before each token, as `summed_work` returns it.
     """
     batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
     shares = zip(*(work_of_shares(table, attending.of(local), work[local]) for local in work), strict=True)
@@ -226,19 +226,19 @@ def estimated_time(table: RouteTable, attending: Attending, work: Mapping[Side, 
 
 
 def _duration(computes: float, inter: int, intra: int) -> float:
-    """Return for how long a rank computes so many pairs, and sends so many rows, in pairs."""
+    """Return how long a rank takes to compute these pairs and to send these rows, in units of pairs."""
     shorter, longer = sorted((computes, max(SENT_INTER * inter, SENT_INTRA * intra)))
     return longer + _BARE * shorter
 
 
 def summed_work(attending: Attending, local: Side) -> Tensor:
-    """Return the work of all tokens before each, int64 [S + 1], in pairs, if side `local` stays."""
+    """Return the cumulative work before each token, int64 [S + 1], in pairs, if side `local` stays."""
     lengths = (attending.q.length, attending.kv.length)
     return torch.nn.functional.pad(work_by_token(attending.mask, lengths, local).cumsum(0), (1, 0))
 
 
 def work_of_shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
-    """Return the work of every rank, in pairs. work: of all tokens before each, [S + 1]."""
+    """Return the work of every rank, in pairs. work: cumulative, before each token, [S + 1]."""
     shares = []
     for runs in table.runs(tokens):
         if any(run.stride > 1 for run in runs):

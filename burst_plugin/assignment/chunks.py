@@ -59,7 +59,7 @@ def assign_chunks(
 
 
 def _by_work(chunks: Sequence[int], count: int, weights: Tensor) -> list[list[int]]:
-    """Return equally many chunks for each of `count`: the heaviest first, each for the one with the least work.
+    """Return equally many chunks for each of `count` holders: the heaviest first, each for the one with least work.
 
     The side with the most work counts, so that work is even whichever side stays local.
     """
@@ -81,7 +81,7 @@ def chunks_of_documents(
 ) -> list[list[int]]:
     """Return the chunks of every document that has any: a chunk belongs to the document in which it begins.
 
-    So what a document has elsewhere is its beginning, less than a chunk: some keys that all its queries require. The
+    So only its beginning, less than a chunk, lies elsewhere: some keys that all its queries require. The
     queries of its end would require all its keys. Chunks may begin up to `early` tokens sooner than they would if all
     were of one length.
     """
@@ -90,7 +90,7 @@ def chunks_of_documents(
 
 
 def _by_document(documents: Sequence[Sequence[int]], count: int, weights: Tensor) -> list[list[int]]:
-    """Return equally many chunks for each of `count`, one after the other.
+    """Return equally many chunks for each of `count` holders, one after the other.
 
     Each gets chunks of the heaviest documents left and of the lightest, as many of either as make work even.
     """
@@ -102,7 +102,7 @@ def _by_document(documents: Sequence[Sequence[int]], count: int, weights: Tensor
     per_holder = len(total) // count
     for number in range(count):
         share = (before[end] - before[first]) / (count - number)
-        off_by = []  # by how many heavy chunks, the rest being light ones
+        off_by = []  # by the number of heavy chunks, the others being light
         for heavy in range(per_holder + 1):
             light = per_holder - heavy
             work = before[first + heavy] - before[first] + before[end] - before[end - light]
@@ -115,7 +115,7 @@ def _by_document(documents: Sequence[Sequence[int]], count: int, weights: Tensor
 
 
 def _ends_first(document: Sequence[int]) -> list[int]:
-    """Return its last chunk, the first, the last but one, ...: of causal ones pairs with like work for both sides."""
+    """Return its last chunk, the first, the last but one, ...: if causal, pairs with equal work for both sides."""
     left, order = list(document), []
     while left:
         order.append(left.pop())
@@ -125,5 +125,5 @@ def _ends_first(document: Sequence[int]) -> list[int]:
 
 
 def work_by_chunk(work: Tensor, chunks: int) -> Tensor:
-    """Return the work of every chunk, [chunks], from the work of all tokens before each, [S + 1]."""
+    """Return the work of every chunk, [chunks], from the cumulative work before each token, [S + 1]."""
     return work[torch.arange(chunks + 1, device=work.device) * (len(work) - 1) // chunks].diff()

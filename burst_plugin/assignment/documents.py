@@ -28,7 +28,7 @@ from typing import NamedTuple
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Topology
 
-# Of its work, how much more or less than others one may have, for fewer cuts.
+# The share of its work that a holder may have more or less than others, for fewer cuts.
 _NODE_SLACK = 0.03
 _RANK_SLACK = 0.01
 _SHORT = 0.01  # of a rank's work that queries have more than keys, or less, where a short document is cut in two
@@ -41,7 +41,7 @@ class _Document(NamedTuple):
     folds: bool  # whether it is cut from the outside in
 
 
-_Piece = tuple[_Document, int]  # so many tokens of it, wherever they are
+_Piece = tuple[_Document, int]  # a document, and a number of its tokens, wherever they are
 
 
 class _DocumentShare(NamedTuple):
@@ -156,7 +156,7 @@ class _Line:
 
 
 def _deal(pieces: list[_Piece], rooms: Sequence[int], slack: float, anywhere: bool = False) -> list[list[_Piece]]:
-    """Return pieces of as many tokens as each of `rooms` says, of even work but for `slack`."""
+    """Return pieces for each of `rooms`, of as many tokens as it says and of even work but for `slack`."""
     held = []
     total, whole = sum(document.work * tokens for document, tokens in pieces), sum(rooms)
     mean = total / whole if whole else 0

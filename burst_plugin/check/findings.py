@@ -1,4 +1,4 @@
-"""What a check found: a line with a verdict, figures and the time it took; and the table of all lines."""
+"""Findings of checks: a line with a verdict, figures and the time it took; and the table of all lines."""
 
 from __future__ import annotations
 

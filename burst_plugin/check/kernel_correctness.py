@@ -146,7 +146,7 @@ class KernelTrial(NamedTuple):
 
 
 def _trials(device: torch.device, settings: Settings) -> Iterator[KernelTrial]:
-    """Yield all that is asked of a kernel, the tricks of the ring on full tiles first."""
+    """Yield all trials of a kernel, those for the ring's own demands, on full tiles, first."""
     tiles = _tiles(settings.sizes(device).tile)
     gpu = (torch.bfloat16, torch.float16, torch.float32)
     dtypes = gpu if device.type == "cuda" else (torch.float32, torch.bfloat16)
@@ -197,7 +197,7 @@ def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def _wrong(kernel: Kernel, trials: list[KernelTrial], device: torch.device) -> dict[str, str]:
-    """Return by trial what this rank found wrong."""
+    """Return, by trial, the faults that this rank found."""
     wrong = {}
     for trial in trials:
         try:

@@ -21,9 +21,9 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.profiling.cluster_profile import LinkRate
 from burst_plugin.topology import Link, Topology, Traffic
 
-SLOW = 0.5  # of the median rate of its kind, from which on a link counts as slow
+SLOW = 0.5  # of the median rate of its kind, below which a link counts as slow
 _SMALL, _MIDDLE = 1 << 10, 1 << 20  # bytes
-_SHARED = 1.5  # times the rate of a NIC that one rank has for itself, over that when all ranks of a node send
+_SHARED = 1.5  # times as long, at least, messages take when all ranks of a node send, if these share a NIC
 _RETRIES = 3
 
 
@@ -101,12 +101,12 @@ def node_rates(topology: Topology, edges: Sequence[Edge]) -> tuple[float, ...]:
 
 
 def _peers(topology: Topology, rank: int, link: Link) -> tuple[int, ...]:
-    """Return the ranks that one reaches over a link, itself included, in the order of their ring."""
+    """Return the ranks that `rank` reaches over a link, itself included, in the order of their ring."""
     return topology.node_peers(rank) if link is Link.INTRA else topology.counterparts(rank)
 
 
 class _Part(NamedTuple):
-    """What a rank does in a transfer."""
+    """A rank's part in a transfer."""
 
     sends: bool
     receives: bool
@@ -173,7 +173,7 @@ class _Wire:
         return list(min(zip(*seconds_by_rank, strict=True), key=max))
 
     def _seconds(self, nbytes: int, part: _Part, count: int = 1) -> float:
-        """Return the mean seconds of so many messages, one after the other, to the next and from the previous rank.
+        """Return the mean seconds of `count` messages, one after the other, to the next and from the previous rank.
 
         Ranks leave a barrier as late as its slowest message. So a small message goes first, and the clock starts when
         it is there: the neighbour is ready then.
@@ -194,7 +194,7 @@ class _Wire:
             pending.wait()
 
     def _edges(self, nbytes: int) -> tuple[Edge, ...]:
-        """Return every link by itself, timed twice; again if one looks slow, since a busy machine is late."""
+        """Return every link, timed by itself, twice; again if one looks slow, since a busy machine is late."""
         best: dict[tuple[int, int], float] = {}
         for turn in range(2 + _RETRIES):
             for edge in self._edges_once(nbytes):

@@ -128,7 +128,7 @@ def rates_of(world: World, settings: Settings) -> Rates:
 
 
 def _measure_rates(world: World, settings: Settings) -> Rates:
-    """Time the kernel on full tiles of all lengths, with all ranks at work at once; the same on every rank."""
+    """Time the kernel on full tiles of all lengths, with all ranks at work at once; all ranks get equal rates."""
     sizes, device = settings.sizes(world.device), world.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads, dim = _timed_heads(settings, device), settings.model.head_dim
@@ -253,7 +253,7 @@ def _time_ring(world: World, settings: Settings, **options: Any) -> _RingTimes:
     def step() -> None:
         torch.autograd.grad(burst_attention(q, k, v, cp), (q, k, v), local.dout)
 
-    for _ in range(2):  # buffers, plans and connections
+    for _ in range(2):  # to make buffers, plans and connections
         step()
     cp.reset_traffic()
     step()

@@ -41,7 +41,7 @@ class RankProcesses:
     arguments, what it returns, and what it passes to `send` have to be picklable. `messages` yields what is sent.
     `directory` is a folder for these processes alone, gone afterwards.
 
-    limit_s: how many seconds after the start `messages` stops to listen; may be changed meanwhile.
+    limit_s: how many seconds after the start `messages` stops listening; may be changed meanwhile.
     ended: by rank, the ends that `messages` has noticed so far.
     """
 

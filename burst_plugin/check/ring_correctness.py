@@ -154,7 +154,7 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
 
 
 def _run_steps(world: World, ring: RingCase, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
-    """Run some steps on this rank; return its errors by step, the kernel, and its traffic with what it should be."""
+    """Run some steps on this rank; return its errors by step, the kernel, and its traffic beside the expected one."""
     heads = heads_for(world.size)
     problem = Problem.draw((ring.tokens, ring.tokens), heads, (_DIM, _DIM), dtype, world.device)
     cps = [world.ring(**{"kernel": kernel, **ring.options}) for _ in range(ring.rings)]

@@ -133,7 +133,7 @@ def in_processes(settings: Settings, ranks: int, *, is_bound: bool = False) -> I
     with RankProcesses(ranks, spawned_rank, settings, is_bound, limit_s=_LIMIT_S) as processes:
 
         def enough() -> bool:
-            """Return whether a rank has ended for so long that the others will not."""
+            """Return whether a rank ended so long ago that the others will not end."""
             ends = [end.after_s for end in processes.ended.values()]
             return bool(ends) and processes.elapsed_s > min(ends) + _GRACE_S
 
@@ -171,7 +171,7 @@ def spawned_rank(
 
 
 def _wait_for_all(world: World) -> None:
-    """Wait for all ranks, so that none sees a connection end; not where a rank was late already."""
+    """Wait for all ranks, so that none sees a connection end; do not wait if a rank was late already."""
     if not world.is_late:
         world.exchange("the end", None)
 

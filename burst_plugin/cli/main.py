@@ -172,9 +172,9 @@ def _wrapped(text: str) -> str:
 
 
 def _print(options: argparse.Namespace) -> int:
-    """Print what a command has to say, line by line as it comes; return the exit status.
+    """Print the output of a command, line by line as it comes; return the exit status.
 
-    That is what a generator of lines returns, or 0.
+    The status is the return value of the generator of lines, or 0.
     """
     lines = iter(options.lines(options))
     try:

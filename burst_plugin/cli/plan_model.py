@@ -46,9 +46,9 @@ what one attention layer takes with each schedule, without a model:
   burst plan --nodes 2 --help               on a cluster that you describe
 """
 _MOST = 2**17  # GPUs, or sequences
-_MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
+_MORE_NODES = 64  # where nothing fits, up to this many times the nodes are tried
 
-# Of `Cluster`: what it is, in the unit of the option, and how many of the field's units that is.
+# By field of `Cluster`: the unit of the option, that unit in units of the field, and a description.
 _RATES = {
     "gpu_gib": ("GiB", 1.0, "memory of a GPU"),
     "host_gib": ("GiB", 1.0, "memory of a node"),

@@ -20,7 +20,7 @@ _RECOMPUTED = {
     "mlp": "MLPs are computed again",
     "full": "layers are computed again",
 }
-_ALIKE = 1e-3  # shares of a step that are none
+_ALIKE = 1e-3  # a share of a step that counts as none
 _NAMES = {
     "keep": "keep_attention",
     "head_chunks": "head_chunk",
@@ -172,7 +172,7 @@ def _other_way(goal: Goal, best: Candidate) -> str:
 
 
 def _latents(goal: Goal, best: Candidate) -> str:
-    """Return a line on what ranks send in latent attention, and on the best other way, or why there is none."""
+    """Return a line on the tensors sent in latent attention, and on the best alternative, or why there is none."""
     setting, model = best.setting, goal.model
     if latents_sent(model, setting) is not None:
         expanded = replace(setting, latents="expand")

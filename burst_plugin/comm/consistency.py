@@ -91,7 +91,7 @@ class ConsistencyCheck:
     def meet(self, text: str) -> list[str]:
         """Exchange one line of `text` with every rank before the ring is connected; return all texts, in rank order.
 
-        Raises ValueError on every rank if any is about to do something else than to connect this ring. Collective.
+        Raises ValueError on every rank if any is about to do anything but connect this ring. Collective.
         """
         lines = [f"{_PLACE}the ring is connected", f"ring={self.ring_name()}", text]
         said = self.exchange("\n".join(lines), "connecting")
@@ -258,21 +258,21 @@ def _in_main_thread() -> bool:
 
 
 def encode(text: str) -> bytes:
-    """Return the `EXCHANGE_BYTES` that are sent of a text: its beginning, and a digest of all of it."""
+    """Return the `EXCHANGE_BYTES` that are sent for a text: its beginning, and a digest of all of it."""
     data = text.encode()
     room = EXCHANGE_BYTES - _DIGEST_BYTES
     return data[:room].ljust(room, b"\0") + blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def decode(data: bytes) -> str:
-    """Return the text, followed by its digest if it was cut, so that texts that differ behind the cut still do."""
+    """Return the text, followed by its digest if it was cut, so that texts which differ behind the cut still do."""
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
     return text.decode(errors="replace") + ("" if whole else f"{SUMMARY}{digest.hex()}]")
 
 
 def _is_cut(text: str) -> bool:
-    """Return whether a text from `decode` was too long, or has a value in it whose text is."""
+    """Return whether a text from `decode` was too long, or has a value whose text was."""
     return SUMMARY in text
 
 
@@ -298,7 +298,7 @@ def first_exchange(
     where their histories differ, they wait for the time-out of `exchange`.
 
     Args:
-        exchange: what to run; an error that it raises is raised here.
+        exchange: the collective to run; an error that it raises is raised here.
         global_ranks: the global ranks that take part.
         rank: this rank's number among them.
         place: text that says where this rank is in its program.

@@ -104,7 +104,7 @@ def _first_unlike(parts: Sequence[object], length: int, exchange: Exchange) -> i
 
 
 class _End(str):
-    """A value in the place of an entry that other ranks have and this one has not."""
+    """A value in the place of an entry that other ranks have and this one lacks."""
 
     __slots__ = ()
 

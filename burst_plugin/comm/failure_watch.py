@@ -17,7 +17,7 @@ FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
 _END_S = 2.0  # for which the end of the process waits for watches, whose stores may be gone
-SHORT_S = 5.0  # waits that are too short to be published
+SHORT_S = 5.0  # shorter waits are not published
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Board:
         return f" ({self._names[rank]})" if rank < len(self._names) else ""
 
     def report_failure(self, text: str) -> str:
-        """Record `text`, why this rank gives up, unless a rank has before; return the text of the first one."""
+        """Record `text`, why this rank gives up, unless another rank gave up first; return the first rank's text."""
         try:
             first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
         except RuntimeError:  # the store went with the rank that hosted it
@@ -96,7 +96,7 @@ class Board:
         self._count(False)
 
     def places(self) -> dict[int, str]:
-        """Return by rank, as text, where ranks are: this one, and others that said so since it began to wait."""
+        """Return, by rank, texts of where ranks are: this one, and others that said so since it began to wait."""
         places = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.transport import Channel, Message, Pending, Transport, Waited
 
-_MOST_ASKED = 10_000  # times whether a message has met its other end; no schedule has as many steps
+_MOST_ASKED = 10_000  # calls of `has_met` before a rank waits all the same; no schedule has as many steps
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
 
 _Route = tuple[int, int, Channel]  # from rank to rank

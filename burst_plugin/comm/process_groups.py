@@ -51,7 +51,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
         self._given, self._global_ranks, self._max_ctas = given, global_ranks, max_ctas
         self.created: list[dist.ProcessGroup] = []
-        self._known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}  # by what is on them, and ranks
+        self._known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}  # by traffic and ranks
         self._attempts = 0
         self._is_aborted = False
 
@@ -106,9 +106,9 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         return made
 
     def _serves(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a given group does for gather traffic: with NCCL, if it is as one that is made here.
+        """Return whether a given group suits gather traffic: with NCCL, if it is like one that is made here.
 
-        Its stream has high priority then. Mostly it has not, and carries a framework's own collectives besides.
+        Then its stream has high priority. Most have not, and carry a framework's own collectives besides.
         """
         backend = group._get_backend(group_device(group))
         if backend.name() != "nccl":
@@ -148,12 +148,14 @@ def new_group_like(
     original = group._get_backend(device)
     backend, existing = original.name(), original.options  # for other devices the group may have another backend
     options = None
-    if backend == "nccl":  # a copy: torch writes into what it is given
+    if backend == "nccl":  # a copy: torch writes into these options
         # A message and the next kernel wait for the same event: high priority has the message start first.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
         if max_ctas and hasattr(options.config, "max_ctas") and not ctas_of(group):
-            options.config.max_ctas = max(max_ctas, options.config.min_ctas)  # NCCL refuses a most below the least
+            options.config.max_ctas = max(
+                max_ctas, options.config.min_ctas
+            )  # NCCL refuses a maximum below the minimum
     with created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),

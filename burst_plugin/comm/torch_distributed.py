@@ -79,7 +79,7 @@ class Communicator:
         except torch.AcceleratorError:  # a fault of this rank's own GPU
             raise
         except RuntimeError as error:
-            failed = [*recvs, *sends][len(works)]  # of a batch the first, as any may be the one
+            failed = [*recvs, *sends][len(works)]  # of a batch the first, as any may have failed
             raise PeerLostError(failed.peer, reason_of(error)) from error
         return works
 

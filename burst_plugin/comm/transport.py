@@ -48,7 +48,7 @@ class PeerLostError(RuntimeError):
 
     @property
     def timed_out(self) -> bool:
-        """Return whether the transfer failed since nothing came from the peer in time; the peer may be alive."""
+        """Return whether the transfer failed because nothing came from the peer in time; the peer may be alive."""
         return "timed out" in self.cause.lower()
 
 
@@ -114,7 +114,7 @@ class Transport(ABC):
         self.pool = BufferPool()
 
     def report_failure(self, text: str) -> str:
-        """Record `text`, why this rank gives up, unless a rank has before; return the text of the first one.
+        """Record `text`, why this rank gives up, unless another rank gave up first; return the first rank's text.
 
         `text` itself is returned if nothing is recorded, for want of a board.
         """
@@ -122,7 +122,7 @@ class Transport(ABC):
 
 
 class RingError(RuntimeError):
-    """The error that a rank of the ring was lost; it names the rank, and when it was missed or why it gave up."""
+    """The error that a rank was lost; it names the rank, and when it was missed or why it gave up."""
 
 
 def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:

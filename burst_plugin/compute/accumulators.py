@@ -68,7 +68,7 @@ LARGEST_WAITING = 1 << 29
 def fan_in(result: Sequence[Tensor]) -> int:
     """Return how many results like this one are worth collecting, to be merged or added up in one pass over memory.
 
-    They are read once, and the sum is read and written once for all of them. 1: add up each at once.
+    They are read once, and the sum is read and written once for all of them. 1 means to add up each at once.
 
     result: the tensors that a kernel returned for one tile, (out, lse), (dq,) or (dk, dv).
     """
@@ -292,14 +292,14 @@ class Given:
 
 
 def _of_length(x: Tensor, length: int) -> Tensor:
-    """Return a new tensor like one [B, S, H, D] or [B, H, S], of that many token rows."""
+    """Return a new tensor like x, [B, S, H, D] or [B, H, S], with `length` token rows."""
     shape = list(x.shape)
     shape[token_dim(x)] = length
     return x.new_empty(shape)
 
 
 def _owned(part: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a kernel's result if it has this shape and type, or any, and no spare memory; else a copy that does."""
+    """Return a kernel's result if it has this shape and type, where given, and no spare memory; else a copy."""
     shape, dtype = shape or part.shape, dtype or part.dtype
     fits = part.dtype == dtype and part.shape == shape and part.is_contiguous()
     if fits and part.untyped_storage().nbytes() == part.nbytes:

@@ -114,7 +114,7 @@ def with_lse_grad(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple
     for such a multiple is replaced by small numbers that change no digit of the gradient. Rows without `dlse` stay as
     they are. Not for float16, which has no room for such an `out`. Source: design of this package.
 
-    Some tokens are worked on at a time, so that hardly any memory is taken but for what is returned.
+    Tokens are worked on a few at a time, so that hardly any memory is taken besides the results.
     """
     size = max(1, NUMBERS_AT_ONCE // max(1, dout[:, :1].numel()))
     made: list[Tensor] = []
@@ -202,7 +202,7 @@ def _fused_on(device: torch.device) -> Any:
     try:
         fused = importlib.import_module("burst_plugin.compute.triton_softmax")
         fused.try_out(device)
-    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+    except torch.OutOfMemoryError:  # which says nothing about the kernels, and is not remembered
         raise
     except Exception as error:  # no triton, no compiler, a GPU that it does not know
         _LOG.warning("outputs are merged by several kernels instead of one on %s: %s", device, error)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-FAN_IN = 4  # parts that are added up together; each one more saves less, and has to be kept as long
+FAN_IN = 4  # parts that are added up together; each further one saves less, and has to be kept as long
 _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
 

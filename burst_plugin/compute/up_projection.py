@@ -49,7 +49,7 @@ class UpProjection(NamedTuple):
         return k, up[..., self.own_dim :]
 
     def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the part of keys that heads share, and of what `weight` makes of c.
+        """Return the gradients of the part of keys that heads share, and of c projected by `weight`.
 
         dk, dv: [B, S, H, Dk] and [B, S, H, Dv]. The first gradient is [B, S, 1, R], the second [B, S, H * (own_dim +
             Dv)]; without a weight it is the gradient of c, [B, S, C]. They are in the type of dk or, where heads add

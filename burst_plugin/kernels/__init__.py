@@ -89,7 +89,7 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
 
 
 def _fastest(case: Case) -> Kernel:
-    """Return the first that can, if possible one without a plan per new shape. Raise ValueError if none can."""
+    """Return the first kernel for `case`, if possible without a plan per new shape. Raise ValueError if none can."""
     refusals = {name: _refusal(kernel, case) for name, kernel in KERNELS.items()}
     able = [KERNELS[name] for name, refusal in refusals.items() if refusal is None]
     if not able:

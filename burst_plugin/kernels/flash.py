@@ -226,8 +226,8 @@ class FlashKernel(ABC):
             return tuple(torch.cat(grads) for grads in self._each_in_slices(slices, ask))
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
-        if kv_heads == 1:  # one group of its queries after another, which all have gradients for it
-            few = -(-heads // -(-heads // few))  # of even sizes, since what a kernel takes inside follows the largest
+        if kv_heads == 1:  # the query heads in several calls, which all have gradients for it
+            few = -(-heads // -(-heads // few))  # of even sizes, since a kernel's own memory follows the largest
             parts = [slice(first, first + few) for first in range(0, heads, few)]
             each_dq, *each_dkv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
             dq = torch.cat(each_dq, 2)

@@ -27,7 +27,7 @@ _MODULE = "flash_attn.cute.interface"
 _FIRST_BETA = 26
 _TRUSTED = ReferenceKernel()
 _DIMS = 32  # of which head dims have to be multiples
-_LEAST_DIM = 64  # of those that its own tests have gradients of
+_LEAST_DIM = 64  # the least with gradients in its own tests
 
 
 class FlashAttn4Kernel(FlashKernel):

@@ -166,7 +166,7 @@ class Kernel(Protocol):
     features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:
-        """Return why this kernel cannot do `case`; None if it can. Features that it lacks are looked at elsewhere."""
+        """Return why this kernel cannot do `case`; None if it can. Features that it lacks are checked elsewhere."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:

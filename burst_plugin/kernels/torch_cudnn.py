@@ -4,13 +4,13 @@
 from the top left corner. cuDNN makes a plan for every new shape of a tile, which takes the host a while, and PyTorch
 keeps them all, for every thread (`MHAGraphCache`): where every batch may bring new tiles, "auto" takes another.
 
-On Hopper backward kernels before 9.26 take what fills up a last half block of 128 keys for keys, and dq becomes NaN
+On Hopper backward kernels before 9.26 take the padding of a last half block of 128 keys for keys: dq becomes NaN
 where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678); with a single query dk and dv do so in 9.26, too
 (cudnn-frontend#1072), and whether other incomplete blocks of queries do is not known. So the backward pass of tiles
 that do not fill such blocks is left to PyTorch's flash-attention there.
 
-It compiles kernels when they are first used, with what CUDA it finds, which may not know the GPU; and some releases
-are wrong on some GPUs (pytorch#193893). So it is first compared with PyTorch's flash-attention.
+It compiles kernels when they are first used, with the CUDA that it finds, which may not know the GPU; and some
+releases are wrong on some GPUs (pytorch#193893). So it is first compared with PyTorch's flash-attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from burst_plugin.types import ANTICAUSAL, CAUSAL
 _OLDEST = (
     91501  # before it backward kernels for 192 and 128 (9.13), and for keys that fill no block of 128, are faulty
 )
-_WHOLE_KEYS = 92600  # the first with backward kernels for Hopper that mask what is behind the last key
+_WHOLE_KEYS = 92600  # the first whose backward kernels for Hopper mask all that is behind the last key
 _BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
 _LOG = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from burst_plugin.kernels.trial import RESULTS, TOLERANCE, difference
 from burst_plugin.scores import Scores
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL
 
-DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of every sequence, at most, where it sums dq
+DQ_ROWS = 128  # flash-attention rounds the rows of every sequence up to multiples of at most this where it sums dq
 
 _LOG = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
 
 
 def _errors(kernel: VarlenKernel, trial: Trial) -> dict[str, float]:
-    """Return by result the largest relative difference between batched and looped calls, in each band."""
+    """Return, by result, the largest relative difference between batched and looped calls, in each band."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(rows: int, heads: int, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `burst check` measured of a cluster, as a file: links, the kernel's rates, and the strategy that suits them.
+"""The measurements of a cluster by `burst check`, as a file: links, the kernel's rates, and the strategy for them.
 
 The file is JSON. Reading it proves that it is whole, of this version, and of the cluster that asks for it.
 """

@@ -1,4 +1,4 @@
-"""What a ring's profile is made of, and its summaries: by step, by peer, by rank; as tables and as a timeline."""
+"""The events of a ring's profile, and its summaries: by step, by peer, by rank; as tables and as a timeline."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Agreement:
         with state.alone(), noted:
             try:
                 consistency.compare(at, compared, problem, self._options)
-            except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
+            except (RuntimeError, ValueError):  # an abort causes these, too, by data that did not arrive
                 state.check_not_aborted()
                 raise
 

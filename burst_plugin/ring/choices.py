@@ -127,7 +127,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request) -> Plan:
 def _strategy_of(request: Request, strategy: Strategy) -> Strategy:
     """Return the strategy of a call: under a prefix tree keys move, unless queries are asked to.
 
-    Ranks that hold a prompt would else have the work of all its answers.
+    Otherwise ranks that hold a prompt would have the work of all its answers.
     """
     if request.forward is not None:
         strategy = replace(strategy, forward=request.forward)

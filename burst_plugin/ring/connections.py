@@ -47,7 +47,7 @@ class Connections:
         group: the process group of all ranks; None for a single rank.
         levels: process groups that a framework has made for the levels of a topology, to be used where they suit.
         global_ranks: the global rank of each rank of the group.
-        consistency: by which ranks compare what ring they connect; None for a single rank.
+        consistency: by which ranks compare which ring they connect; None for a single rank.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def _note_a_dropped_ring(rank_state: RankState, communicators: Communicators) ->
 
 
 def _warn_of_dropped_rings() -> None:
-    """Say once, where another ring is made, what those before it have left behind."""
+    """Warn once, when another ring is made, of the process groups that dropped rings have left behind."""
     if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
         _LOG.warning(
             "a ContextParallel was dropped without close(), and another one is made: the process groups that it made "
@@ -256,9 +256,9 @@ def find_topology(
 
 
 def _without_nodes(rank: int, ranks: int, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
-    """Return the topology of one flat ring over nodes of such sizes, or interleaved ones; rank 0 warns of these.
+    """Return the topology of one flat ring over nodes of unequal `sizes`, or interleaved ones; rank 0 warns of it.
 
-    `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
+    `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are any.
     """
     situation = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
     if impossible:

@@ -1,4 +1,4 @@
-"""Calls with a mask of its own for every group of heads: cut into one call for each, and put together again."""
+"""Calls whose groups of heads have masks of their own: cut into one call for each, and put together again."""
 
 from __future__ import annotations
 

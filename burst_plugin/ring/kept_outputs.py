@@ -1,4 +1,4 @@
-"""What the ring gave in a call that a checkpoint computes again, so that it need not run a second time."""
+"""Outputs of the ring, kept for a checkpoint that computes a call again, so that the ring need not run again."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class KeptOutputs:
         self._plan = plan
         if self._host is None:
             self._kept = _aliased(outputs)
-        else:  # in the order opposite to that of `_outputs`, for which memory on the host is made
+        else:  # in the reverse order of `_outputs`, as host memory expects
             self._parked = self._host.park(_lse(outputs)), self._host.park(outputs.out)
             self._kept = self._kept._replace(max_logits=outputs.max_logits)
         self._version = self._kept.out._version

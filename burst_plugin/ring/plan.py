@@ -1,4 +1,4 @@
-"""What a rank does in one attention call: every choice made, every tile and message looked up.
+"""A rank's plan of one attention call: every choice made, every tile and message looked up.
 
 A `Plan` has a `PassPlan` for each direction. Calls of one kind share all of it but the seed of dropout, so that the
 steady state looks up nothing.
@@ -145,7 +145,7 @@ class PassPlan:
         most = (self.attending.q.length + self.attending.kv.length) * (2 if trees else 1)
         held = [self.route.runs[side][owner] for side in SIDES]
         q, k = (table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
-        if len(trees) != 1:  # of several none counts: see `choices`
+        if len(trees) != 1:  # several trees count as none: see `choices`
             return VisitPositions(q, k, columns=k)
         (tree,) = trees
         places = zip(held, (q, k), strict=True)
@@ -172,12 +172,12 @@ class PassPlan:
 
     @cached_property
     def _specs(self) -> dict[Side, Sequence[Spec]]:
-        """Shapes and types of what accumulates of this rank's block, by side."""
+        """The shapes and types of the accumulated results of this rank's block, by side."""
         whole = self._of_block(self.route.schedule.rank, None)
         return {side: whole.side(self.direction, side)[1] for side in SIDES}
 
     def _packing_of_block(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
-        """Return how rows of a part of a rank's block travel, or partial results of them."""
+        """Return the layout of a message with rows of a part of a rank's block, or with their partial results."""
         part = self._of_block(self.route.schedule.owner(block), rows).of_part(self.parts)
         operands, results = part.side(self.direction, self.moving)
         return self.packing(tuple(operands if traffic is Traffic.GATHER else results))
@@ -192,7 +192,7 @@ class PassPlan:
 
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
-        """Return by side and rank of the ring the tokens of its block."""
+        """Return, by side and rank of the ring, the number of tokens in the rank's block."""
         state = self.rank_state
         runs = state.route_table.pairs(self.attending, self.moving, state.group.ring_place).runs
         return {side: [*map(token_count, held)] for side, held in runs.items()}

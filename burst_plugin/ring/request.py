@@ -1,4 +1,4 @@
-"""What is asked for: a rank's tensors and the options of a call, with checks of each by itself."""
+"""The request for attention: a rank's tensors and the options of a call, each checked by itself."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def check_kinds(inputs: Inputs, request: Request) -> None:
 
 
 def check_mask(mask: object) -> None:
-    """Raise ValueError if `mask` is not a `Mask`; the message names a mask for things often given instead."""
+    """Raise ValueError if `mask` is not a `Mask`; the message names the mask to use in place of a common mistake."""
     if isinstance(mask, Mask):
         return
     if isinstance(mask, type) and issubclass(mask, Mask):

@@ -40,7 +40,7 @@ class Attending(NamedTuple):
         return self.q if side == "q" else self.kv
 
 
-# Of what all visits require, the side that moves and the number of ranks: what some of the visits require.
+# From the rows that all visits require, the side that moves and the number of ranks: the rows of some visits.
 Visits = Callable[[Required | None, Side, int], Required]
 
 

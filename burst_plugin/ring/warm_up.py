@@ -82,7 +82,7 @@ def _unnoticed(plan: Plan, which: PassPlan) -> Iterator[None]:
     with state.warming_up(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
         try:
             yield
-        except BaseException:  # what was leased then is lost
+        except BaseException:  # buffers leased by then are lost
             state.transport.pool, state.ulysses_transport.pool = BufferPool(), BufferPool()
             raise
     state.warmed_up.add((which, get_ident()))

@@ -36,7 +36,7 @@ def direct(
         topology: the nodes and ranks.
         reduces: whether partial results are sent back to the owners.
         required: the rows that each rank works on, by owner; None if every rank requires every block.
-        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
+        drawn: the number of first ranks whose visits, and whose blocks' transfers, are returned; None for all.
     """
     if required is None:
         required = [dict.fromkeys(range(topology.ranks))] * topology.ranks
@@ -95,7 +95,7 @@ def _visitors_by_node(topology: Topology, pairs: Iterable[tuple[int, int]]) -> d
 
 
 class _Transfers:
-    """The transfers of `direct`: every one there has one back, of partial results of the same rows."""
+    """The transfers of `direct`: each is matched by one back, of partial results of the same rows."""
 
     def __init__(self, topology: Topology, steps: _Steps) -> None:
         self._topology, self._steps = topology, steps
@@ -134,7 +134,7 @@ class _Transfers:
 class _Steps:
     """The steps of `direct`: distances between ranks and the owners that they visit, (nodes, ranks).
 
-    `by_node` they form groups as in `two_level_ring`, and a group begins with the visit to counterparts;
+    With `by_node` they form groups as in `two_level_ring`, and a group begins with the visit to counterparts;
     otherwise ranks are counted through all nodes, in one group.
     """
 

@@ -2,7 +2,7 @@
 
 Inside one node every rank has a link to every other one, in both directions. These links fall into Hamiltonian
 cycles: `ranks - 1` of them, all links there are, for every number of ranks but 4 and 6, for which that is impossible
-(Bermond and Faber 1976, Tillson 1980) and `ranks - 2` are had. Over several nodes a ring takes a path through all
+(Bermond and Faber 1976, Tillson 1980) and there are `ranks - 2`. Over several nodes a ring takes a path through all
 ranks of a node, and the same one in the next node: as many paths as a node has ranks, no two of which share a link or
 begin at the same rank, so that every NIC sends for one ring. A node with an odd number of ranks has one path less.
 

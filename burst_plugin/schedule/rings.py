@@ -69,7 +69,7 @@ def flat_ring(
         topology: the nodes and ranks.
         reduces: whether partial results are sent to the owners of blocks.
         required: the rows that each rank works on, by owner: other visits are left out. None for all visits.
-        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
+        drawn: the number of first ranks whose visits, and whose blocks' transfers, are returned; None for all.
     """
     ranks, drawn_ranks = topology.ranks, range(topology.ranks)[:drawn]
 
@@ -104,7 +104,7 @@ def tasp(
         reduces: whether partial results are sent to the owners of blocks.
         required: the rows that each rank works on, by owner: other visits are left out, and all parts take one way.
             None for all visits.
-        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
+        drawn: the number of first ranks whose visits, and whose blocks' transfers, are returned; None for all.
     """
     ring = flat_ring(topology, reduces, None, drawn)
     each_step = tuple(range(len(ring.visits[0])))  # the tail too, so that parts are sent on behind the tails of all
@@ -130,7 +130,7 @@ def two_level_ring(
         topology: the nodes and ranks.
         reduces: whether partial results are sent to the owners of blocks.
         required: the rows that each rank works on, by owner: other visits are left out. None for all visits.
-        drawn: return only visits of so many first ranks, and transfers of their blocks; None for all.
+        drawn: the number of first ranks whose visits, and whose blocks' transfers, are returned; None for all.
     """
     hops = _TwoLevels(topology, reduces)
     places = [divmod(rank, topology.ranks_per_node) for rank in range(topology.ranks)[:drawn]]
@@ -226,7 +226,7 @@ class Draw(Protocol):
     def __call__(
         self, topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
     ) -> Schedule:
-        """Return the schedule; with `drawn`, only visits and blocks of so many first ranks, see `sample`."""
+        """Return the schedule; with `drawn`, only visits and blocks of that many first ranks, see `sample`."""
 
 
 EVERY_SCHEDULE = (flat_ring, two_level_ring, direct, tasp)

@@ -194,7 +194,7 @@ class Schedule:
         used_gather, used_reduce = set[int](), set[int]()  # numbers of transfers
         for (rank, owners), part in product(enumerate(required), range(self.parts)):
             for block in (self.block(owner, part) for owner in owners):
-                # back along the hops from the owner, and on along those to it, to known ones
+                # back along the hops from the owner, and on along the hops to it, as far as hops are not known yet
                 number = self._arriving.get((rank, block))
                 while number is not None and number not in used_gather:
                     used_gather.add(number)

@@ -1,4 +1,4 @@
-"""What a schedule is made of: transfers, the steps of one rank, and the rows that ranks require of each other."""
+"""The elements of a schedule: transfers, the steps of one rank, and the rows that ranks require of each other."""
 
 from __future__ import annotations
 

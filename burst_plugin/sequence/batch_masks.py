@@ -1,4 +1,4 @@
-"""The mask of a batch of whole sequences, read from what batches have: padding, document bounds, trees."""
+"""The mask of a batch of whole sequences, read from its padding, document bounds and trees."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ def _common(first: Rows | None, second: Rows | None) -> Rows | None:
 
 
 def _narrower(choose: Callable[[int, int], int], first: int | None, second: int | None) -> int | None:
-    """Return the bound that leaves less, of two that may be None."""
+    """Return the tighter of two bounds, each of which may be None."""
     if first is None or second is None:
         return second if first is None else first
     return choose(first, second)

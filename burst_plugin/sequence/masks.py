@@ -412,7 +412,7 @@ def document_starts(mask: Mask) -> set[int]:
 def check_padding(mask: Mask, what: str) -> None:
     """Raise ValueError if the mask has padding in the middle of a document.
 
-    what: for the error, what the padding would be counted in there, such as "windows of tokens".
+    what: for the error, what would count the padding, such as "windows of tokens".
     """
     for row in range(mask.rows or 1):
         of_row = mask.of_row(row)

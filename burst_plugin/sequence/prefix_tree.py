@@ -167,7 +167,7 @@ class PrefixTree(TreeMask):
     def padded(self, length: int) -> PrefixTree:
         """Return the tree with tokens up to `length` added, as a root of their own.
 
-        A tree that is as long already is returned as it is.
+        A tree that has this length already is returned as it is.
         """
         more = length - self.length
         return self if more <= 0 else PrefixTree((*self.parents, _NO_PARENT), (*self.lengths, more))

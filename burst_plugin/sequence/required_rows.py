@@ -83,7 +83,7 @@ class Meetings:
         self._count(len(key_ranges))
         for low, stop in merged(key_ranges):
             numbers = self._index.at(low, stop - 1)
-            self._count(len(numbers) - 1)  # the first one was
+            self._count(len(numbers) - 1)  # the first one is counted already
             for number in numbers:
                 other, owner, offset = self._runs[number]
                 start, end = max(low - other.start, 0), min(stop - other.start, other.length)

@@ -401,7 +401,7 @@ def split_pieces(tile: Tile) -> Iterator[Tile]:
 def batched(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
     """Yield full tiles, and causal and anticausal squares, joined into few tiles of at most `most` subtiles each.
 
-    Tiles that are too long for that to pay, or that cannot be joined, are yielded as they are.
+    Tiles that are too long for joining to pay, or that cannot be joined, are yielded as they are.
     """
     batches: dict[object, list[list[Tile]]] = {}  # by what all subtiles of a tile share
     for tile in sorted(tiles, key=lambda tile: tile[:4]):

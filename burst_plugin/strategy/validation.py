@@ -13,7 +13,7 @@ AUTO = "auto"
 OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
 PLACEMENTS = ("head_first", "context_first")  # of LoongTrain, arXiv 2406.18485
 _KEPT = {"none": 0.0, "all": 1.0}
-_COUNTS = {  # what they count, and what there is without
+_COUNTS = {  # by option: what it counts, and what happens without it
     "mlp_chunk": ("tokens", "all at once"),
     "head_chunk": ("query heads", "all at once"),
     "loss_chunk": ("tokens", "whole logits"),

@@ -1,1 +1,1 @@
-"""What published systems do besides going around a ring: a file each, behind one interface (`group_exchange`)."""
+"""Published systems that do more than go around a ring: a file each, behind one interface (`group_exchange`)."""

@@ -1,4 +1,4 @@
-"""What the ranks of a group send each other before and after a pass: heads (`ulysses`), or blocks (`mesh`).
+"""Exchanges within a group of ranks before and after a pass: of heads (`ulysses`), or of blocks (`mesh`).
 
 A `GroupExchange` surrounds the ring. At each of its places a kind of exchange may send something; where it does not,
 the tensors go on as they are:
@@ -249,7 +249,7 @@ class GroupExchange:
         packings: Sequence[Packing],
         leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
-        """Put what arrived where it belongs."""
+        """Put the received rows where they belong, and give the buffers back."""
         for member, (leaving, arrived) in zip(self.group.others, leased, strict=True):
             if not arrived.has_label(self.label):
                 raise PeerLostError(self.group.peers[member], "what it sent belongs to another call")
@@ -307,7 +307,7 @@ class ExchangedTensor(ABC):
 
     @abstractmethod
     def stay(self, place: int) -> None:
-        """Copy into the result what this rank, the member at `place`, has for itself."""
+        """Copy into the result the rows that this rank, the member at `place`, has for itself."""
 
     @abstractmethod
     def leave_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
@@ -326,13 +326,13 @@ class ExchangedTensor(ABC):
 
     @abstractmethod
     def stay_at(self, rows: Tensor, place: int) -> None:
-        """Copy into the result what this rank, the member at `place`, has for itself, by an index of rows.
+        """Copy into the result the rows that this rank, the member at `place`, has for itself, by an index.
 
         `rows` [members, S] are the places of every member's rows among the group's; the last are this rank's own.
         """
 
     def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
+        """Yield slices of the messages, for consecutive members, and these members' heads [members, B, S, h, D]."""
         (batch, rows, all_heads, dim), heads = self.local.shape, self.joint.shape[2]
         if self.ranks_per_head > 1:  # then all members have all heads: see `Plan._exchanged_rows`
             yield slice(None), self.local.unsqueeze(0)

@@ -25,8 +25,8 @@ behind work, messages of groups do not. With a = 1 there is the ring alone; with
 queries are the side that would, all keys are gathered.
 
 Source: Mesh-Attention (arXiv 2512.20968): a tile of a x b blocks for every GPU, of which its own queries and keys are
-one. There queries are those that are gathered, and partial outputs those that are sent back; which side is gathered
-is free here, as is which one moves. In blocks of one tensor, q, k, v and out of one size and type, lse and other
+one. There queries are gathered, and partial outputs are sent back; here the side that is gathered is free, as is the
+side that moves. In blocks of one tensor, q, k, v and out of one size and type, lse and other
 numbers per row left aside, its tile has 2 (a - 1) + 2 (b - 1) to send forward, q and out, k and v, and
 3 (a - 1) + 4 (b - 1) backward, q, dout and dq, and k, v, dk and dv.
 """

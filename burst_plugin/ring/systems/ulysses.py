@@ -46,7 +46,7 @@ class HeadExchange(GroupExchange):
         tensors = [inputs.q, inputs.k, inputs.v]
         sides: list[Side] = ["q", "kv", "kv"]
         if inputs.bias is not None:
-            rows = inputs.bias.transpose(1, 2)  # one that heads share goes to each of them
+            rows = inputs.bias.transpose(1, 2)  # a bias that heads share goes to each of them
             tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, group.degree, -1))
             sides.append("q")
         q, k, v, *bias = yield from self.run(True, tensors, sides)
