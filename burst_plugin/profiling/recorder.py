@@ -87,13 +87,13 @@ class PassLog:
         self.clock = clock
         self.step = 0  # of what is noted from now on
 
-    def note(self, start: _Mark, kind: str, **fields: Any) -> None:
+    def note(self, start: _Mark, kind: str, **what: Any) -> None:
         """Note an event of the current step that began at `start`, a reading of `clock`, and ends now.
 
-        `kind` and `fields` are fields of `Event`.
+        `kind` and `what` are fields of `Event`.
         """
-        fields.update(kind=kind, step=self.step)
-        self._intervals.append(_Interval(self._blank, fields, self.clock, start, self.clock.now()))
+        what.update(kind=kind, step=self.step)
+        self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
         """Return a context manager that notes its duration as an event of this `kind`; it enters `inside`, if any."""
