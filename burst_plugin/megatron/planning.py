@@ -329,12 +329,12 @@ def check_model(text: str, model: ModelShape, setting: Setting) -> None:
             f"the flags are for another model than {model.name}: {', '.join(differences)}; give --model the "
             "config.json of the model that they train, or correct them"
         )
-    for flag, degree, what, count in (
+    for flag, degree, units, count in (
         ("--tensor-model-parallel-size", setting.tensor, "heads", model.heads),
         ("--pipeline-model-parallel-size", setting.pipeline, "layers", model.layers),
     ):
         if count % degree:
-            raise ValueError(f"{flag} {degree} does not divide the {count} {what} of {model.name}")
+            raise ValueError(f"{flag} {degree} does not divide the {count} {units} of {model.name}")
     asks_to_send = model.latent is not None and strategy_of(args).latents == "send"
     if asks_to_send and setting.context > 1 and latents_sent(model, setting) is None:
         raise ValueError(

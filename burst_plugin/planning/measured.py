@@ -104,11 +104,11 @@ def _in_words(plan: PricedPlan) -> str:
     return f"{1e3 * plan.step_s:.4g} ms for both passes of a layer, {reason(plan)}"
 
 
-def _behind(best: PricedPlan, other: PricedPlan) -> str:
-    more = other.step_s / best.step_s - 1
+def _behind(best: PricedPlan, rival: PricedPlan) -> str:
+    more = rival.step_s / best.step_s - 1
     if more < 0.005:  # of plans equally far from the bound the simplest is the first
-        return f"as fast, and less simple: {_in_words(other)}"
-    return f"{more:.1%} slower: {_in_words(other)}"
+        return f"as fast, and less simple: {_in_words(rival)}"
+    return f"{more:.1%} slower: {_in_words(rival)}"
 
 
 def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:

@@ -57,22 +57,24 @@ def by_heads(
     try:
         arriving = exchange(None, [x[0] for x in xs])
         for part in range(parts):
-            whole, leaving = arriving.wait(), None
+            sequences, leaving = arriving.wait(), None
             if part + 1 < parts:
                 arriving = exchange(None, [x[part + 1] for x in xs], is_hidden=True)
             elif computed:
                 leaving = exchange(back, [computed[-1][0]], is_hidden=True)
-            mine = _heads_of_process(call, max(heads), (part, parts))
-            initial = [x[:, mine] for x in place.initial]
+            own_heads = _heads_of_process(call, max(heads), (part, parts))
+            initial = [x[:, own_heads] for x in place.initial]
             alone = Placement(place.alone(), place.mask, Tokens(held.tokens.length), initial=initial)
-            given = dict(zip(tensors, whole, strict=True)) | {name: x[mine] for name, x in parameters.items()}
-            found = function(**given, place=alone, return_final_state=finals)
-            computed.append(found if finals else (found,))
+            arguments = dict(zip(tensors, sequences, strict=True)) | {
+                name: x[own_heads] for name, x in parameters.items()
+            }
+            result = function(**arguments, place=alone, return_final_state=finals)
+            computed.append(result if finals else (result,))
             left += [] if leaving is None else leaving.wait()
         left += exchange(back, [computed[-1][0]]).wait()
     except BaseException:
-        for each in in_flight:
-            each.exchange.abandon()
+        for flight in in_flight:
+            flight.exchange.abandon()
         raise
     out = held.from_rank_order(torch.cat(left, 2) if parts > 1 else left[0])
     return (out, torch.cat([_gathered(call, last) for _, last in computed], 1)) if finals else out

@@ -130,10 +130,10 @@ def _forward(plan: HaloPlan, call: CallId, xs: Sequence[Tensor]) -> Generator[No
         for peer, slots in plan.recvs.items()
         if peer != rank
     }
-    own = sends.pop(rank, None)
+    own_rows = sends.pop(rank, None)
     received = yield from messages.exchange(sends, specs)
-    if own is not None:
-        received[rank] = own
+    if own_rows is not None:
+        received[rank] = own_rows
     halos = [x.new_zeros((plan.pieces * plan.width, *x.shape[1:])) for x in xs]
     for peer, tensors in received.items():
         for halo, rows in zip(halos, tensors, strict=True):
@@ -152,10 +152,10 @@ def _backward(
         for peer, rows in plan.sends.items()
         if peer != rank
     }
-    own = sends.pop(rank, None)
+    own_rows = sends.pop(rank, None)
     received = yield from messages.exchange(sends, specs)
-    if own is not None:
-        received[rank] = own
+    if own_rows is not None:
+        received[rank] = own_rows
     results = [grad.new_zeros((count, *grad.shape[1:])) for grad in grads]
     for peer, tensors in sorted(received.items()):
         for result, rows in zip(results, tensors, strict=True):

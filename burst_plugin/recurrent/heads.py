@@ -55,16 +55,16 @@ class HeadPlan:
         """
         rank = self.rank_state.rank
         parts = {p: [x[:, :, self.heads_of(p, x.shape[2])] for x in xs] for p in range(self.ranks)}
-        own = parts.pop(rank)
-        specs = {p: [((self.batch, len(self.rows[p]), *x.shape[2:]), x.dtype) for x in own] for p in parts}
+        own_parts = parts.pop(rank)
+        specs = {p: [((self.batch, len(self.rows[p]), *x.shape[2:]), x.dtype) for x in own_parts] for p in parts}
         received = yield from messages.exchange(parts, specs)
-        received[rank] = own
+        received[rank] = own_parts
         length = sum(map(len, self.rows))
-        whole = [x.new_empty((self.batch, length, *x.shape[2:])) for x in own]
+        sequences = [x.new_empty((self.batch, length, *x.shape[2:])) for x in own_parts]
         for p, tensors in received.items():
-            for x, part in zip(whole, tensors, strict=True):
+            for x, part in zip(sequences, tensors, strict=True):
                 x[:, self.rows[p]] = part
-        return whole
+        return sequences
 
     def to_tokens(
         self, messages: Messages, xs: Sequence[Tensor], heads: Sequence[int]
@@ -78,7 +78,7 @@ class HeadPlan:
         """
         rank, here = self.rank_state.rank, len(self.rows[self.rank_state.rank])
         parts = {p: [x[:, self.rows[p]] for x in xs] for p in range(self.ranks)}
-        own = parts.pop(rank)
+        own_parts = parts.pop(rank)
         specs = {
             p: [
                 ((self.batch, here, _size(self.heads_of(p, count)), *x.shape[3:]), x.dtype)
@@ -87,7 +87,7 @@ class HeadPlan:
             for p in parts
         }
         received = yield from messages.exchange(parts, specs)
-        received[rank] = own
+        received[rank] = own_parts
         local = [x.new_zeros((self.batch, here, count, *x.shape[3:])) for x, count in zip(xs, heads, strict=True)]
         for p in range(self.ranks):
             for x, part in zip(local, received[p], strict=True):

@@ -154,10 +154,10 @@ class HeldPieces:
         """
         per_node = self.passes.states[0].topology.ranks_per_node
         shares = max(1, min(per_node, heads))
-        found: ScanSchedule = self._kept(
+        schedule: ScanSchedule = self._kept(
             "scan", (finals, shares), lambda: scan_schedule(self.pieces, per_node, shares, finals)
         )
-        return found
+        return schedule
 
     @cached_property
     def exchanges(self) -> bool:
@@ -182,12 +182,12 @@ class HeldPieces:
     def is_entered(self, device: torch.device) -> Tensor:
         """Return which pieces of this process a state enters, bool [pieces]: False where a document begins."""
         entered = self.schedule(False).is_entered
-        found: Tensor = self._kept(
+        flags: Tensor = self._kept(
             "entered",
             device,
             lambda: torch.tensor([entered[n] for n in self.numbers], dtype=torch.bool, device=device),
         )
-        return found
+        return flags
 
     def groups(self, wanted: Sequence[int], device: torch.device) -> list[Group]:
         """Return the pieces of this process with the numbers `wanted` in groups, each for one call of a kernel.
@@ -295,9 +295,9 @@ class HeldPieces:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return torch.cat(rows or [nothing]).to(device), torch.cat(keep or [nothing]).to(device)
 
-    def _kept(self, key: object, other: object, make: Callable[[], Any]) -> Any:
-        found = self.known.get((key, other))
-        if found is None:
+    def _kept(self, key: object, variant: object, make: Callable[[], Any]) -> Any:
+        value = self.known.get((key, variant))
+        if value is None:
             with torch.inference_mode(False):  # tensors that are made inside of it cannot be saved outside
-                found = self.known[key, other] = make()
-        return found
+                value = self.known[key, variant] = make()
+        return value

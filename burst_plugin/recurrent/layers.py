@@ -74,13 +74,13 @@ def with_tokens_before(
     def check() -> dict[str, object]:
         if width < 0:
             raise ValueError(f"width={width} is not valid; give the number of tokens to look back at, 0 or more")
-        return {"width": width, "sizes": [list(each.shape[2:]) for each in xs], "dtype": [each.dtype for each in xs]}
+        return {"width": width, "sizes": [list(y.shape[2:]) for y in xs], "dtype": [y.dtype for y in xs]}
 
-    call = place.call("with_tokens_before", {f"x{n or ''}": each for n, each in enumerate(xs)}, check)
-    rows = [call.held.flat(each) for each in xs]
+    call = place.call("with_tokens_before", {f"x{n or ''}": y for n, y in enumerate(xs)}, check)
+    rows = [call.held.flat(y) for y in xs]
     extended, keep = call.with_tokens_before(rows, width)
-    given = [each.unsqueeze(0) for each in extended]
-    out = function(given[0] if isinstance(x, Tensor) else given)
+    inputs = [y.unsqueeze(0) for y in extended]
+    out = function(inputs[0] if isinstance(x, Tensor) else inputs)
     return call.held.unflat(out[0][keep])
 
 
@@ -227,14 +227,14 @@ def state_space(
         def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Any) -> tuple[Tensor, Tensor]:
             return run(x, dt, A, B, C, initial)
 
-        def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-            return torch.exp((given[1].to(dtype) * A).sum(1))[:, :, None, None]
+        def decay(inputs: Sequence[Tensor], group: Group) -> Tensor:
+            return torch.exp((inputs[1].to(dtype) * A).sum(1))[:, :, None, None]
 
-        def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-            return spaces.state_space_read(given[1], A, given[3], entries)
+        def read(inputs: Sequence[Tensor], entries: Tensor) -> Tensor:
+            return spaces.state_space_read(inputs[1], A, inputs[3], entries)
 
-        def begin(given: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
-            x, dt, B, C = given
+        def begin(inputs: Sequence[Tensor], _: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
+            x, dt, B, C = inputs
             chunks = spaces.state_space_chunks(x, dt, A, B, C)
             return chunks.transition, chunks.bias.mT, partial(chunks.inside_then_outputs, x.dtype, True)
 
@@ -281,11 +281,11 @@ def selective_scan(
     def of_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         return selective.selective_scan(x, dt, A, B, C, initial)
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp(given[1].to(dtype).sum(1).unsqueeze(-1) * A)
+    def decay(inputs: Sequence[Tensor], group: Group) -> Tensor:
+        return torch.exp(inputs[1].to(dtype).sum(1).unsqueeze(-1) * A)
 
-    def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-        return selective.selective_scan_read(given[1], A, given[3], entries)
+    def read(inputs: Sequence[Tensor], entries: Tensor) -> Tensor:
+        return selective.selective_scan_read(inputs[1], A, inputs[3], entries)
 
     way = OnePass(of_pieces, decay, read, State(ELEMENTWISE, tuple(A.shape), tuple(A.shape), x))
     return in_parts(call, 1, lambda *_: way, (x, dt, B, C), return_final_state)
@@ -331,8 +331,8 @@ def decay_attention(
         def of_pieces(q: Tensor, k: Tensor, v: Tensor, initial: Any, lengths: Tensor) -> tuple[Tensor, Tensor]:
             return decays.decay_attention(q, k, v, log_decay, initial, lengths=lengths)
 
-        def begin(given: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
-            q, k, v = given
+        def begin(inputs: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Callable[[], OutputsOf]]:
+            q, k, v = inputs
             chunks = decays.decay_chunks(q, k, v, log_decay, group.counts)
             return chunks.transition, chunks.bias, partial(chunks.inside_then_outputs, v.dtype, False)
 
@@ -374,11 +374,11 @@ def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_
     call = place.call("affine_scan", tensors, check)
     dtype = state_type(x)
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        return torch.exp(given[1].to(dtype).sum(1))
+    def decay(inputs: Sequence[Tensor], group: Group) -> Tensor:
+        return torch.exp(inputs[1].to(dtype).sum(1))
 
-    def read(given: Sequence[Tensor], entries: Tensor) -> Tensor:
-        return torch.exp(given[1].to(dtype).cumsum(1)) * entries.unsqueeze(1)
+    def read(inputs: Sequence[Tensor], entries: Tensor) -> Tensor:
+        return torch.exp(inputs[1].to(dtype).cumsum(1)) * entries.unsqueeze(1)
 
     way = OnePass(linear_unit, decay, read, State(ELEMENTWISE, tuple(x.shape[2:]), tuple(x.shape[2:]), x))
     return in_parts(call, 1, lambda *_: way, (x, log_decay), return_final_state)
@@ -419,12 +419,12 @@ def rwkv(
     # All gradients of parameters are added up before they are rounded.
     logs, bonus = log_decay.to(state_type(v)).clamp(min=_NOTHING_LEFT), bonus.to(state_type(v))
 
-    def of_pieces(given: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        k, v = given
+    def of_pieces(inputs: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        k, v = inputs
         out, (num, den, most) = wkv.rwkv(k, v, logs, bonus, initial, lengths=lengths)
         return out, (num, den), most
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
+    def decay(inputs: Sequence[Tensor], group: Group) -> Tensor:
         return group.counts.unsqueeze(-1) * logs
 
     size = (v.shape[2],)
@@ -472,16 +472,16 @@ def mlstm(
     call = place.call("mlstm", tensors, check)
     dtype = state_type(v)
 
-    def of_pieces(given: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        q, k, v, igate, fgate = given
+    def of_pieces(inputs: Sequence[Tensor], initial: Any, lengths: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        q, k, v, igate, fgate = inputs
         is_padding = torch.arange(v.shape[1], device=v.device) >= lengths.unsqueeze(-1)
         igate = igate.masked_fill(is_padding.unsqueeze(-1), -torch.inf)
         fgate = fgate.masked_fill(is_padding.unsqueeze(-1), torch.inf)
         out, (matrix, norm, most) = lstm.mlstm(q, k, v, igate, fgate, initial)
         return out, (matrix, norm), most
 
-    def decay(given: Sequence[Tensor], group: Group) -> Tensor:
-        gates = torch.nn.functional.logsigmoid(given[4].to(dtype))
+    def decay(inputs: Sequence[Tensor], group: Group) -> Tensor:
+        gates = torch.nn.functional.logsigmoid(inputs[4].to(dtype))
         return group.without_padding(gates).sum(1)
 
     state = Exponential(((*k.shape[2:], v.shape[3]), tuple(k.shape[2:])), (v.shape[2],), v)

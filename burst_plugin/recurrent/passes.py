@@ -110,12 +110,12 @@ class OfOneRank(Passes):
         def agreed(prepared: tuple[T, str] | None, problem: str) -> CallId:
             if prepared is None:
                 return agreement.before_forward(dict, problem)
-            found, name = prepared
-            return agreement.before_forward(lambda: signature(found), problem, name)
+            result, name = prepared
+            return agreement.before_forward(lambda: signature(result), problem, name)
 
-        (found, _), call = prepared_together(named, agreed)
+        (result, _), call = prepared_together(named, agreed)
         connect(self.cp)
-        return found, call
+        return result, call
 
     def run(self, direction: Direction, call: CallId, programs: Sequence[Program], device: torch.device) -> list[Any]:
         """Run this rank's program to its end, and return its result in a list of one.
@@ -171,15 +171,15 @@ class OfOneRank(Passes):
         stream = self._beside["stream"]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            found = completed(program)
+            result = completed(program)
             done = stream.record_event()
 
         def wait(held: Sequence[Tensor] = inputs) -> Any:
             current = torch.cuda.current_stream(device)
             current.wait_event(done)
-            for x in tree_leaves(found):
+            for x in tree_leaves(result):
                 x.record_stream(current)
-            return found
+            return result
 
         return wait
 

@@ -74,11 +74,11 @@ class Pieces:
 
         They are several only where a prefix tree branches.
         """
-        found: list[list[int]] = [[] for _ in self.every]
+        continuations: list[list[int]] = [[] for _ in self.every]
         for number, piece in enumerate(self.every):
             if piece.before != START:
-                found[piece.before].append(number)
-        return tuple(map(tuple, found))
+                continuations[piece.before].append(number)
+        return tuple(map(tuple, continuations))
 
     @cached_property
     def last_of_row(self) -> tuple[int, ...]:
@@ -120,15 +120,15 @@ def _number_before(token: int, piece: Piece, numbers: dict[tuple[int, int], int]
 
 def _of_row(rank: int, row: int, runs: Sequence[Run], begins: dict[int, int], offset: int) -> list[Piece]:
     """Return the pieces of one row on one rank, each run cut where documents or branches begin or end."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     cuts = sorted(begins)
     ends = {before + 1 for before in begins.values() if before >= 0}  # a token that several branches continue
     for start, count in _consecutive(runs):
         inside = {start, start + count, *(at for at in (*cuts, *ends) if start < at < start + count)}
         for first, stop in pairwise(sorted(inside)):
-            found.append(Piece(rank, row, first, stop - first, offset))
+            pieces.append(Piece(rank, row, first, stop - first, offset))
             offset += stop - first
-    return found
+    return pieces
 
 
 def _consecutive(runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -148,9 +148,9 @@ def _consecutive(runs: Sequence[Run]) -> list[tuple[int, int]]:
 
 def _begins(mask: Mask | None, length: int) -> dict[int, int]:
     """Return where documents and branches of one row begin, each with the token before it on its path, or -1."""
-    found = {0: -1}
+    starts = {0: -1}
     if mask is None:
-        return found
+        return starts
     if mask.head_groups is not None:
         raise ValueError(
             "the mask differs between groups of heads, but all heads of a layer that carries a state share "
@@ -165,13 +165,13 @@ def _begins(mask: Mask | None, length: int) -> dict[int, int]:
         if isinstance(part, PrefixTree):
             before = part.before()
             jumps = (before[1:] != torch.arange(len(before) - 1, device="cpu")).nonzero().flatten() + 1
-            found.update({at: int(before[at]) for at in jumps.tolist()})
+            starts.update({at: int(before[at]) for at in jumps.tolist()})
         elif isinstance(part, Keys):
-            found.update({start: -1 for start, stop in part.spans[:1] if start < stop and start < length})
+            starts.update({start: -1 for start, stop in part.spans[:1] if start < stop and start < length})
         elif part.documents is not None:
             check_total(part.documents, length)
-            found.update({at: -1 for at in part.documents[:-1] if at < length})
-    return found
+            starts.update({at: -1 for at in part.documents[:-1] if at < length})
+    return starts
 
 
 def _parts(mask: Mask) -> list[Mask]:

@@ -128,14 +128,14 @@ class Call(NamedTuple):
             with_gradients = [x for x in self.tensors if x.requires_grad]
             biases = self.tied(biases, *sorted(with_gradients, key=torch.numel)[:1])
         which = "" if part[1] == 1 else f", part {part[0] + 1} of {part[1]}"
-        what = f"{self.name} ({affine.name}{which})"
+        name = f"{self.name} ({affine.name}{which})"
         transition, state = ((tuple(x.shape[1:]), x.dtype) for x in (transitions, biases))
         schedule = held.schedule(finals, heads=min((*transition[0][:1], *state[0][:1]), default=1))
         plans = [
-            ScanPlan(each, schedule, held.pieces.of_rank(each.rank), affine, transition, state, biases.device, what)
-            for each in held.passes.states
+            ScanPlan(owner, schedule, held.pieces.of_rank(owner.rank), affine, transition, state, biases.device, name)
+            for owner in held.passes.states
         ]
-        scan = ScanOfProcess(held.passes, plans, self.number, self._kept(what), is_hidden=is_hidden)
+        scan = ScanOfProcess(held.passes, plans, self.number, self._kept(name), is_hidden=is_hidden)
         with unseen_by_selective_checkpoints():
             return States(scan, scan.begin(transitions, biases))
 
@@ -155,9 +155,9 @@ class Call(NamedTuple):
         with unseen_by_selective_checkpoints():
             return ExchangeInFlight(exchange, exchange.begin(xs))
 
-    def _kept(self, what: str) -> KeptTensors | None:
+    def _kept(self, name: str) -> KeptTensors | None:
         """Return where a checkpoint keeps what this rank receives next."""
-        return next_kept_tensors(self.held.passes.states[0].strategy, what)
+        return next_kept_tensors(self.held.passes.states[0].strategy, name)
 
     def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
         """Put the `width` tokens before each piece in front of it, for each x [T, ...]; collective, with gradient.
@@ -250,10 +250,10 @@ class Placement:
         def prepare() -> tuple[HeldPieces, Mapping[str, object]]:
             for state in self.passes.states:
                 state.check_usable(x.device)
-            for other, y in tensors.items():
+            for argument, y in tensors.items():
                 if y.shape[:2] != x.shape[:2] or y.device != x.device:
                     raise ValueError(
-                        f"{name}: {other} is {list(y.shape)} on {y.device}, beside {list(x.shape)} on {x.device}; "
+                        f"{name}: {argument} is {list(y.shape)} on {y.device}, beside {list(x.shape)} on {x.device}; "
                         "all of them are [batch, tokens, ...] of one shard"
                     )
             return self.held(x), check()
@@ -308,8 +308,8 @@ class Placement:
 
     def _tokens(self, x: Tensor) -> Tokens:
         """Return the sequence that x [B, S, ...] is of."""
-        whole = 1 if isinstance(self.passes, OfVirtualRing) else self.passes.states[0].topology.ranks
-        return self.tokens or Tokens(max(1, x.shape[1] * whole))
+        ranks = 1 if isinstance(self.passes, OfVirtualRing) else self.passes.states[0].topology.ranks
+        return self.tokens or Tokens(max(1, x.shape[1] * ranks))
 
     def starts(self, x: Tensor) -> Tensor:
         """Return which of this rank's tokens begin a document, bool [B, S_local], for x [B, S_local, ...]."""
@@ -345,8 +345,8 @@ class Placement:
     def _made(self, rows: int, tokens: Tokens, table: RouteTable) -> HeldPieces:
         shards = table.shards(tokens)
         pieces = cut_into_pieces(shards, rows, tokens.length, self.mask)
-        whole = None
+        whole_rows = None
         if isinstance(self.passes, OfVirtualRing):
             of_row = [positions(runs) for runs in shards]
-            whole = torch.cat([row * tokens.length + at for at in of_row for row in range(rows)])
-        return HeldPieces(self.passes, pieces, tokens, self.mask, rows, whole)
+            whole_rows = torch.cat([row * tokens.length + at for at in of_row for row in range(rows)])
+        return HeldPieces(self.passes, pieces, tokens, self.mask, rows, whole_rows)

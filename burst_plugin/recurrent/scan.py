@@ -115,11 +115,11 @@ class Scan:
     def _entries(self) -> Tensor:
         """Return the states that enter this rank's pieces, [pieces, ...]: zeros where none does."""
         shape, dtype = self.plan.state
-        found = torch.zeros((len(self.plan.pieces), *shape), dtype=dtype, device=self.plan.device)
+        entries = torch.zeros((len(self.plan.pieces), *shape), dtype=dtype, device=self.plan.device)
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
-                found[local] = self._known("entry", number)
-        return found
+                entries[local] = self._known("entry", number)
+        return entries
 
     def _value(self, value: Value) -> Tensor | None:
         """Return a value; of one that is there in shares the whole, of one that is there whole a share.
@@ -146,19 +146,19 @@ class Scan:
 
     def _compute(self, compute: Compute) -> None:
         """Run one operation of the schedule."""
-        values, affine, (what, span, left, right, share) = self.values, self.plan.affine, compute
-        if what == "join":
+        values, affine, (kind, span, left, right, share) = self.values, self.plan.affine, compute
+        if kind == "join":
             late, bias = self._known("transition", right, share), self._known("bias", right, share)
             values[Value("bias", span, share)] = affine.through(late, bias, self._known("bias", left, share))
             early = self._value(Value("transition", left, share))
             if early is not None:
                 values[Value("transition", span, share)] = affine.compose(late, early)
-        elif what == "hand":
+        elif kind == "hand":
             values[Value("entry", left, share)] = self._known("entry", span, share)
-        elif what == "begin":
+        elif kind == "begin":
             values[Value("entry", span, share)] = self._known("exit", left, share)
         else:
-            source, target = (left, Value("entry", right, share)) if what == "enter" else (span, Value("exit", span))
+            source, target = (left, Value("entry", right, share)) if kind == "enter" else (span, Value("exit", span))
             bias, entry = self._known("bias", source, share), self._value(Value("entry", span, share))
             if entry is None:
                 values[target] = bias
@@ -187,62 +187,62 @@ class Scan:
 
         grads: the gradients of the states that enter this rank's pieces, [pieces, ...].
         """
-        found: Values = {}
+        gradients: Values = {}
         for local, number in enumerate(self.plan.pieces):
             if self.plan.schedule.is_entered[number]:
-                found[Value("entry", number)] = grads[local]
+                gradients[Value("entry", number)] = grads[local]
         messages, rank = self.plan.messages("backward", call), self.plan.rank_state.rank
         for step in reversed(self.plan.schedule.rounds):
-            yield from self._move_back(messages, step.moves, found)
+            yield from self._move_back(messages, step.moves, gradients)
             for where, compute in reversed(step.computes):
                 if where == rank:
-                    self._compute_back(compute, found)
-        return self._of_pieces(found)
+                    self._compute_back(compute, gradients)
+        return self._of_pieces(gradients)
 
-    def _compute_back(self, compute: Compute, found: Values) -> None:
+    def _compute_back(self, compute: Compute, gradients: Values) -> None:
         """Add to the gradients of the operands of `compute` what the gradients of its results contribute."""
-        affine, (what, span, left, right, share) = self.plan.affine, compute
-        if what == "join":
-            grad = self._grad(found, Value("bias", span, share))
+        affine, (kind, span, left, right, share) = self.plan.affine, compute
+        if kind == "join":
+            grad = self._grad(gradients, Value("bias", span, share))
             if grad is not None:
-                _add(found, Value("bias", right, share), grad)
+                _add(gradients, Value("bias", right, share), grad)
                 late = self._known("transition", right, share)
-                _add(found, Value("bias", left, share), affine.apply_transposed(late, grad))
-        elif what in ("hand", "begin"):
+                _add(gradients, Value("bias", left, share), affine.apply_transposed(late, grad))
+        elif kind in ("hand", "begin"):
             copy, original = Value("entry", left, share), Value("entry", span, share)
-            if what == "begin":
+            if kind == "begin":
                 copy, original = original, Value("exit", left, share)
-            grad = self._grad(found, copy)
+            grad = self._grad(gradients, copy)
             if grad is not None:
-                _add(found, original, grad)
+                _add(gradients, original, grad)
         else:
-            source, target = (left, Value("entry", right, share)) if what == "enter" else (span, Value("exit", span))
-            grad = self._grad(found, target)
+            source, target = (left, Value("entry", right, share)) if kind == "enter" else (span, Value("exit", span))
+            grad = self._grad(gradients, target)
             if grad is not None:
-                _add(found, Value("bias", source, share), grad)
+                _add(gradients, Value("bias", source, share), grad)
                 if self._value(Value("entry", span, share)) is not None:
                     transition = self._known("transition", source, share)
-                    _add(found, Value("entry", span, share), affine.apply_transposed(transition, grad))
+                    _add(gradients, Value("entry", span, share), affine.apply_transposed(transition, grad))
 
-    def _grad(self, found: Values, value: Value) -> Tensor | None:
+    def _grad(self, gradients: Values, value: Value) -> Tensor | None:
         """Return the gradient of a value: what was found for all heads and what was found for shares; None for zero.
 
-        found: gradients by name.
+        gradients: gradients by name.
         """
-        grad = found.get(value)
+        grad = gradients.get(value)
         if value.share != WHOLE:
-            whole = found.get(value._replace(share=WHOLE))
-            rows = None if whole is None else whole[self.plan.rows(value)]
+            full_grad = gradients.get(value._replace(share=WHOLE))
+            rows = None if full_grad is None else full_grad[self.plan.rows(value)]
             return rows if grad is None else grad if rows is None else grad + rows
         shares = [value._replace(share=n) for n in range(self.plan.schedule.shares)]
-        shares = [share for share in shares if share in found]
+        shares = [share for share in shares if share in gradients]
         if shares:
             grad = self.plan.zeros(value) if grad is None else grad.clone()
             for share in shares:
-                grad[self.plan.rows(share)] += found[share]
+                grad[self.plan.rows(share)] += gradients[share]
         return grad
 
-    def _move_back(self, messages: Messages, moves: Sequence[Move], found: Values) -> Generator[None, None, None]:
+    def _move_back(self, messages: Messages, moves: Sequence[Move], gradients: Values) -> Generator[None, None, None]:
         """Send the gradients of the values received in a round back to the ranks that sent the values."""
         rank = self.plan.rank_state.rank
         sends: dict[int, list[Tensor]] = defaultdict(list)
@@ -251,8 +251,8 @@ class Scan:
             if move.value.kind == "transition":
                 continue
             if move.dst == rank:
-                grad = self._grad(found, move.target)
-                found.pop(move.target, None)
+                grad = self._grad(gradients, move.target)
+                gradients.pop(move.target, None)
                 sends[move.src].append(self.plan.zeros(move.target) if grad is None else grad)
             elif move.src == rank:
                 recvs[move.dst].append(move.value)
@@ -260,16 +260,16 @@ class Scan:
         received = yield from messages.exchange(sends, specs)
         for peer, tensors in received.items():
             for value, grad in zip(recvs[peer], tensors, strict=True):
-                _add(found, value, grad)
+                _add(gradients, value, grad)
 
-    def _of_pieces(self, found: Values) -> tuple[Tensor, Tensor]:
+    def _of_pieces(self, gradients: Values) -> tuple[Tensor, Tensor]:
         """Return the gradients of transitions and biases of this rank's pieces."""
         plan, count = self.plan, len(self.plan.pieces)
         (transition, dtype), (state, _) = plan.transition, plan.state
         transitions = torch.zeros((count, *transition), dtype=dtype, device=plan.device)
         biases = torch.zeros((count, *state), dtype=dtype, device=plan.device)
         for local, number in enumerate(plan.pieces):
-            grad, entry = self._grad(found, Value("bias", number)), self._value(Value("entry", number))
+            grad, entry = self._grad(gradients, Value("bias", number)), self._value(Value("entry", number))
             if grad is not None:
                 biases[local] = grad
                 if entry is not None:
@@ -277,8 +277,8 @@ class Scan:
         return transitions, biases
 
 
-def _add(found: Values, value: Value, grad: Tensor) -> None:
-    found[value] = found[value] + grad if value in found else grad
+def _add(gradients: Values, value: Value, grad: Tensor) -> None:
+    gradients[value] = gradients[value] + grad if value in gradients else grad
 
 
 class ScanOfProcess:

@@ -299,21 +299,21 @@ class _Builder:
         source: _Span,
         to: _Span,
         state: Value,
-        what: Literal["hand", "begin"] | None = None,
+        operation: Literal["hand", "begin"] | None = None,
         left: int = -1,
     ) -> None:
         """Move a state, there at `time` with the ranks of `source`, to the ranks of `to`, as the one that enters it.
 
-        what, left: the operation that names a share which is there already; None if `state` is its name.
+        operation, left: the operation that names a share which is there already; None if `state` is its name.
         """
         to.entered = time
         for share, _ in max(source.places, to.places, key=len):
             src, dst = source.rank_of(share), to.rank_of(share)
             value, target = state._replace(share=share), Value("entry", to.number, share)
             to.entered = max(to.entered, self._bring(time, src, dst, value, target))
-            if what is not None and src == dst:
-                span = source.number if what == "hand" else to.number
-                self._compute(time, dst, Compute(what, span, left, share=share))
+            if operation is not None and src == dst:
+                span = source.number if operation == "hand" else to.number
+                self._compute(time, dst, Compute(operation, span, left, share=share))
 
     def _bring(self, time: int, src: int, dst: int, value: Value, target: Value) -> int:
         """Move a value that is there at `time` from rank to rank; return when it is there."""

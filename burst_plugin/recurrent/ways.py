@@ -104,12 +104,12 @@ class TwoPasses(NamedTuple):
 
     def start(self, work: Work, needs_pairs: bool) -> None:
         """Compute the outputs of pieces that no state enters, and if `needs_pairs` the maps of states of pieces."""
-        for group, given in work.groups(work.fresh):
-            out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)))
+        for group, inputs in work.groups(work.fresh):
+            out, final = self.kernel(*inputs, *(work.call.initial_of(group) or (None,)))
             work.done.append((group, out))
             work.biases.put(group, final)
-        for group, given in work.groups(work.paired if needs_pairs else ()):
-            transition, bias, goes_on = self.pair(*given)
+        for group, inputs in work.groups(work.paired if needs_pairs else ()):
+            transition, bias, goes_on = self.pair(*inputs)
             work.transitions.put(group, transition)
             work.biases.put(group, bias)
             if goes_on is not None:
@@ -142,13 +142,13 @@ class InStages(NamedTuple):
 
     def start(self, work: Work, needs_pairs: bool) -> None:
         """Compute the maps of states of pieces; without `needs_pairs` all outputs from initial states."""
-        for group, given in work.groups(range(len(work.call.held.numbers))):
+        for group, inputs in work.groups(range(len(work.call.held.numbers))):
             initial = work.call.initial_of(group) or (None,)
             if not needs_pairs:
                 lengths = (group.counts,) if self.state.takes_lengths else ()
-                work.done.append((group, self.kernel(*given, *initial, *lengths)[0]))
+                work.done.append((group, self.kernel(*inputs, *initial, *lengths)[0]))
                 continue
-            transition, bias, second = self.begin(given, group)
+            transition, bias, second = self.begin(inputs, group)
             if initial[0] is not None:
                 bias = work.affine.through(transition, bias, initial[0])
             work.transitions.put(group, transition)
@@ -189,13 +189,13 @@ class OnePass(NamedTuple):
 
     def start(self, work: Work, needs_pairs: bool) -> None:
         """Compute all outputs from initial states, and if `needs_pairs` the maps of states of pieces."""
-        for group, given in work.groups(range(len(work.call.held.numbers))):
+        for group, inputs in work.groups(range(len(work.call.held.numbers))):
             lengths = (group.counts,) if self.state.takes_lengths else ()
-            out, final = self.kernel(*given, *(work.call.initial_of(group) or (None,)), *lengths)
+            out, final = self.kernel(*inputs, *(work.call.initial_of(group) or (None,)), *lengths)
             work.done.append((group, out))
             if needs_pairs:
                 work.biases.put(group, final)
-                work.transitions.put(group, self.transition(given, group))
+                work.transitions.put(group, self.transition(inputs, group))
 
     def finish(self, work: Work) -> None:
         """Add to the outputs what the states that enter pieces contribute."""
@@ -384,12 +384,12 @@ def with_exponents(
     done: list[tuple[Group, Tensor]] = []
     for of_kind in (fresh, paired if held.exchanges or finals else []):
         for group in held.groups(of_kind, device):
-            given = [group.take(x) for x in rows]
+            inputs = [group.take(x) for x in rows]
             begin = call.initial_of(group) if of_kind is fresh else state.nothing(len(group.pieces), dtype)
-            out, parts, most = kernel(given, begin, group.counts)
+            out, parts, most = kernel(inputs, begin, group.counts)
             states.put(group, state.joined(parts))
             mosts.put(group, most)
-            logs.put(group, log_decay(given, group))
+            logs.put(group, log_decay(inputs, group))
             if of_kind is fresh:
                 done.append((group, out))
     if not (held.exchanges or finals):

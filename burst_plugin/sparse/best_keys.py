@@ -70,15 +70,15 @@ class BestOfFloat32(BestKeys):
         """Offer keys to some queries: float32 scores [rows, keys], positions int64 [keys]; see `BestKeys.add`."""
         bits = scores.view(torch.int32)
         ordered = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)  # as integers, as scores compare
-        found = ordered.mul_(2**32).add_(_LAST - positions)
+        candidates = ordered.mul_(2**32).add_(_LAST - positions)
         if allowed is not None:
-            found.masked_fill_(~allowed, _NO_KEY)
-        self._add(rows, found)
+            candidates.masked_fill_(~allowed, _NO_KEY)
+        self._add(rows, candidates)
 
-    def _add(self, rows: slice, found: Tensor) -> None:
+    def _add(self, rows: slice, candidates: Tensor) -> None:
         """Offer keys [rows, keys] to some queries, in the form in which they are kept."""
         best = self._best[rows]
-        both = torch.cat([best, found], 1)
+        both = torch.cat([best, candidates], 1)
         if self._repeats:
             both = self._without_repeats(both)
         best.copy_(both.topk(best.shape[1], sorted=False).values)
@@ -106,10 +106,10 @@ class BestOfFloat32(BestKeys):
     def positions(self) -> Tensor:
         """Return the positions of each query's best keys, highest score first, int32 [rows, count], -1 for none."""
         result = torch.empty(self._best.shape, dtype=torch.int32, device=self._best.device)
-        each = max(1, _CHUNK // max(1, self._best.shape[1]))
-        for start in range(0, len(self._best), each):
-            ordered = self._best[start : start + each].sort(descending=True).values
-            result[start : start + each].copy_((_LAST - (ordered & _LAST)).masked_fill_(ordered == _NO_KEY, -1))
+        chunk_size = max(1, _CHUNK // max(1, self._best.shape[1]))
+        for start in range(0, len(self._best), chunk_size):
+            ordered = self._best[start : start + chunk_size].sort(descending=True).values
+            result[start : start + chunk_size].copy_((_LAST - (ordered & _LAST)).masked_fill_(ordered == _NO_KEY, -1))
         return result
 
 

@@ -217,14 +217,14 @@ class BlockSelection(RankSelection):
             allowed = mask.allowed(column, column + stop - first, scores.device)
             if allowed is not None:
                 scores.masked_fill_(~allowed.unsqueeze(1), -torch.inf)
-            found, maxima = parts.maxima(scores, first)
+            blocks, maxima = parts.maxima(scores, first)
             may = maxima > -torch.inf
-            maxima.masked_fill_(may & self._is_forced(starts, rows, found).unsqueeze(1), torch.inf)
-            best.add(into, maxima.flatten(0, 1), found, may.flatten(0, 1))
+            maxima.masked_fill_(may & self._is_forced(starts, rows, blocks).unsqueeze(1), torch.inf)
+            best.add(into, maxima.flatten(0, 1), blocks, may.flatten(0, 1))
 
-    def _is_forced(self, starts: BlockStarts, rows: slice, found: Tensor) -> Tensor:
+    def _is_forced(self, starts: BlockStarts, rows: slice, blocks: Tensor) -> Tensor:
         """Return which blocks are a query's own one, or one of those before it, bool [queries, blocks]."""
         queries = self._places[rows].unsqueeze(1)
-        own = starts.blocks(queries)
-        back = own - found
-        return (back >= 0) & (back < self._forced * self._size) & (found >= starts.documents(queries))
+        own_blocks = starts.blocks(queries)
+        back = own_blocks - blocks
+        return (back >= 0) & (back < self._forced * self._size) & (blocks >= starts.documents(queries))

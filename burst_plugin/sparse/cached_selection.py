@@ -112,58 +112,58 @@ def select_cached_blocks(
     return found.transpose(1, 2)
 
 
-def _selected(cache: KVCache, layer: int, given: Indexed, asked: SelectionOptions) -> Tensor:
+def _selected(cache: KVCache, layer: int, indexed: Indexed, asked: SelectionOptions) -> Tensor:
     """Return what new tokens select, in positions of their rows, [B, n, ..., count]; collective."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache={shown(cache)} is not valid; give a KVCache")
     passes = OfOneRank(cache.cp)
 
     def prepare() -> _CachedCall:
-        return _prepared(cache, layer, given, asked)
+        return _prepared(cache, layer, indexed, asked)
 
     with torch.no_grad():
         (rows, selection), call = passes.agree(prepare, _CachedCall.signature, ("index", f"layer {layer}"))
-        found = (
+        choices = (
             _of_all(cache, rows, selection, call) if rows.turn.replicated else _around(passes, rows, selection, call)
         )
         rows.layer.release()
-        result: Tensor = rows.selection_of_rows(found)
+        result: Tensor = rows.selection_of_rows(choices)
         return result
 
 
-def _prepared(cache: KVCache, layer: int, given: Indexed, asked: SelectionOptions) -> _CachedCall:
+def _prepared(cache: KVCache, layer: int, indexed: Indexed, asked: SelectionOptions) -> _CachedCall:
     """Return the call, with its new keys in the cache. Raise ValueError for what does not fit."""
     state = cache.cp.rank_state
-    count, mask, factor = checked_options(given, asked)
-    state.check_usable(given.q.device)
+    count, mask, factor = checked_options(indexed, asked)
+    state.check_usable(indexed.q.device)
     asked.kind.check(asked, mask)
-    rows = cache.hold(layer, given.k, mask=mask)
+    rows = cache.hold(layer, indexed.k, mask=mask)
     shards = key_shards(cache.cp.plans, state, rows.tokens, rows.turn_mask, rows.turn.replicated)
     most = min(count, -(-max(rows.turn.stops) // asked.block))
-    selection = SelectionCall(shards, rows.tokens[1], rows.documents, most, factor, given, asked, rows.ahead)
+    selection = SelectionCall(shards, rows.tokens[1], rows.documents, most, factor, indexed, asked, rows.ahead)
     return _CachedCall(rows, selection)
 
 
 def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
     """Return what this rank's queries select among the keys of all ranks, which come to it; collective."""
-    given = selection.given
-    weights = None if given.weights is None else rows.of_new(given.weights)
-    mine = Indexed(rows.of_new(given.q), rows.stored()[0].squeeze(2), weights)
-    program = selection.asked.kind(passes.states[0], selection, mine).program(call)
-    found: Tensor = passes.run("forward", call, [program], given.q.device)[0]
+    indexed = selection.given
+    weights = None if indexed.weights is None else rows.of_new(indexed.weights)
+    own_indexed = Indexed(rows.of_new(indexed.q), rows.stored()[0].squeeze(2), weights)
+    program = selection.asked.kind(passes.states[0], selection, own_indexed).program(call)
+    found: Tensor = passes.run("forward", call, [program], indexed.q.device)[0]
     return found
 
 
 def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
     """Return what queries that every rank has select: each rank the best of its keys, then of these; collective."""
-    given, cp = selection.given, cache.cp
-    order = positions(selection.blocks.pairs.runs["q"][cp.rank], given.q.device)
-    q, weights = (None if x is None else rows.of_new(x)[:, order] for x in (given.q, given.weights))
+    indexed, cp = selection.given, cache.cp
+    order = positions(selection.blocks.pairs.runs["q"][cp.rank], indexed.q.device)
+    q, weights = (None if x is None else rows.of_new(x)[:, order] for x in (indexed.q, indexed.weights))
     assert q is not None
     with cp.rank_state.one_pass("forward", call, q.device):
-        own = selection.asked.kind(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
-        best = own.places()
-        own.score(cp.rank, own.taken(cp.rank), best)
+        selector = selection.asked.kind(cp.rank_state, selection, Indexed(q, rows.stored()[0].squeeze(2), weights))
+        best = selector.places()
+        selector.score(cp.rank, selector.taken(cp.rank), best)
         if cp.ranks > 1:
             best.merge(*(of_ranks(cp, x) for x in best.kept))
-    return best.positions().view(*own.queries, own.count)[:, order.argsort()]
+    return best.positions().view(*selector.queries, selector.count)[:, order.argsort()]

@@ -56,13 +56,13 @@ class EntryMask(Mask):
 
         `q_len` and `kv_len` are not looked at.
         """
-        found = []
-        for each in self.stairs:
-            after = Region(each.end + self.rate * each.windows, each.stop, each.slot, each.slot + each.windows)
-            found += [
-                region._replace(q_stop=min(region.q_stop, each.stop)) for region in (*self._inside(each), after)
+        regions = []
+        for stair in self.stairs:
+            after = Region(stair.end + self.rate * stair.windows, stair.stop, stair.slot, stair.slot + stair.windows)
+            regions += [
+                region._replace(q_stop=min(region.q_stop, stair.stop)) for region in (*self._inside(stair), after)
             ]
-        return tuple(region for region in found if not region.is_empty)
+        return tuple(region for region in regions if not region.is_empty)
 
     def _inside(self, part: Stairs) -> Iterator[Region]:
         """Yield the regions of `part` for queries from its first window's end to where a further one would end."""
@@ -97,5 +97,5 @@ class TokensAndEntries(Mask):
         """Return the regions of the mask of tokens, and of the mask of entries moved behind the tokens."""
         shift = self.length
         entries = self.of_entries.regions(q_len, kv_len - shift)
-        shifted = (each._replace(k_start=each.k_start + shift, k_stop=each.k_stop + shift) for each in entries)
+        shifted = (entry._replace(k_start=entry.k_start + shift, k_stop=entry.k_stop + shift) for entry in entries)
         return (*self.of_tokens.regions(q_len, shift), *shifted)

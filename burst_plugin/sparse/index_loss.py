@@ -95,15 +95,15 @@ def _with_gradients(
     with torch.no_grad():
         keys = cp.unshard(teacher.k.detach(), 1, tokens)
     with torch.enable_grad():
-        own = indexed.k.detach().to(torch.promote_types(indexed.k.dtype, torch.float32)).requires_grad_()
-        index_keys = cp.unshard(own, 1, tokens, loss="own")
+        leaf = indexed.k.detach().to(torch.promote_types(indexed.k.dtype, torch.float32)).requires_grad_()
+        index_keys = cp.unshard(leaf, 1, tokens, loss="own")
     at = cp.positions(Tokens(keys.shape[1]) if tokens is None else tokens, keys.device)
-    total, grads = own.new_zeros(()), [torch.zeros_like(x, dtype=own.dtype) for x in (*tensors[::2], index_keys)]
+    total, grads = leaf.new_zeros(()), [torch.zeros_like(x, dtype=leaf.dtype) for x in (*tensors[::2], index_keys)]
     tiles = LossTiles(teacher, indexed, scale, selection, at)
-    with torch.autocast(own.device.type, enabled=False):
+    with torch.autocast(leaf.device.type, enabled=False):
         for row, rows in ((row, rows) for row in range(keys.shape[0]) for rows in tiles.rows(keys.shape[1])):
             total += tiles.add(row, rows, (keys[row], index_keys.detach()[row]), [grad[row] for grad in grads])
-    (of_keys,) = torch.autograd.grad(index_keys, own, grads[2])
+    (of_keys,) = torch.autograd.grad(index_keys, leaf, grads[2])
     return total, [grad.to(x.dtype) for grad, x in zip((grads[0], of_keys, grads[1]), tensors, strict=True)]
 
 
@@ -124,11 +124,11 @@ class LossTiles:
     def rows(self, length: int) -> Iterator[slice]:
         """Yield slices of this rank's queries, as many at a time as 128 MiB allow with `length` keys."""
         held, heads, dim = self._q.shape[1:]
-        each = self._teacher.q.shape[2] + heads
+        pair_numbers = self._teacher.q.shape[2] + heads
         if self._selection is not None:
             length = self._selection.shape[2]
-            each += self._teacher.k.shape[2:].numel() + dim
-        size = max(1, NUMBERS_AT_ONCE // (length * each))
+            pair_numbers += self._teacher.k.shape[2:].numel() + dim
+        size = max(1, NUMBERS_AT_ONCE // (length * pair_numbers))
         for start in range(0, held, size):
             yield slice(start, min(held, start + size))
 

@@ -77,16 +77,16 @@ def pool(
     def check() -> dict[str, object]:
         whole_number("size={}", size, _SIZE, 1)
         _check_mask(mask)
-        return {"size": size, "sizes": [list(each.shape[2:]) for each in xs], "dtype": [each.dtype for each in xs]}
+        return {"size": size, "sizes": [list(y.shape[2:]) for y in xs], "dtype": [y.dtype for y in xs]}
 
-    call = place.call("pool", {f"x{n or ''}": each for n, each in enumerate(xs)}, check)
+    call = place.call("pool", {f"x{n or ''}": y for n, y in enumerate(xs)}, check)
     held, device = call.held, xs[0].device
-    extended, keep = call.with_tokens_before([held.flat(each) for each in xs], size - 1)
+    extended, keep = call.with_tokens_before([held.flat(y) for y in xs], size - 1)
     at = _own_positions(cp, held.tokens, torch.device("cpu"))
     is_last = torch.stack([BlockStarts(mask.of_row(row), size, at.device).are_last(at) for row in range(held.rows)])
     last = held.flat(is_last).nonzero().flatten().to(device)
     of_pools = keep[last].unsqueeze(1) + torch.arange(1 - size, 1, device=device)
-    pools = [each[of_pools] for each in extended]
+    pools = [y[of_pools] for y in extended]
     made = function(pools[0] if isinstance(x, Tensor) else pools)
     everywhere = made.new_zeros((xs[0].shape[:2].numel(), *made.shape[1:]))
     return held.unflat(everywhere.index_copy(0, last, made))
@@ -236,12 +236,12 @@ class PoolSelection(RankSelection):
         """
         scores_of, of_rows = self.scores_of(row, rows), self._ends(self._rank, block.owner)
         ends, keys = of_rows[row % len(of_rows)], block.keys
-        held, each = self.given.q.shape[1], self.tiles.keys
+        held, tile_keys = self.given.q.shape[1], self.tiles.keys
         into = slice(row * held + rows.start, row * held + rows.stop)
         for first, stop, column in mask.windows(mask.columns):
             last = bisect_left(ends.rows, stop)
-            for start in range(bisect_left(ends.rows, first), last, each):
-                some = slice(start, min(last, start + each))
+            for start in range(bisect_left(ends.rows, first), last, tile_keys):
+                some = slice(start, min(last, start + tile_keys))
                 low, high = ends.rows[some.start], ends.rows[some.stop - 1] + 1
                 allowed = mask.allowed(column + low - first, column + high - first, keys.device)
                 allowed = None if allowed is None else allowed[:, ends.columns[some] - low]

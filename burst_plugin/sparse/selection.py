@@ -244,12 +244,12 @@ class SelectionCall:
 
     def signature(self) -> Mapping[str, object]:
         """Return the arguments and options that have to be equal on all ranks, by name."""
-        given = self.given
+        indexed = self.given
         return {
             "call": self.asked.kind.what,
-            "batch": given.q.shape[0],
-            "heads": list(given.q.shape[2:]),
-            "dtype": [given.q.dtype, None if given.weights is None else given.weights.dtype],
+            "batch": indexed.q.shape[0],
+            "heads": list(indexed.q.shape[2:]),
+            "dtype": [indexed.q.dtype, None if indexed.weights is None else indexed.weights.dtype],
             "top_k": self.count,
             "block": self.asked.block,
             "forced": self.asked.forced,
@@ -259,14 +259,14 @@ class SelectionCall:
         }
 
 
-def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: SelectionOptions) -> SelectionCall:
+def _prepared(passes: Passes, plans: dict[Any, Any], indexed: Indexed, asked: SelectionOptions) -> SelectionCall:
     """Return the call that is asked for. Raise ValueError for what does not fit."""
-    count, mask, factor = checked_options(given, asked)
+    count, mask, factor = checked_options(indexed, asked)
     states, tokens = passes.states, asked.tokens
     for state in states:
-        state.check_usable(given.q.device)
+        state.check_usable(indexed.q.device)
     ranks = states[0].topology.ranks
-    held = given.q.shape[1]
+    held = indexed.q.shape[1]
     of_ranks = ranks if len(states) < ranks else 1
     sequence = Tokens(max(1, held * of_ranks)) if tokens is None else as_tokens(tokens)  # type: ignore[arg-type]
     blocks = key_shards(plans, states[0], (sequence, sequence), mask)
@@ -274,10 +274,12 @@ def _prepared(passes: Passes, plans: dict[Any, Any], given: Indexed, asked: Sele
     if held != expected_rows:
         raise ValueError(
             f"rank {states[0].rank} holds {expected_rows} of {sequence.length} tokens, but index_q "
-            f"{list(given.q.shape)} has {held}; pass the tokens= of its shard"
+            f"{list(indexed.q.shape)} has {held}; pass the tokens= of its shard"
         )
     asked.kind.check(asked, mask)
-    return SelectionCall(blocks, sequence, mask, min(count, -(-sequence.length // asked.block)), factor, given, asked)
+    return SelectionCall(
+        blocks, sequence, mask, min(count, -(-sequence.length // asked.block)), factor, indexed, asked
+    )
 
 
 def checked_options(given: Indexed, asked: SelectionOptions) -> tuple[int, Mask, float]:
@@ -322,20 +324,20 @@ def key_shards(
     return known[tokens, mask]
 
 
-def _run(passes: Passes, selection: SelectionCall, call: CallId, given: Indexed) -> Tensor:
+def _run(passes: Passes, selection: SelectionCall, call: CallId, indexed: Indexed) -> Tensor:
     """Return the selected keys of the ranks of this process."""
     tokens, states = selection.tokens, passes.states
-    parts = [given]
+    parts = [indexed]
     is_virtual = isinstance(passes, OfVirtualRing)
     layout = states[0].route_table.layout(tokens)
     if is_virtual:
         places = [(rank, len(states)) for rank in range(len(states))]
-        tensors = [x for x in (given.q, given.k, given.weights) if x is not None]
+        tensors = [x for x in (indexed.q, indexed.k, indexed.weights) if x is not None]
         parts = [Indexed(*(layout.shard(x, 1, at, tokens) for x in tensors)) for at in places]
     kind = selection.asked.kind
     programs = [kind(state, selection, part).program(call) for state, part in zip(states, parts, strict=True)]
-    found = passes.run("forward", call, programs, given.q.device)
-    return layout.unshard(found, 1, tokens) if is_virtual else found[0]
+    keys = passes.run("forward", call, programs, indexed.q.device)
+    return layout.unshard(keys, 1, tokens) if is_virtual else keys[0]
 
 
 class RankSelection:
@@ -428,10 +430,10 @@ class RankSelection:
             first = chunk * self.tiles.queries
             rows = slice(first, min(held, first + self.tiles.queries))
             for row in range(batch):
-                mine = [part for part in parts if part.batch is None or part.batch[0] <= row < part.batch[1]]
-                if mine:
+                row_parts = [part for part in parts if part.batch is None or part.batch[0] <= row < part.batch[1]]
+                if row_parts:
                     block = KeyBlock(owner, keys[row], work.places)
-                    self.score_chunk(row, rows, ChunkMask(mine, rows.stop - first), block, best)
+                    self.score_chunk(row, rows, ChunkMask(row_parts, rows.stop - first), block, best)
 
     def score_chunk(self, row: int, rows: slice, mask: ChunkMask, block: KeyBlock, best: BestKeys) -> None:
         """Have some queries of a batch row select among the keys of a block.
@@ -441,12 +443,12 @@ class RankSelection:
         """
         scores_of = self.scores_of(row, rows)
         keys, places = mask.packed(block.keys), mask.packed(block.places)
-        held, each = self.given.q.shape[1], self.tiles.keys
-        window = max(1, -(-self.count // each)) * each  # of so many keys it is worth it to look for the best
+        held, size = self.given.q.shape[1], self.tiles.keys
+        window = max(1, -(-self.count // size)) * size  # of so many keys it is worth it to look for the best
         into = slice(row * held + rows.start, row * held + rows.stop)
         for start in range(0, mask.columns, window):
             stop = min(mask.columns, start + window)
-            tiles = [scores_of(keys[at : min(stop, at + each)]) for at in range(start, stop, each)]
+            tiles = [scores_of(keys[at : min(stop, at + size)]) for at in range(start, stop, size)]
             scores = tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
             best.add(into, scores, places[start:stop], mask.allowed(start, stop, scores.device))
 

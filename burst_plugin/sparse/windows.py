@@ -113,11 +113,11 @@ class Windows:
 
     def _before_in_rank(self, counts: Tensor) -> Tensor:
         """Return how many of something, `counts` in each chunk, a rank has before each of its chunks."""
-        found = torch.zeros_like(counts)
+        counts_before = torch.zeros_like(counts)
         for rank in self._ranks.unique().tolist():
-            mine = self._ranks == rank
-            found[mine] = counts[mine].cumsum(0) - counts[mine]
-        return found
+            own_chunks = self._ranks == rank
+            counts_before[own_chunks] = counts[own_chunks].cumsum(0) - counts[own_chunks]
+        return counts_before
 
     def holder_of(self, tokens: Tensor) -> Tensor:
         """Return the rank that holds each token, int64, in the shape of `tokens`, positions in the whole sequence."""
@@ -177,25 +177,25 @@ class Windows:
 
         They are positions, int64, ascending. batch: the number of batch rows.
         """
-        found = []
+        foreign_tokens = []
         for ends, begins, _, chunks, _ in self.rows:
             starts = self._starts[chunks]
             cut = (self._ranks[chunks] == rank) & (ends - self.width + 1 < starts)
             tokens = ends[cut].unsqueeze(1) - torch.arange(self.width, device="cpu")
             there = (tokens >= begins[cut].unsqueeze(1)) & (tokens < starts[cut].unsqueeze(1))
             needed = torch.unique(tokens[there])
-            found.append(needed[self.holder_of(needed) != rank])
-        return found if len(found) > 1 else found * batch
+            foreign_tokens.append(needed[self.holder_of(needed) != rank])
+        return foreign_tokens if len(foreign_tokens) > 1 else foreign_tokens * batch
 
     def slots_by_end(self) -> Tensor:
         """Return, at the position of each window's last token, the slot of its entry, and 0 at other positions.
 
         It is int64 [rows, length]; `rows` is 1 if all batch rows have the same windows.
         """
-        found = torch.zeros((len(self.rows), self.length), dtype=torch.int64, device="cpu")
-        for slots, row in zip(found, self.rows, strict=True):
+        slot_table = torch.zeros((len(self.rows), self.length), dtype=torch.int64, device="cpu")
+        for slots, row in zip(slot_table, self.rows, strict=True):
             slots[row.ends] = self._first_slots[row.chunks] + row.numbers
-        return found
+        return slot_table
 
     def sources(self, rank: int, batch: int, held: int) -> Sources:
         """Return the tokens that the entries of `rank` are made of.
@@ -207,21 +207,21 @@ class Windows:
         parts = []
         for number, others in enumerate(foreign):
             row = self.rows[number % len(self.rows)]
-            mine = self._ranks[row.chunks] == rank
-            ends, begins, _, chunks, numbers = (x[mine] for x in row)
+            own_windows = self._ranks[row.chunks] == rank
+            ends, begins, _, chunks, numbers = (x[own_windows] for x in row)
             tokens = ends.unsqueeze(1) + torch.arange(1 - self.width, 1, device="cpu")
             exist = tokens >= begins.unsqueeze(1)
             tokens = tokens.clamp(min=0)
             there = sent + torch.searchsorted(others, tokens)
             rows = torch.where(self.holder_of(tokens) == rank, number * held + self.place_of(tokens), there)
             sent += len(others)
-            found = Sources(
+            row_sources = Sources(
                 torch.zeros((count, self.width), dtype=torch.int64, device="cpu"),
                 torch.ones((count, self.width), dtype=torch.bool, device="cpu"),
                 torch.full((count,), -1, dtype=torch.int64, device="cpu"),
             )
             places = before[chunks] + numbers
-            for into, x in zip(found, (rows.masked_fill(~exist, 0), exist, self.place_of(ends)), strict=True):
+            for into, x in zip(row_sources, (rows.masked_fill(~exist, 0), exist, self.place_of(ends)), strict=True):
                 into[places] = x
-            parts.append(found)
+            parts.append(row_sources)
         return Sources(*(torch.stack(each) for each in zip(*parts, strict=True)))

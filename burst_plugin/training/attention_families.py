@@ -14,11 +14,11 @@ from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, S
 def _gemma4(config: Config, size: Size) -> list[Layer]:
     """Return layers whose heads are larger without a window. The last layers may take others' keys and values."""
     layers, hidden, width = size("num_hidden_layers"), size("hidden_size"), size("intermediate_size")
-    own = layers - size("num_kv_shared_layers", default=0)
+    first_shared = layers - size("num_kv_shared_layers", default=0)
     own_input = 2 * hidden * size("hidden_size_per_layer_input", default=0)
-    found: list[Layer] = []
+    layer_sizes: list[Layer] = []
     for layer, kind in enumerate(_gemma4_kinds(config, layers)):
-        shares = layer >= own
+        shares = layer >= first_shared
         of_layer: dict[str, int] = {"qk_norm": True, "value_norm": True, "hands_on": not shares}
         of_layer["kv_matrices"] = 0 if shares else 2
         if kind == "full_attention":
@@ -35,8 +35,8 @@ def _gemma4(config: Config, size: Size) -> list[Layer]:
                 "mlp_norms": 3,
                 "extra": 4 * hidden + experts,  # of norms, and of the router's scales
             }
-        found.append({**of_layer, **mlp, "extra": mlp.get("extra", 0) + own_input + hidden * bool(own_input)})
-    return found
+        layer_sizes.append({**of_layer, **mlp, "extra": mlp.get("extra", 0) + own_input + hidden * bool(own_input)})
+    return layer_sizes
 
 
 def _gemma4_kinds(config: Config, layers: int) -> list[str]:

@@ -116,7 +116,7 @@ def _indexed(config: Config, size: Size) -> list[Layer]:
     kinds, layers = config.get("indexer_types"), _with_experts(config, size)
     if kinds is not None and len(kinds) != len(layers):
         raise ValueError(f"indexer_types is {shown(kinds)}, expected the kind of each of {len(layers)} layers")
-    found: list[Layer] = []
+    indexed_layers: list[Layer] = []
     for number, layer in enumerate(layers):
         indexer = IndexerSizes(
             heads=size("index_n_heads"),
@@ -125,8 +125,8 @@ def _indexed(config: Config, size: Size) -> list[Layer]:
             scores=kinds is None or kinds[number] != "shared",
         )
         norm = 2 * indexer.dim * indexer.scores
-        found.append({**layer, "indexer": indexer, "extra": layer["extra"] + norm})
-    return found
+        indexed_layers.append({**layer, "indexer": indexer, "extra": layer["extra"] + norm})
+    return indexed_layers
 
 
 def _with_experts(config: Config, size: Size) -> list[Layer]:

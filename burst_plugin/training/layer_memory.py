@@ -195,16 +195,16 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     alike, each moment is taken from the kind of layer that needs most for it. Kept activations, weights and ring
     buffers come on top.
     """
-    found: dict[str, Moment] = {HEAD: _head(model, setting, Widths(model, setting))}
+    peaks: dict[str, Moment] = {HEAD: _head(model, setting, Widths(model, setting))}
     for kind in model.by_kind:
         for name, moment in _of_layer(kind, setting).items():
-            if sum(moment.values()) > sum(found.get(name, {}).values()):
-                found[name] = moment
+            if sum(moment.values()) > sum(peaks.get(name, {}).values()):
+                peaks[name] = moment
     if not model.attends:
-        return found
+        return peaks
     rotated = {kind.head_dim if kind.latent is None else kind.latent.shared_dim for kind in model.attending}
     angles = 2 * BF16 * sum(rotated) * setting.local_tokens  # once for all sequences
-    return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
+    return {name: moment | {"cos and sin of positions": angles} for name, moment in peaks.items()}
 
 
 def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
@@ -264,11 +264,11 @@ def _mixer_backward(
     if setting.context > 1 and setting.recurrent == "heads":  # which leave and arrive
         numbers = sum(heads * dim for _, heads, dim in mixer.tensors)
         work["heads of the mixer, exchanged"] = 2 * BF16 * w.inside * numbers
-    found = {"mixer, backward": before | work}
+    backward_moments = {"mixer, backward": before | work}
     if setting.code.plain_mixers and mixer.norm_gradients:
         inside = {"gradients inside the mixer's norm": max(0.0, w.inside * mixer.norm_gradients - freed)}
-        found["norm of the mixer, backward"] = before | inside
-    return found
+        backward_moments["norm of the mixer, backward"] = before | inside
+    return backward_moments
 
 
 def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, setting: Setting) -> None:

@@ -213,7 +213,7 @@ def _layers_that_wait(model: ModelShape, setting: Setting) -> float:
 
 
 def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
-    own = model.trained_parameters / setting.gpus
+    own_parameters = model.trained_parameters / setting.gpus
     gpus = min(cluster.gpus_per_node, setting.gpus)
     host = {"processes": cluster.process_gib * GIB * gpus}
     if setting.offload:
@@ -226,7 +226,7 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
                 kept += (whole_pages(share * w.out) + whole_pages(share * w.lse)) * times
             host["attention, kept"] = kept
     if setting.offload_optimizer:  # gradients too, in float32
-        host["optimizer and gradients"] = 4 * FP32 * own * gpus
+        host["optimizer and gradients"] = 4 * FP32 * own_parameters * gpus
     return host
 
 

@@ -63,11 +63,11 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
     if mixer.by_heads:
         shares = max(1, min(shares, mixer.tensors[0][1] // setting.tensor // _parts(mixer, setting)))
     placed = _placed(setting.topology, setting.ulysses, shares)
-    found = _halo(mixer, setting, placed.pieces)
+    all_hops = _halo(mixer, setting, placed.pieces)
     if not mixer.state:
-        return found
+        return all_hops
     if setting.recurrent == "heads" and mixer.by_heads:
-        return found + _exchanges(mixer, setting, direction)
+        return all_hops + _exchanges(mixer, setting, direction)
     for moves in placed.rounds:
         hop: Hop = {}
         for move in moves:
@@ -78,8 +78,8 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
             numbers /= 1 if move.value.share == WHOLE else shares
             ends = (move.src, move.dst) if direction == "forward" else (move.dst, move.src)
             hop[ends] = hop.get(ends, 0.0) + FP32 * numbers * setting.micro_batch
-        found += [hop] if hop else []
-    return found
+        all_hops += [hop] if hop else []
+    return all_hops
 
 
 def _parts(mixer: TokenMixer, setting: Setting) -> int:

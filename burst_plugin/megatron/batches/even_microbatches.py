@@ -204,9 +204,9 @@ def print_evenness(works: Sequence[int], assigned: Assignment) -> None:
     """Print how even a step is over data-parallel ranks, and how even it would be in Megatron's order."""
     ranks, size, mean = len(assigned), len(assigned[0][0]), sum(works) / len(assigned)
     fullest = max(sum(works[sample] for sample in chain(*rank)) for rank in assigned)
-    own = max(sum(work for i, work in enumerate(works) if i // size % ranks == rank) for rank in range(ranks))
+    baseline = max(sum(work for i, work in enumerate(works) if i // size % ranks == rank) for rank in range(ranks))
     print(
         f"burst_plugin: microbatches are evened: in the first step, the fullest of {ranks} data-parallel ranks has "
-        f"{fullest / mean:.2f} times the mean attention, {own / mean:.2f} times in Megatron's order",
+        f"{fullest / mean:.2f} times the mean attention, {baseline / mean:.2f} times in Megatron's order",
         flush=True,
     )

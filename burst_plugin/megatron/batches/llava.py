@@ -193,13 +193,13 @@ class _LlavaHooks:
         cp = self._ring(model)
         if cp is None:
             return original(model, embeddings, labels, loss_mask, packed_seq_params)  # type: ignore[no-any-return]
-        found, offsets = [], _offsets(packed_seq_params)
+        shards, offsets = [], _offsets(packed_seq_params)
         for x, filler in ((embeddings, 0), (labels, _IGNORED), (loss_mask, 0)):
             if x is not None:
                 tokens, x = self._tokens(cp, model, x, filler, offsets)
                 x = layout_of(tokens).shard(x, 1, (cp.rank, cp.ranks), tokens)
-            found.append(x)
-        embeddings, labels, loss_mask = found
+            shards.append(x)
+        embeddings, labels, loss_mask = shards
         if embeddings is not None:
             embeddings = embeddings.transpose(0, 1).contiguous()
             if model.sequence_parallel_lm:

@@ -71,15 +71,15 @@ class _GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Return the norm of x, and of its gate z."""
-        found = x.to(torch.promote_types(x.dtype, torch.float32))
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.norm_before_gate:
-            found = found * F.silu(z.to(found.dtype))
-        grouped = torch.unflatten(found, -1, (-1, self.group_size))
+            values = values * F.silu(z.to(values.dtype))
+        grouped = torch.unflatten(values, -1, (-1, self.group_size))
         grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
-        found = grouped.flatten(-2) * self.weight.to(found.dtype)
+        values = grouped.flatten(-2) * self.weight.to(values.dtype)
         if z is not None and self.norm_before_gate:
-            found = found * F.silu(z.to(found.dtype))
-        return found.to(x.dtype)
+            values = values * F.silu(z.to(values.dtype))
+        return values.to(x.dtype)
 
 
 def _scan(
@@ -166,12 +166,12 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
     size = x.shape[-1]
     if size & (size - 1):
         raise NotImplementedError(f"a Hadamard transform of {size} numbers is not supported without a GPU")
-    found = x.to(torch.promote_types(x.dtype, torch.float32))
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
     for half in (1 << step for step in range(size.bit_length() - 1)):
-        pairs = torch.unflatten(found, -1, (-1, 2, half))
+        pairs = torch.unflatten(values, -1, (-1, 2, half))
         first, second = pairs.unbind(-2)
-        found = torch.stack([first + second, first - second], -2).flatten(-3)
-    return (found * scale).to(x.dtype)
+        values = torch.stack([first + second, first - second], -2).flatten(-3)
+    return (values * scale).to(x.dtype)
 
 
 def _refuse(options: dict[str, Any], *known: str) -> None:

@@ -109,11 +109,11 @@ def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) ->
     if attention_mask.shape[2] > 1 and cp.ranks > 1:
         valid = _anywhere(cp, valid)
     if attention_mask.shape[2] > 1:
-        other = torch.zeros(1, dtype=torch.bool, device=attention_mask.device)
+        mismatch = torch.zeros(1, dtype=torch.bool, device=attention_mask.device)
         for masked, is_allowed in _expected(cp, attention_mask, mask):
             differ = (masked == (valid[:, None, None] & is_allowed)).any(-1)
-            other |= (differ & ~masked.all(-1)).any()
-        if bool(_anywhere(cp, other) if cp.ranks > 1 else other):
+            mismatch |= (differ & ~masked.all(-1)).any()
+        if bool(_anywhere(cp, mismatch) if cp.ranks > 1 else mismatch):
             raise ValueError(
                 f"attention_mask {list(attention_mask.shape)} does not mask whole keys, as attn_mask_type=padding or "
                 "padding_causal says; use attn_mask_type=arbitrary"

@@ -79,12 +79,14 @@ def gather_latents(layer: Any, latents: Tensor) -> Tensor:
             scale = scale + 1
         latents = torch.nn.functional.rms_norm(latents, (latents.shape[-1],), scale, projection.eps)
     if layer.config.sequence_parallel:
-        whole: Tensor = gather_from_sequence_parallel_region(latents, tensor_parallel_output_grad=True, group=group)
+        full_latents: Tensor = gather_from_sequence_parallel_region(
+            latents, tensor_parallel_output_grad=True, group=group
+        )
     else:
-        whole = copy_to_tensor_model_parallel_region(latents, group=group)
-    if whole.requires_grad:  # of gradients that are not contiguous Megatron would add up a copy, and forget it
-        whole.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
-    return whole
+        full_latents = copy_to_tensor_model_parallel_region(latents, group=group)
+    if full_latents.requires_grad:  # of gradients that are not contiguous Megatron would add up a copy, and forget it
+        full_latents.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return full_latents
 
 
 def problem_of_latents(layer: Any) -> str:

@@ -138,15 +138,15 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
 
 def _uncounted(sizes: dict[str, Any]) -> list[str]:
     """Return the flags of a run with which the planner's model of its memory is not right."""
-    found = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
+    flags = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
     tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
     if tensor > 1 and not sizes["sequence_parallel"]:
-        found.append(f"--tensor-model-parallel-size {tensor} without --sequence-parallel")
+        flags.append(f"--tensor-model-parallel-size {tensor} without --sequence-parallel")
     method, at_once = sizes["recompute_method"], sizes["recompute_num_layers"] or 1
     is_whole = at_once * pipeline >= (sizes["num_layers"] or 0) if method == "block" else at_once == 1
     if not is_whole:
-        found.append(f"--recompute-method {method} --recompute-num-layers {at_once}")
-    return found
+        flags.append(f"--recompute-method {method} --recompute-num-layers {at_once}")
+    return flags
 
 
 def in_words(given: Strategy, asked: Strategy, args: Any) -> str:

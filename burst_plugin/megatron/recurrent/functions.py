@@ -88,14 +88,14 @@ def _on_ring(call: MixerCall, convolve: Callable[[Tensor], Tensor], x: Tensor, w
 
 def _given(name: str, original: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name. Raise ValueError for states, which ranks carry themselves."""
-    given = by_name(original, args, kwargs)
-    states = [each for each in sorted(_STATES & given.keys()) if given[each] is not False]
+    arguments = by_name(original, args, kwargs)
+    states = [state for state in sorted(_STATES & arguments.keys()) if arguments[state] is not False]
     if states:
         raise ValueError(
             f"{name} got {', '.join(states)} in a layer on the ring, whose ranks carry states themselves; give "
             "documents as packed_seq_params of the layer"
         )
-    return given
+    return arguments
 
 
 def convolve_by_method(original: _Function, params: Any, input_: Tensor) -> Tensor:
@@ -121,11 +121,11 @@ def _convolve(original: _Function, *args: Any, **kwargs: Any) -> Any:
     call = call_in_progress()
     if call is None:
         return original(*args, **kwargs)
-    given = _given("causal_conv1d_fn", original, args, kwargs)
-    x = given.pop("x")
-    return _on_ring(call, lambda x: original(x=x, **given), x.transpose(1, 2), given["weight"].shape[1]).transpose(
-        1, 2
-    )
+    arguments = _given("causal_conv1d_fn", original, args, kwargs)
+    x = arguments.pop("x")
+    return _on_ring(
+        call, lambda x: original(x=x, **arguments), x.transpose(1, 2), arguments["weight"].shape[1]
+    ).transpose(1, 2)
 
 
 def _convolve_by_fla(original: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +133,11 @@ def _convolve_by_fla(original: _Function, *args: Any, **kwargs: Any) -> Any:
     call = call_in_progress()
     if call is None:
         return original(*args, **kwargs)
-    given = _given("causal_conv1d", original, args, kwargs)
-    x, width = given.pop("x"), given["weight"].shape[1]
+    arguments = _given("causal_conv1d", original, args, kwargs)
+    x, width = arguments.pop("x"), arguments["weight"].shape[1]
 
     def of_piece(x: Tensor) -> Tensor:
-        out: Tensor = original(x=x, **given)[0]
+        out: Tensor = original(x=x, **arguments)[0]
         return out
 
     return recurrent.with_tokens_before(of_piece, x, width - 1, call.place("convolution")), None
@@ -151,23 +151,23 @@ def _convolve_and_scan(convolve: _Function, scan: Any, original: _Function, *arg
     call = call_in_progress()
     if call is None:
         return original(*args, **kwargs)
-    given = _given("mamba_split_conv1d_scan_combined", original, args, kwargs)
-    refused = [name for name in ("rmsnorm_weight", "outproj_weight", "outproj_bias") if name in given]
+    inputs = _given("mamba_split_conv1d_scan_combined", original, args, kwargs)
+    refused = [name for name in ("rmsnorm_weight", "outproj_weight", "outproj_bias") if name in inputs]
     if refused:
         raise ValueError(
             f"mamba_split_conv1d_scan_combined got {', '.join(refused)}, which Megatron leaves to itself"
         )
-    zxbcdt, weight, bias, D = given.pop("zxbcdt"), given["conv1d_weight"], given.get("conv1d_bias"), given["D"]
+    zxbcdt, weight, bias, D = inputs.pop("zxbcdt"), inputs["conv1d_weight"], inputs.get("conv1d_bias"), inputs["D"]
     heads = D.shape[0]
-    dim = heads * (given["headdim"] if D.dim() == 1 else D.shape[1])
+    dim = heads * (inputs["headdim"] if D.dim() == 1 else D.shape[1])
     z, xBC, dt = torch.split(zxbcdt, [dim, weight.shape[0], heads], -1)
-    known = {"weight": weight, "bias": bias, "activation": given.get("activation", "silu")}
+    known = {"weight": weight, "bias": bias, "activation": inputs.get("activation", "silu")}
     xBC = _on_ring(call, partial(convolve, **known), xBC, weight.shape[1])
     x, B, C = torch.split(xBC, [dim, *[(weight.shape[0] - dim) // 2] * 2], -1)
-    x, z = (torch.unflatten(each, -1, (heads, -1)) for each in (x, z))
-    B, C = (torch.unflatten(each, -1, (given.get("ngroups", 1), -1)) for each in (B, C))
+    x, z = (torch.unflatten(tensor, -1, (heads, -1)) for tensor in (x, z))
+    B, C = (torch.unflatten(tensor, -1, (inputs.get("ngroups", 1), -1)) for tensor in (B, C))
     parts = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "dt_softplus": True}
-    return _state_space(call, scan, {**given, **parts}).flatten(2)
+    return _state_space(call, scan, {**inputs, **parts}).flatten(2)
 
 
 def _scan(original: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -178,29 +178,31 @@ def _scan(original: _Function, *args: Any, **kwargs: Any) -> Any:
     return _state_space(call, original, _given("mamba_chunk_scan_combined", original, args, kwargs))
 
 
-def _state_space(call: MixerCall, scan: _Function, given: Mapping[str, Any]) -> Tensor:
+def _state_space(call: MixerCall, scan: _Function, inputs: Mapping[str, Any]) -> Tensor:
     """Return the outputs [B, S, H, P] of a scan with mamba-ssm's arguments: also steps' bias, skip and gate."""
-    x, dt, options = given["x"], given["dt"], {name: given[name] for name in ("state_dtype",) if name in given}
+    x, dt, options = inputs["x"], inputs["dt"], {name: inputs[name] for name in ("state_dtype",) if name in inputs}
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    if "dt_bias" in given:
-        dt = dt + given["dt_bias"].to(dt.dtype)
-    if given.get("dt_softplus", False):
+    if "dt_bias" in inputs:
+        dt = dt + inputs["dt_bias"].to(dt.dtype)
+    if inputs.get("dt_softplus", False):
         dt = F.softplus(dt)
-    dt = dt.clamp(*given.get("dt_limit", (0.0, None)))
+    dt = dt.clamp(*inputs.get("dt_limit", (0.0, None)))
 
     def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         known = {"initial_states": state, "return_final_states": True, **options}
-        out, last = scan(x, dt, A, B, C, given["chunk_size"], **known)
+        out, last = scan(x, dt, A, B, C, inputs["chunk_size"], **known)
         return out, last
 
-    out: Tensor = recurrent.state_space(x, dt, given["A"], given["B"], given["C"], call.place("scan"), kernel=kernel)
-    kind, D, z = torch.promote_types(out.dtype, torch.float32), given.get("D"), given.get("z")
-    found = out.to(kind)
+    out: Tensor = recurrent.state_space(
+        x, dt, inputs["A"], inputs["B"], inputs["C"], call.place("scan"), kernel=kernel
+    )
+    kind, D, z = torch.promote_types(out.dtype, torch.float32), inputs.get("D"), inputs.get("z")
+    result = out.to(kind)
     if D is not None:
-        found = found + (D.unsqueeze(-1) if D.dim() == 1 else D).to(kind) * x.to(kind)
+        result = result + (D.unsqueeze(-1) if D.dim() == 1 else D).to(kind) * x.to(kind)
     if z is not None:
-        found = found * F.silu(z.to(kind))
-    return found.to(out.dtype)
+        result = result * F.silu(z.to(kind))
+    return result.to(out.dtype)
 
 
 def _delta_rule(original: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -208,10 +210,10 @@ def _delta_rule(original: _Function, *args: Any, **kwargs: Any) -> Any:
     call = call_in_progress()
     if call is None:
         return original(*args, **kwargs)
-    given = _given("gated_delta_rule", original, args, kwargs)
-    q, k, v = (given.pop(name) for name in [*inspect.signature(original).parameters][:3])
-    g, beta = given.pop("g"), given.pop("beta")
-    options = {name: value for name, value in given.items() if name not in _STATES}
+    arguments = _given("gated_delta_rule", original, args, kwargs)
+    q, k, v = (arguments.pop(name) for name in [*inspect.signature(original).parameters][:3])
+    g, beta = arguments.pop("g"), arguments.pop("beta")
+    options = {name: value for name, value in arguments.items() if name not in _STATES}
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None

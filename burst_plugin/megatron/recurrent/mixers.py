@@ -137,16 +137,16 @@ def _run(original: Callable[..., Any], mixer: Any, *args: Any, **kwargs: Any) ->
     if ring is None:
         return original(mixer, *args, **kwargs)
     call = bind(original, mixer, *args, **kwargs)
-    given = call.arguments
-    if given.get("inference_context") is not None or given.get("inference_params") is not None:
+    arguments = call.arguments
+    if arguments.get("inference_context") is not None or arguments.get("inference_params") is not None:
         raise ValueError(
             f"inference with context_parallel_size={mixer.config.context_parallel_size} and cp_comm_type='burst' is "
             f"not for {type(mixer).__name__} layers; use context_parallel_size=1"
         )
-    mask = given["attention_mask"] if "attention_mask" in given else mask_of_layer()
-    with computing(ring.read(given["hidden_states"], mask, given.get("packed_seq_params"))):
-        if "packed_seq_params" in given:
-            given["packed_seq_params"] = None
+    mask = arguments["attention_mask"] if "attention_mask" in arguments else mask_of_layer()
+    with computing(ring.read(arguments["hidden_states"], mask, arguments.get("packed_seq_params"))):
+        if "packed_seq_params" in arguments:
+            arguments["packed_seq_params"] = None
         return original(*call.args, **call.kwargs)
 
 

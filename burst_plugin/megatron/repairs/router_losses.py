@@ -83,15 +83,15 @@ class _RouterLossHooks:
         own_mean: Tensor = original(logits, z_loss_coeff, padding_mask=padding_mask)
         if self._router is None:
             return own_mean
-        group, own = self._router.tp_cp_group, torch.full((), len(logits), device=logits.device)
+        group, own_tokens = self._router.tp_cp_group, torch.full((), len(logits), device=logits.device)
         if padding_mask is not None:
-            own = (~padding_mask).sum()
-        sums = torch.stack([own_mean.detach() * own.double(), own.double()])
+            own_tokens = (~padding_mask).sum()
+        sums = torch.stack([own_mean.detach() * own_tokens.double(), own_tokens.double()])
         dist.all_reduce(sums, group=group)
         loss, total = sums[0], sums[1].clamp(min=1)
         share = own_mean
         if not self._router.calculate_per_token_loss:
-            share = own_mean * (own * group.size() / total).to(own_mean.dtype)
+            share = own_mean * (own_tokens * group.size() / total).to(own_mean.dtype)
         return share + ((loss / total).to(share.dtype) - share).detach()
 
     def count_tokens(
@@ -102,19 +102,19 @@ class _RouterLossHooks:
         In `reduce_group` there may be data-parallel ranks, too. With a padding mask Megatron then takes the tokens of
         all ranks for a rank's own, without context parallelism as well; so the mean is over context-parallel ranks.
         """
-        by_expert, own, total = original(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
+        by_expert, tokens, total = original(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
         if self._router is None:
-            return by_expert, own, total
+            return by_expert, tokens, total
         ranks, counted = self._router.tp_cp_group.size(), by_expert.sum() / topk
         if not self._router.config.moe_router_fusion:  # its kernel takes a number, read on the host
             total = counted
         if reduce_group.size() == ranks:
-            own = counted / ranks
+            tokens = counted / ranks
         elif self._router.calculate_per_token_loss:  # else own tokens do not count
             has_mask = torch.full((), int(with_padding_mask), device=by_expert.device)
             dist.all_reduce(has_mask, op=dist.ReduceOp.MAX, group=reduce_group)  # some ranks may have no padding
-            own = torch.where(has_mask > 0, counted / ranks, own)
-        return by_expert, own, total
+            tokens = torch.where(has_mask > 0, counted / ranks, tokens)
+        return by_expert, tokens, total
 
     # ------------------------------------------------------------------------------------ samples of packed sequences
 

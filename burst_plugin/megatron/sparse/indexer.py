@@ -37,9 +37,9 @@ def _before_selection(indexer: Any, x: Tensor, qr: Tensor) -> tuple[Tensor, Tens
     angles, mscale = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
     group = indexer.pg_collection.tp
     if indexer.config.sequence_parallel and group.size() > 1:
-        x, qr = (gather_from_sequence_parallel_region(each, group=group) for each in (x, qr))
+        x, qr = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (x, qr))
     q = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     k = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
-    q, k = (dsa.rotate_activation(indexer._apply_rope(each, angles, mscale)) for each in (q, k))
+    q, k = (dsa.rotate_activation(indexer._apply_rope(tensor, angles, mscale)) for tensor in (q, k))
     weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
     return q, k.squeeze(2), weights

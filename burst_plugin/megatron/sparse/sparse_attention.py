@@ -92,12 +92,12 @@ class BurstSparseAttention(BurstCoreAttention):
         assert x is not None, "it is checked"
         assert qr is not None, "Megatron gives it with x"
         with self.registry.documents.recomputing(rows_of(attention_mask) if are_bounds(attention_mask) else None):
-            given = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
-        call.terms["selection"] = self.selected_keys(given, call)
+            indexed = index_inputs(self.indexer, x.detach(), qr.detach(), packed_seq_params)
+        call.terms["selection"] = self.selected_keys(indexed, call)
         out = self._compute(call)
         if not self.training or not torch.is_grad_enabled():
             return out
-        trained: Tensor = dsa.DSAIndexerLossAutoScaler.apply(out, self._loss(given, call))
+        trained: Tensor = dsa.DSAIndexerLossAutoScaler.apply(out, self._loss(indexed, call))
         return trained
 
     def _check_call(self, kind: AttnMaskType, packed_seq_params: Any, x: Tensor | None) -> None:
@@ -145,15 +145,15 @@ class BurstSparseAttention(BurstCoreAttention):
             tag=(*terms["tag"], "indexer"),
         )
 
-    def _loss(self, given: Indexed, call: CoreCall) -> Tensor:
+    def _loss(self, indexed: Indexed, call: CoreCall) -> Tensor:
         """Return the indexer's loss, such that what Megatron makes of all ranks' is its mean over their tokens.
 
         Without a coefficient it is 0, with gradients of 0, which Megatron's distributed optimizer waits for.
         """
         config, coefficient = self.config, self.config.dsa_indexer_loss_coeff
-        assert given.weights is not None, "an indexer has weights"
+        assert indexed.weights is not None, "an indexer has weights"
         if not coefficient:
-            nothing: Tensor = (given.q.sum() + given.k.sum() + given.weights.sum()) * 0.0
+            nothing: Tensor = (indexed.q.sum() + indexed.k.sum() + indexed.weights.sum()) * 0.0
             return nothing
         terms, tokens = call.terms, call.terms["tokens"]
         is_sparse = config.dsa_indexer_use_sparse_loss
@@ -164,7 +164,7 @@ class BurstSparseAttention(BurstCoreAttention):
             )
         total = coefficient * indexer_loss(
             self._teacher(call),
-            given,
+            indexed,
             call.cp,
             scale=1.0,
             selection=terms["selection"] if is_sparse else None,

@@ -84,10 +84,10 @@ class DeltaChunks(NamedTuple):
 
         A is [N, H, K, K] and B [N, H, K, V], float32, or float64 for float64.
         """
-        one = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)
+        identity = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)
         moved = self.keys.mT @ torch.cat([self.reads, self.values], -1)
         A, B = moved.tensor_split([self.reads.shape[-1]], -1)
-        A, B = _joined(one * self.kept - A, B)
+        A, B = _joined(identity * self.kept - A, B)
         return A.flatten(1, 2), B.flatten(1, 2)
 
     def outputs(self, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class DeltaChunks(NamedTuple):
             state = kept * state + key.mT @ deltas[-1]
         before, delta = torch.stack(states, 1), torch.stack(deltas, 1)
         _, of_deltas, after = self._back(grad, torch.unflatten(leaving, 1, by_head))
-        found = (
+        full_gradients = (
             of_deltas,
             -of_deltas @ before.mT,
             delta @ after.mT,
@@ -136,7 +136,7 @@ class DeltaChunks(NamedTuple):
             grad @ delta.mT,
             grad @ before.mT,
         )
-        return [each.sum_to_size(x.shape) for each, x in zip(found, self.tensors, strict=True)]
+        return [gradient.sum_to_size(x.shape) for gradient, x in zip(full_gradients, self.tensors, strict=True)]
 
     def _chunked(self, grad: Tensor) -> Tensor:
         """Return gradients of outputs [N, L, H, V] as those of chunks, [N, n, G, R, c, V]."""
@@ -167,7 +167,7 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ch
     """
     _check(k, v, g, chunk_size)
     dtype, shared = computing_type(v), (k.shape[2], v.shape[2] // k.shape[2])
-    tokens, given, by_channel = v.shape[1], v.dtype, g.dim() == 4
+    tokens, out_dtype, by_channel = v.shape[1], v.dtype, g.dim() == 4
     g = g.to(dtype) if by_channel else g.unsqueeze(-1)  # in float64 anyway, by heads
     k, q = (in_chunks(x.to(dtype), chunk_size).unsqueeze(3) for x in (k, q))
     v, beta = (torch.unflatten(in_chunks(x.to(dtype), chunk_size), 2, shared) for x in (v, beta.unsqueeze(-1)))
@@ -186,7 +186,7 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ch
         weights,
         chunks.entering * q,
         tokens,
-        given,
+        out_dtype,
     )
 
 

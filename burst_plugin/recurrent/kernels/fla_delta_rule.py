@@ -301,6 +301,6 @@ def worst_error(device: torch.device, sizes: RuleSizes) -> float:
     return max(_error(found.float(), true.float()) for true, found in zip(*results, strict=True))
 
 
-def _error(found: Tensor, true: Tensor) -> float:
-    error = float(((found - true).norm() / true.norm()).detach())
+def _error(result: Tensor, true: Tensor) -> float:
+    error = float(((result - true).norm() / true.norm()).detach())
     return error if error == error else float("inf")

@@ -42,16 +42,16 @@ def _in_rows(decay: Tensor, x: Tensor, initial: Tensor) -> Tensor:
     length = x.shape[1]
     width = isqrt(length)
     rows = length // width
-    whole = rows * width
-    a, b = (torch.unflatten(t[:, :whole], 1, (rows, width)).transpose(1, 2) for t in (decay, x))
+    row_tokens = rows * width
+    a, b = (torch.unflatten(t[:, :row_tokens], 1, (rows, width)).transpose(1, 2) for t in (decay, x))
     nothing = torch.zeros((), dtype=x.dtype, device=x.device).expand(b[:, 0].shape)
     local = _along(a, b, nothing)
     product = torch.cumprod(a, 1)
     ends = _along(product[:, -1], local[:, -1], initial)
     entries = torch.cat([initial.unsqueeze(1), ends[:, :-1]], 1)
     states = local.addcmul_(product, entries.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
-    rest = _along(decay[:, whole:], x[:, whole:], ends[:, -1])
-    return torch.cat([states, rest], 1)
+    tail = _along(decay[:, row_tokens:], x[:, row_tokens:], ends[:, -1])
+    return torch.cat([states, tail], 1)
 
 
 def affine_states(decay: Tensor, x: Tensor, initial: Tensor, *, backward: bool = False) -> Tensor:

@@ -20,10 +20,10 @@ def _gates(igate: Tensor, fgate: Tensor) -> tuple[Tensor, Tensor]:
     return in_chunks(igate, _CHUNK_SIZE), in_chunks(F.logsigmoid(fgate.double()), _CHUNK_SIZE).cumsum(-1)
 
 
-def _tops(added: Tensor, whole: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+def _tops(added: Tensor, totals: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     """Compute states' largest powers before and after each chunk [N, n, H], from powers `added` [N, n, H, c]."""
     tops = [top]
-    for new, kept in zip(added.amax(-1).unbind(1), whole.unbind(1), strict=True):
+    for new, kept in zip(added.amax(-1).unbind(1), totals.unbind(1), strict=True):
         tops.append(torch.maximum(tops[-1] + kept, new))
     return torch.stack(tops[:-1], 1), torch.stack(tops[1:], 1)
 
@@ -66,12 +66,12 @@ def mlstm(
     gates, sums = _gates(igate.to(dtype), fgate)
     q, k, values = (in_chunks(x.to(dtype), _CHUNK_SIZE) for x in (q.to(dtype) * q.shape[3] ** -0.5, k, v))
     values = F.pad(values, (0, 1), value=1.0)  # n is one more column of C
-    added, whole = (sums[..., -1:] - sums).to(dtype) + gates, sums[..., -1].to(dtype)
+    added, totals = (sums[..., -1:] - sums).to(dtype) + gates, sums[..., -1].to(dtype)
     entering_power = (top - top.detach()).exp()  # 1, with the gradient of the power
     C, n, top = C * entering_power[..., None, None], n * entering_power[..., None], top.detach()
-    before, after = _tops(added.detach(), whole.detach(), top)  # any powers would do, but for eps
+    before, after = _tops(added.detach(), totals.detach(), top)  # any powers would do, but for eps
     states = affine_scan(
-        (whole + before - after).exp()[..., None, None],
+        (totals + before - after).exp()[..., None, None],
         (k * (added - after.unsqueeze(-1)).exp().unsqueeze(-1)).mT @ values,
         torch.cat([C, n.unsqueeze(-1)], -1),
     )
