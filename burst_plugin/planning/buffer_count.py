@@ -79,9 +79,9 @@ def as_many_buffers(topology: Topology) -> Topology:
 
 
 def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
-    """Return the pool of a rank that has run a schedule, where every step adds to what travels with the block.
+    """Return the pool of a rank after a run of its schedule, in which every step adds to results that travel.
 
-    Blocks have so many rows. The size of a buffer is twice its rows, and one more if it is of partial results.
+    Blocks have `rows` rows. The size of a buffer is twice its rows, and one more if it is of partial results.
     """
 
     def packing(traffic: Traffic, block: int, some: Rows | None) -> Packing:
@@ -101,7 +101,7 @@ def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
 
 
 class _Size(Packing):
-    """A message without tensors, of so many rows."""
+    """A message of some rows, without tensors."""
 
     def __init__(self, rows: int, nbytes: int) -> None:
         super().__init__([])

@@ -1,4 +1,4 @@
-"""What a measured cluster says to the planner: rates of links and of the kernel; and the strategy that suits it."""
+"""What a profile tells the planner: rates of links and of the kernel; and the strategy that suits the cluster."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def choose(
     shapes = model_shapes(model, topology, profile.dtype)
     work_s = measured_work_seconds(profile, shapes, model.mask == "causal")
     best, *others = plans(topology, shapes, work_s, measured_links(profile, topology), fixed=fixed)
-    # Plans may have other names and be the same: of one ring rank, or one rank per node, schedules do not differ.
+    # Plans with different names may be the same: with one ring rank, or one rank per node, schedules do not differ.
     other = next((plan for plan in others if (plan.forward, plan.backward) != (best.forward, best.backward)), None)
     runner_up = "none" if other is None else f"{strategy_in_words(other.strategy)}, {_behind(best, other)}"
     return Choice(best.strategy, _in_words(best), runner_up)
 
 
 def _at_once(strategy: MeasuredStrategy) -> Model:
-    """Return the model with the heads that a call of attention has: with a `head_chunk` only so many."""
+    """Return the model with the heads of one call of attention: `head_chunk` of them, if that is set."""
     model, chunk = strategy.model, strategy.head_chunk
     if not 0 < chunk < model.q_heads:
         return model
@@ -106,7 +106,7 @@ def _in_words(plan: PricedPlan) -> str:
 
 def _behind(best: PricedPlan, rival: PricedPlan) -> str:
     more = rival.step_s / best.step_s - 1
-    if more < 0.005:  # of plans equally far from the bound the simplest is the first
+    if more < 0.005:  # of plans equally far from the bound, the simplest comes first
         return f"as fast, and less simple: {_in_words(rival)}"
     return f"{more:.1%} slower: {_in_words(rival)}"
 

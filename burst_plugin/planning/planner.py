@@ -21,7 +21,7 @@ from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
-_NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
+_NEGLIGIBLE = 1.01  # the default moving side may cost so many times as much as the other side
 
 
 class PricedPlan(NamedTuple):

@@ -98,7 +98,7 @@ def _sample(name: str, topology: Topology, reduces: bool, parts: int) -> Schedul
 
 
 def _continued(before: Price, after: Price, times: int) -> Price:
-    """Return the price after so many steps like that from `before` to `after`."""
+    """Return the price `times` steps after `before`, each like the step from `before` to `after`."""
 
     def value(first: float, second: float) -> float:
         return first + times * (second - first)
@@ -230,7 +230,7 @@ def shapes_in_ring(shapes: Shapes, degree: int) -> Shapes:
 
 
 def _exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group."""
+    """Return how long each link is busy with messages inside groups: `nbytes` for each other rank of the group."""
     inside = min(group_size, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {

@@ -6,7 +6,7 @@ link's latency after its last byte has left; the next one does not wait for that
 
 Ranks with equal work are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) that draws
 only the first ranks: each of them then stands for the ranks with its number in all nodes, or rank 0 for every rank. A
-message goes from the rank that stands for its sender to the one that stands for its receiver.
+message goes from the rank that stands for its sender to the rank that stands for its receiver.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Load:
 
 
 class Period(NamedTuple):
-    """The period of a simulation that repeats itself: visiting blocks of so many more `nodes` takes `seconds` more.
+    """The period of a simulation that repeats itself: visiting the blocks of `nodes` more nodes takes `seconds` more.
 
     After a period ranks are as far behind each other as before it, with as much of each message left to send.
     """
@@ -242,7 +242,7 @@ class _Simulation:
 def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Message], list[float]]:
     """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them.
 
-    And the bytes per second of every NIC, by its number.
+    Also returns the bytes per second of every NIC, by its number.
     """
     topology, drawn = schedule.topology, len(schedule.visits)
     nodes, width = topology.nodes, topology.ranks_per_node

@@ -1,6 +1,6 @@
 """Models whose layers all attend, but not alike: with heads of two sizes, or keys and values of other layers.
 
-A row of `ATTENTION_FAMILIES` has what a row of `hybrid_families.HYBRIDS` has.
+Rows of `ATTENTION_FAMILIES` have the form of rows of `hybrid_families.HYBRIDS`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, S
 
 
 def _gemma4(config: Config, size: Size) -> list[Layer]:
-    """Return layers whose heads are larger without a window. The last layers may take others' keys and values."""
+    """Return layers whose heads are larger without a window. The last may take keys and values of other layers."""
     layers, hidden, width = size("num_hidden_layers"), size("hidden_size"), size("intermediate_size")
     first_shared = layers - size("num_kv_shared_layers", default=0)
     own_input = 2 * hidden * size("hidden_size_per_layer_input", default=0)

@@ -39,7 +39,7 @@ _OF_EXPERTS = re.compile("expert|moe_")
 def experts(size: Callable[..., int]) -> Mapping[str, Any]:
     """Return the fields of `ModelShape` for a layer with experts.
 
-    size: returns the first size of some keys of a config.json that is there; see `model_shape`.
+    size: returns the size under the first of some keys that a config.json has; see `model_shape`.
     """
     ffn = size(*WIDTH)
     shared = size(*_SHARED_COUNT, default=0) * ffn or size(*_SHARED_WIDTH, default=0)
@@ -47,7 +47,7 @@ def experts(size: Callable[..., int]) -> Mapping[str, Any]:
 
 
 def sparse_layers(config: Mapping[str, Any], size: Callable[..., int], layers: int) -> list[bool]:
-    """Return for each of `layers` layers whether it has experts. Raise ValueError for a list that does not say so.
+    """Return for each of `layers` layers whether it has experts. Raise ValueError for a list that does not fit.
 
     size: as in `experts`.
     """
@@ -73,7 +73,7 @@ def sparse_layers(config: Mapping[str, Any], size: Callable[..., int], layers: i
 
 
 def unread_key(config: Mapping[str, Any]) -> str:
-    """Return a key of a config.json, with its value, that counts something about experts and is not read; else ""."""
+    """Return a key of a config.json, with its value, that counts experts in some way and is not read; else ""."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         if _OF_EXPERTS.search(key) and key not in _KNOWN and any(as_whole(count) for count in counts):

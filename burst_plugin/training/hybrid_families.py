@@ -1,4 +1,4 @@
-"""The layers of hybrid models, whose layers are not all alike or partly without attention, by `model_type`.
+"""The layers of hybrid models, which are not all alike, or partly without attention, by `model_type`.
 
 A row of `HYBRIDS` has the defaults of transformers for keys that a config.json leaves out, and a function that
 returns the layers. A layer is fields of `ModelShape` that differ from the model's own: whether it attends, its mixer,
@@ -82,7 +82,7 @@ _RENAMED = MappingProxyType({"mamba": "linear_attention", "attention": "full_att
 
 
 def _joined(*parts: Layer) -> Layer:
-    """Return one layer of its parts, whose further parameters add up."""
+    """Return the layer that these parts make up; their further parameters are added up."""
     layer: dict[str, Any] = {}
     for part in parts:
         layer |= {**part, "extra": layer.get("extra", 0) + part.get("extra", 0)}
@@ -94,7 +94,7 @@ def _mixing(mixer: TokenMixer) -> Layer:
 
 
 def _attention(config: Config, size: Size, **features: Any) -> Layer:
-    """Return a layer's attention; with biases in its projections if the file says so."""
+    """Return a layer's attention, with biases in its projections if the file says so."""
     more = features.pop("extra", 0)
     if config.get("attention_bias"):
         more += _head_dim(size) * (size("num_attention_heads") + 2 * _kv_heads(size)) + size("hidden_size")
@@ -111,7 +111,7 @@ def _head_dim(size: Size) -> int:
 
 
 def _chosen(kinds: Sequence[str], by_kind: Mapping[str, Layer], mlps: Sequence[Layer]) -> list[Layer]:
-    """Return layers of these kinds, each with its MLP. Raise ValueError for a kind that is none of them."""
+    """Return layers of these kinds, each with its MLP. Raise ValueError for a kind that is not in `by_kind`."""
     unknown = sorted(set(kinds) - set(by_kind))
     if unknown:
         raise ValueError(f"layers of the type {unknown[0]} are not known; expected {', '.join(by_kind)}")
@@ -193,7 +193,7 @@ def _mamba2(
 
 
 def _mamba2_of_its_own(config: Config, size: Size) -> TokenMixer:
-    """Return the mixer of Mamba-2 and Nemotron-H, whose files say the size of heads."""
+    """Return the mixer of Mamba-2 and Nemotron-H, whose files give the size of heads."""
     bias = bool(config.get("use_bias"))
     return state_space(
         hidden=size("hidden_size"),

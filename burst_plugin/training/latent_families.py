@@ -57,7 +57,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSizes:
-    """The sizes of sparse attention whose queries attend to selected keys (DeepSeek V3.2), and of what selects them.
+    """The sizes of sparse attention, whose queries attend to selected keys (DeepSeek V3.2), and of its indexer.
 
     heads, dim: of the indexer's queries; its keys are shared by all heads.
     top_k: the most keys that a query attends to.
@@ -112,7 +112,7 @@ def _all_dense(config: Config, size: Size) -> list[Layer]:
 
 
 def _indexed(config: Config, size: Size) -> list[Layer]:
-    """Return layers with experts whose queries select keys; some may take the keys that the layer before them has."""
+    """Return layers with experts whose queries select keys; some may take the keys of the layer before them."""
     kinds, layers = config.get("indexer_types"), _with_experts(config, size)
     if kinds is not None and len(kinds) != len(layers):
         raise ValueError(f"indexer_types is {shown(kinds)}, expected the kind of each of {len(layers)} layers")
@@ -194,7 +194,7 @@ _INDEXER = MappingProxyType({"index_n_heads": 64, "index_head_dim": 128, "index_
 _IN_CHUNKS = ("mlp",)
 LATENT_HYBRIDS = ("kimi_linear",)
 """Families of which some layers have another mixer than latent attention."""
-_WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which changes nothing in others
+_WITH_MLP_BIASES = ("deepseek_v2", "minicpm3")  # if mlp_bias says so, which other families ignore
 
 LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
     {

@@ -7,8 +7,8 @@ A moment is a table from names of tensors to bytes, without the tensors that exi
     out     [tokens, heads, value_dim] in 16 bits, as large as q but for latent attention
 
 a layer's backward pass needs tensors that its forward pass saved. Each is there until the part of the backward pass
-that reads it is over, so that moments are named by these parts, such as "MLP, backward". Peaks are held to measured
-ones by tests/planning/test_memory.py.
+that reads it is over, so that moments are named by these parts, such as "MLP, backward".
+tests/planning/test_memory.py compares peaks with measured ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Widths:
         self.tokens = tokens  # of a micro-batch
         self.outside = tokens / tensor  # tokens outside attention, which tensor-parallel ranks share
         self.row = BF16 * model.hidden * self.outside
-        self.stream = self.row * (2 if model.wide_stream else 1)  # of what passes from layer to layer
+        self.stream = self.row * (2 if model.wide_stream else 1)  # hidden states between layers
         self.gathered = BF16 * model.hidden * tokens if tensor > 1 else 0.0  # a row of all tensor-parallel ranks
         self.q = BF16 * model.heads / tensor * model.head_dim * tokens
         self.out = BF16 * model.heads / tensor * model.value_dim * tokens
@@ -132,7 +132,7 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
 
 
 def _mlp_kept(model: ModelShape, setting: Setting) -> int:
-    """Return how many tensors as wide as the MLP it keeps: without a gate neither that nor the product."""
+    """Return how many tensors as wide as the MLP it keeps: without a gate, neither the gate nor the product."""
     is_plain = setting.code.mlp_kept > 3
     more = model.activation_kept if is_plain else 0
     return setting.code.mlp_kept + more - (2 if is_plain else 1) * (model.matrices == 2)
@@ -154,21 +154,21 @@ def _saved_by_mixer(mixer: TokenMixer, setting: Setting, w: Widths) -> Moment:
     of_norm = mixer.of_norm[setting.code.plain_mixers]
     saved = {"inside the mixer": w.inside * mixer.saved, "norm and gate of the mixer": w.inside * of_norm}
     if setting.context > 1 and setting.recurrent == "state":
-        spans = 2 * setting.micro_batch * _PIECES  # of the tree over pieces, with those that are a piece
+        spans = 2 * setting.micro_batch * _PIECES  # of the tree over pieces, single pieces included
         states = FP32 * (mixer.transition + mixer.state) / setting.tensor * spans
         saved["states of pieces"] = w.inside * mixer.saved_on_ring + states
     return {name: nbytes for name, nbytes in saved.items() if nbytes}
 
 
 def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
-    """Return the bytes that are saved of all heads, or of a chunk's heads, from the projections on."""
+    """Return the bytes saved for all heads, or for a chunk's heads, from the projections on."""
     saved = {"q": w.q, "k and v": w.kv_inside if model.kv_matrices else 0.0}
     latent = latents_sent(model, setting)
     if model.latent is not None:
         saved["latents, and before their norms"] = _saved_of_latents(model.latent, model, setting, w)
     if latent is not None:
         del saved["k and v"]
-        if setting.code.sums_weights:  # which a layer makes a copy of, out of its module
+        if setting.code.sums_weights:  # of which a layer makes a copy outside its module
             saved["weight of the up-projection"] = BF16 * latent.up_weights(model.heads) / setting.tensor
     if model.qk_norm:  # before and after the norm, or with copies
         own = w.kv / 2 * (1 + model.value_norm) if model.kv_matrices else 0.0
@@ -177,7 +177,7 @@ def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
 
 
 def _saved_of_latents(latent: LatentSizes, model: ModelShape, setting: Setting, w: Widths) -> float:
-    """Return the bytes saved of latents of queries, keys and values, before and after their norms, or with copies."""
+    """Return the bytes saved for latents of queries, keys and values: before and after norms, or with copies."""
     normalized = latent.q_rank + latent.rank
     before = norm_copies(model) * normalized if setting.copying_norms else normalized + latent.shared_dim
     return BF16 * w.outside * (before + normalized + latent.shared_dim)
@@ -254,7 +254,7 @@ def _of_layer(model: ModelShape, setting: Setting) -> dict[str, Moment]:
 def _mixer_backward(
     mixer: TokenMixer, setting: Setting, w: Widths, before: Moment, freed: float
 ) -> dict[str, Moment]:
-    """Return the moments of a mixer's backward pass; `before` is there besides.
+    """Return the moments of a mixer's backward pass, each with the tensors in `before` besides.
 
     freed: bytes that the MLP has freed by then, and that count as kept.
     """
@@ -286,7 +286,7 @@ def _add_what_chunks_share(by_name: dict[str, Moment], model: ModelShape, settin
 
 
 def _next_from_host(model: ModelShape, setting: Setting) -> float:
-    """Return the bytes that come back while a layer is at work: what the layer before it has parked last."""
+    """Return the bytes that come back while a layer is at work: the last tensors that the layer before has parked."""
     w = Widths(*chunk_of_heads(model, setting))
     return setting.kept_share * w.out if setting.keep else w.stream
 
@@ -341,7 +341,7 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
 def _experts_backward(model: ModelShape, setting: Setting, w: Widths) -> float:
     """Return the most bytes of gradients inside experts whose results are multiplied by routing weights.
 
-    What the forward pass has saved, and the backward pass has freed by then, is taken off.
+    Tensors that the forward pass has saved and the backward pass has freed by then are subtracted.
     """
     weights = 0.0
     if setting.zero != 3 and setting.code.sums_weights:  # sharded, gradients of all weights of a layer count already
@@ -365,7 +365,7 @@ def _all_wait(setting: Setting, side: float) -> bool:
 def _results(setting: Setting, side: float) -> float:
     """Return the bytes of results of the side that stays, `side` for each tile: a new one, waiting ones, their sum.
 
-    Up to `waiting` wait in 16 bits for being added up together. What was added up is in float32.
+    Up to `waiting` results wait in 16 bits to be added up together. Their sum is in float32.
     """
     steps, waiting = setting.ring_size, _waiting(setting, side)
     if steps == 1:
@@ -389,7 +389,7 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     stay, move = ("dq", "dk and dv") if moving == "kv" else ("dk and dv", "dq")
     results = _results(setting, stays)
     of_tile = moves / setting.parts + setting.code.workspace / BF16 * w.q / setting.parts
-    # What comes when the last tile, and then all that waits, is gone; of the side that moves there are float32 sums.
+    # Tensors made once the last tile, and then all waiting results, are gone; the moving side has float32 sums.
     later = moves + stays if _all_wait(setting, stays) else 0.0
     if setting.ulysses > 1:
         later = max(later, moves + w.q + w.kv - (results - stays))
@@ -434,7 +434,7 @@ def _made_of_latents(latent: LatentSizes, model: ModelShape, setting: Setting, w
 
 
 def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
-    """Return tensors of a forward pass of attention that runs again: those up to it, and its own."""
+    """Return tensors of a forward pass of attention that runs again: up to attention, and its own."""
     w = Widths(model, setting)
     saved = saved_by_layer(model, setting, whole_mlp=False)
     moment = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}

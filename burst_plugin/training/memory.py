@@ -3,9 +3,9 @@
     report = memory(MODELS["llama3_8b"], setting, cluster)
     report.gpu["weights"], report.gpu_bytes, report.fullest            # bytes, bytes, "attention, backward"
 
-What is there all the time (weights, gradients, optimizer, ring buffers), what waits for the backward pass (inputs of
+Permanent tensors (weights, gradients, optimizer, ring buffers), tensors that wait for the backward pass (inputs of
 layers, outputs of attention), and the fullest moment of one layer or the head at work (`layer_memory`) add up to the
-peak: at the beginning of the backward pass all that waits is there.
+peak: when the backward pass begins, all waiting tensors are there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> TrainingMem
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu[NCCL] = _nccl_bytes(setting)
     gpu["at work"] = sum(at[fullest].values())
-    if model.media is not None:  # whose tower is last, when nothing of the language model waits any more
+    if model.media is not None:  # whose tower comes last, when no tensor of the language model waits any more
         tower = at_work(model.media, setting)
         waiting = gpu["inputs of layers"] + gpu["attention, kept"]
         if sum(tower.values()) > waiting + gpu["at work"]:
@@ -152,9 +152,9 @@ def _of_first_stage(total: int, model: ModelShape, setting: Setting) -> float:
 
 
 def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> float:
-    """Return the bytes of sharded weights that are whole, of a layer or the head, and of gradients on their way.
+    """Return the bytes of sharded weights gathered for a layer or the head, and of gradients on their way.
 
-    A bucket of what comes next is whole as well.
+    A bucket of the next weights is gathered as well.
     """
     if setting.zero != 3:
         return 0.0
@@ -162,24 +162,24 @@ def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> flo
 
 
 def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
-    """Return the bytes of a rank's inputs of layers, and of what else layers keep: attention's results, or all."""
+    """Return the bytes that a rank keeps: (inputs of layers, other tensors: attention's results, or all)."""
     both = [_kept_by_kind(kind, setting) for kind in model.by_kind]
     return sum(inputs for inputs, _ in both), sum(others for _, others in both)
 
 
 def _inputs_of_layers(model: ModelShape, setting: Setting) -> float:
-    """Return the bytes of the embeddings that layers have for themselves, of the norm of these, and of gradients."""
+    """Return the bytes of the layers' own embeddings, of the norm of these, and of gradients."""
     numbers = Widths(model, setting).outside * model.layers * model.input_width
     of_norm = norm_copies(model) if setting.copying_norms else 1
-    return BF16 * numbers * (2 + of_norm)  # what layers take, and its gradient
+    return BF16 * numbers * (2 + of_norm)  # the inputs that layers take, and their gradients
 
 
 def _shared_states(model: ModelShape, setting: Setting) -> float:
     """Return the bytes of keys and values that layers of each kind leave to others.
 
-    Where nothing is computed again they count as saved. Where the last layers leave theirs, what these are made of
-    stays as well, from these layers' backward pass on; where the last layers take those of others, few inputs of
-    layers are left by then.
+    Where nothing is computed again they count as saved. Where the last layers leave theirs, the tensors that they are
+    made of stay as well, from the backward pass of these layers on; where the last layers take keys and values of
+    others, few inputs of layers are left by then.
     """
     if setting.recompute == "none":
         return 0.0
@@ -203,7 +203,7 @@ def _kept_by_kind(model: ModelShape, setting: Setting) -> tuple[float, float]:
     saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
     if setting.recompute == "mlp":  # its norm is computed again as well
         saved = {name: nbytes for name, nbytes in saved.items() if name != "normalized input of the MLP"}
-    inputs = 0.0 if setting.copying_norms else layers * w.stream  # of which those norms keep copies instead
+    inputs = 0.0 if setting.copying_norms else layers * w.stream  # of which norms keep copies instead
     return inputs, layers * sum(saved.values())
 
 
@@ -269,7 +269,7 @@ def _buffers_of(model: ModelShape, setting: Setting) -> float:
     count = partial(_bytes_per_row, ring, token, setting.parts)
     if model.windowed == model.attention_layers and model.window < setting.tokens:
         rows = min(shapes.q_len, _ROWS)
-        window = -(-model.window * rows // shapes.q_len)  # the same share of a block
+        window = -(-model.window * rows // shapes.q_len)  # the window's share of a block, in rows
         return count(SlidingWindow(window - 1, 0), rows) * shapes.q_len
     return count(Full(), 2) * shapes.q_len
 

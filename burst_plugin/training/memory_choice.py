@@ -5,7 +5,7 @@
     step.needed(share_that_fits(step))                 # bytes
 
 Chunks are large enough for the full speed of a matrix product. Attention is kept as far as the planner's model of the
-run leaves room for it. Nothing moves to the host by itself: hosts have room, or not, whatever a plan says.
+run leaves room for it. Nothing is moved to the host, since no plan knows whether hosts have room.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 There is a function for each kind. Activations are counted for transformers' layers around the kernels of
 flash-linear-attention, mamba-ssm and causal-conv1d, in 16 bits; kernels of PyTorch, which run where these are not
-installed, keep more. Peaks are held to measured ones by tests/planning/test_hybrid_memory.py.
+installed, keep more. tests/planning/test_hybrid_memory.py compares peaks with measured ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ELEMENTWISE = 8.0  # times an operation of a scan without matrix products takes
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer:
-    """The sizes and costs of one layer's token mixer that is no attention, such as Mamba-2, for the planner.
+    """The sizes and costs of one layer's token mixer other than attention, such as Mamba-2, for the planner.
 
     kind: its name, such as "Mamba-2".
     parameters, weights: how many parameters it has, and how many of them are weights of projections, which multiply
@@ -149,7 +149,7 @@ def state_space(
     hidden: the hidden size. heads, head_dim: of its input x. groups: of B and C, which heads share.
     size: numbers of a state per channel. width: tokens that its convolution spans.
     has_norm: whether its output is normalized.
-    biases: whether there are some in the convolution, in the projection to it, and in the one back.
+    biases: whether the convolution, the projection to it, and the projection back have biases.
     """
     inner, shared = heads * head_dim, groups * size
     channels = inner + 2 * shared
@@ -197,7 +197,7 @@ def selective_scan(
     hidden: the hidden size. inner: channels of the scan. size: numbers of a state per channel.
     rank: of the projection of its steps dt. width: tokens that its convolution spans.
     has_norms: whether dt, B and C are normalized, as in Jamba.
-    biases: whether there are some in the convolution, and in projections.
+    biases: whether the convolution, and projections, have biases.
     """
     of_conv, of_projections = biases
     weights = hidden * 3 * inner + inner * (rank + 2 * size) + rank * inner

@@ -171,7 +171,7 @@ ROUTED_IN_16_BITS = frozenset(
     """.split()  # noqa: SIM905
 )
 # Tensors as wide as the MLP that activations in single operations keep, by a family or by the name of an activation:
-# where gate and up are clamped, these before they are, and the gate's sigmoid.
+# where gate and up are clamped, both before clamping, and the gate's sigmoid.
 ACTIVATIONS_KEEP: Mapping[str, int] = MappingProxyType(
     {"gpt_oss": 3, "minimax_m3_vl_text": 3, "relu2": 0, "xielu": 4}
 )

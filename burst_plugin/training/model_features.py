@@ -1,4 +1,4 @@
-"""What a language model computes beyond its sizes: biases, positions, windows, norms, routing, out of a config.json.
+"""What a language model computes beyond its sizes: biases, positions, windows, norms, routing, from a config.json.
 
     features = model_features(model_shape("path/to/config.json"))
     features.rotary_base, features.windows
@@ -160,7 +160,7 @@ def model_features(model: ModelShape) -> ModelFeatures:
 
 
 class _Features:
-    """Values of features, and what says each."""
+    """Values of features, each with its source."""
 
     def __init__(self, family: str) -> None:
         self.values: dict[str, Any] = {}
@@ -168,13 +168,13 @@ class _Features:
         self._family = family
 
     def add(self, name: str, value: Any, key: str = "", entry: Any = None) -> None:
-        """Set a feature. key, entry: the key that says it, and its value there; without, the family does."""
+        """Set a feature. key, entry: the key that gives it, and the value there; without a key, the family does."""
         self.values[name] = value
         self.sources[name] = (f"{key}={shown(entry)}" if entry is not None else key) or self._family
 
 
 def _read_rest(features: _Features, config: Mapping[str, Any], family: Family) -> None:
-    """Read what one key each says."""
+    """Read the features that one key each gives."""
     features.add(
         "norm_epsilon", _number(config["rms_norm_eps"], "rms_norm_eps"), "rms_norm_eps", config["rms_norm_eps"]
     )

@@ -122,7 +122,7 @@ class ModelShape:
 
     @property
     def mixers(self) -> tuple[tuple[TokenMixer, int], ...]:
-        """Return (token mixer, number of layers that have it) for all mixers that are no attention."""
+        """Return (token mixer, number of layers that have it) for all mixers other than attention."""
         return tuple((kind.mixer, kind.layers) for kind in self.by_kind if kind.mixer is not None)
 
     @property
@@ -313,7 +313,7 @@ _OF_LATENTS = (*_ATTENTION_LAYERS, "indexed_attention")
 
 
 def _check(config: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError if a config.json has what no plan knows."""
+    """Raise ValueError if a config.json has a feature that no plan knows."""
     kind = str(config.get("model_type"))
     is_hybrid, has_latents = kind in (*HYBRIDS, *ATTENTION_FAMILIES, *LATENT_HYBRIDS), kind in LATENT_FAMILIES
     refused = _REFUSED if is_hybrid else {**_REFUSED, **_REFUSED_UNLESS_HYBRID}
@@ -405,7 +405,7 @@ def _mlps(config: Mapping[str, Any], size: _Sizes, layers: int) -> list[Layer]:
 
 
 def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]) -> ModelShape:
-    """Return the model that has these layers, each of them fields that differ from `base`, with these windows."""
+    """Return the model with these windows and layers, each layer the fields that differ from `base`."""
     window, counts = max(windows, default=0), dict[ModelShape, list[int]]()
     for layer, has_window in zip(layers, windows, strict=True):
         count = counts.setdefault(replace(base, **layer), [0, 0])
@@ -423,13 +423,13 @@ def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]
 
 
 class _Sizes:
-    """Sizes out of a config.json."""
+    """The sizes in a config.json."""
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:
         self._config, self._path = config, path
 
     def __call__(self, *keys: str, default: int | None = None) -> int:
-        """Return the first size of these keys that is there; raise ValueError if it is none, or there is none."""
+        """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent."""
         for key in keys:
             value = self._config.get(key)
             if value is None:

@@ -2,8 +2,8 @@
 
     spent = recurrent_seconds(mixer, setting, cluster)       # of one layer and micro-batch, part by part
 
-Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`). Where layers go in parts of the
-heads, the messages of one part travel while others are computed.
+Messages and hops come from the schedule that a run takes (`recurrent.scan_schedule`). Where heads are computed in
+parts, the messages of one part travel while others are computed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
 
 
 def _parts(mixer: TokenMixer, setting: Setting) -> int:
-    """Return into how many parts of the heads a layer goes, so that messages of one are hidden by others."""
+    """Return into how many parts a layer's heads are cut, so that other parts hide the messages of one."""
     tokens, heads = setting.tokens_at_once / setting.context, [n // setting.tensor for _, n, _ in mixer.tensors]
     if not mixer.by_heads:
         return 1
@@ -93,7 +93,7 @@ def _parts(mixer: TokenMixer, setting: Setting) -> int:
 
 
 def _halo(mixer: TokenMixer, setting: Setting, pieces: Pieces) -> list[Hop]:
-    """Return the hop of the tokens before each piece, which a convolution looks back at; gradients go back alike."""
+    """Return the hop of the tokens before each piece, which a convolution looks back at; gradients return, too."""
     hop: Hop = {}
     for piece in pieces.every:
         if piece.before != START and (source := pieces.every[piece.before].rank) != piece.rank:
@@ -125,7 +125,7 @@ def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) 
 
 
 def _hop_seconds(hop: Hop, topology: Topology, cluster: Cluster) -> float:
-    """Return the time of a hop: of the rank that sends or receives longest, over each link."""
+    """Return the time of a hop: the longest that a rank sends or receives over a link."""
     spent: dict[tuple[int, str, Link], float] = {}
     for (src, dst), nbytes in hop.items():
         link = topology.link(src, dst)
@@ -155,7 +155,7 @@ def recurrent_seconds(mixer: TokenMixer, setting: Setting, cluster: Cluster) -> 
     """Return the seconds of one layer and micro-batch in both passes: {kernels: s, states or heads sent: s}.
 
     The keys are `KERNELS` and `MESSAGES`. Where layers are computed again the forward pass counts twice. States that
-    are sent are kept with outputs of attention (`Setting.keep`), and sent once then.
+    are sent are kept with outputs of attention (`Setting.keep`), and then sent only once.
     """
     again = setting.recompute == "full"
     by_states = setting.context > 1 and not (setting.recurrent == "heads" and mixer.by_heads)

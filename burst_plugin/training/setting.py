@@ -23,7 +23,7 @@ class Code:
     logit_bytes: bytes per element of whole logits while their loss is at work: in 16 bits, and copies in float32.
     sums_weights: gradients of weights come out of a backward pass as tensors, and chunks are summed up in float32;
         else they are added to the optimizer's gradients where they arise.
-    weighs_results: results of experts are multiplied by routing weights, each by itself; else what is inside experts.
+    weighs_results: results of experts are multiplied by routing weights, each by itself; else tensors inside experts.
     plain_mixers: norms of mixers, with their gates, are written in single operations; else one kernel each.
     chunks_again: whether MLPs in chunks inside of checkpointed layers, and logits in chunks, are computed once more
         than without chunks.
@@ -212,7 +212,7 @@ def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
 def layout_in_words(setting: Setting) -> str:
     """Return text on how the model and the sequence are divided among GPUs.
 
-    Such as "TP 1 x CP 16 x PP 1 x DP 1, CP over 2 nodes of 8, of which 4 exchange heads".
+    For example "TP 1 x CP 16 x PP 1 x DP 1, CP over 2 nodes of 8, of which 4 exchange heads".
     """
     cut = f"TP {setting.tensor} x CP {setting.context} x PP {setting.pipeline} x DP {setting.data}"
     nodes = setting.context // setting.inner

@@ -90,13 +90,13 @@ class Media:
 
 
 class _Vision:
-    """Sizes out of a vision_config, with what transformers takes keys for that are left out."""
+    """The sizes in a vision_config, with transformers' defaults for keys that are left out."""
 
     def __init__(self, config: Config, defaults: Config) -> None:
         self._values = {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
     def __call__(self, *keys: str) -> int:
-        """Return the first size of these keys that is there; raise ValueError if it is none, or there is none."""
+        """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent."""
         for key in keys:
             if key in self._values:
                 return _whole(key, self._values[key])
@@ -205,7 +205,7 @@ def _qwen2_5_vl(config: Config) -> Tower:
 
 
 def _encoder(v: _Vision, layer: int, further: int, **fields: Any) -> Tower:
-    """Return a tower of so many parameters by layer, and further ones, still without a projector."""
+    """Return a tower, without a projector, that has `layer` parameters in each layer and `further` others."""
     h, pixels = v("hidden_size"), v("num_channels") * v.area("patch_size")
     layers, ffn = v("num_hidden_layers"), v("intermediate_size")
     plain = Tower(
@@ -410,13 +410,13 @@ def tower_of(config: Config, hidden: int) -> Tower:
 
 # ---------------------------------------------------------------------------------------------- their language models
 
-# Families that say beside `text_config` whether the head is the embedding, and what they mean where they do not.
+# Families that say beside `text_config` whether the head is the embedding, with the default where they do not.
 _TIED: Mapping[str, bool] = MappingProxyType(
     dict.fromkeys(("gemma3", "mistral3", "internvl"), True)
     | dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "llava_next"), False)
 )
 
-# By `model_type` of a text_config: what transformers takes sizes for that are left out.
+# By `model_type` of a text_config: transformers' defaults of sizes that are left out.
 _QWEN_TEXT = MappingProxyType(
     {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
     | {"num_attention_heads": 32, "num_key_value_heads": 32}

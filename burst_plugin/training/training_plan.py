@@ -22,7 +22,7 @@ from burst_plugin.training.setting import Code, Setting, latents_sent
 from burst_plugin.training.step_time import step_seconds, tokens_per_second
 
 _LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
-_STEP = 2**16  # tokens to which the longest sequence is found
+_STEP = 2**16  # tokens: how exactly the longest sequence is found
 _BEYOND_REASON = 2.0  # times what another plan lacks
 _ALIKE = 1.01  # plans whose times differ by less are ordered by how plain they are
 
@@ -299,7 +299,7 @@ def longest(goal: Goal, trying: Callable[[int], None] | None = None) -> int:
 def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
     """Return, for each lever of `LEVERS` that a plan uses, by name, text on how the plan would be without it.
 
-    Such as "without it a GPU needs 95.3 GiB", or "without it a step takes 1.2 s more".
+    For example "without it a GPU needs 95.3 GiB", or "without it a step takes 1.2 s more".
     """
     by_lever = {}
     for name, off in LEVERS.items():
