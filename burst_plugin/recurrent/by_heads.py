@@ -1,6 +1,6 @@
 """Compute a recurrent layer by an exchange of heads.
 
-Where ranks have many tokens, a half of the messages travels while heads are computed.
+Where ranks have many tokens, half of the messages travel while heads are computed.
 """
 
 from __future__ import annotations

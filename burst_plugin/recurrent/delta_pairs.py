@@ -13,7 +13,7 @@ from burst_plugin.recurrent.ways import Kernel, state_type
 
 
 class _DeltaStages(Stages):
-    """The stages of the delta rule in PyTorch, whose tensors are those of `DeltaChunks`.
+    """The stages of the delta rule in PyTorch, on the tensors of `DeltaChunks`.
 
     tokens, dtype: see `DeltaChunks`.
     """
@@ -43,7 +43,7 @@ class _DeltaStages(Stages):
 
 
 def pair_by_rule(*tensors: Tensor) -> Pair:
-    """Return A and B of pieces of the delta rule, and what goes on from there."""
+    """Return A and B of pieces of the delta rule, and the function from entering states to outputs."""
     chunks = delta_chunks(*tensors)
     return pair_by_stages(_DeltaStages(chunks.tokens, chunks.dtype), chunks.tensors)
 
@@ -51,9 +51,9 @@ def pair_by_rule(*tensors: Tensor) -> Pair:
 def pair_by_kernel(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Return A and B of pieces by a kernel of the delta rule: columns of a state do not meet.
+    """Return A and B of pieces by a kernel of the delta rule, which treats each column of a state by itself.
 
-    Those of the values, from zero, leave B; others without values, from the identity, leave A.
+    Columns of the values, from zero, end as B; further columns without values, from the identity, end as A.
     """
     count, heads, dim, width = k.shape[0], v.shape[2], k.shape[3], v.shape[3]
     wide = torch.cat([v, v.new_zeros((*v.shape[:3], dim))], -1)

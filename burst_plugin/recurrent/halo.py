@@ -75,7 +75,7 @@ def halo_plan(state: RankState, pieces: Pieces, width: int, what: str, device: t
 class HaloFunction(torch.autograd.Function):
     """The autograd function that fetches halos, the tokens before each piece, on the ranks of this process.
 
-    Gradients of halos are added to the gradients of the tokens, on the ranks that hold these. Arguments of `apply`:
+    Gradients of halos are added to the gradients of the tokens, on the ranks that hold them. Arguments of `apply`:
 
     passes: of the ranks of this process.
     plans: a `HaloPlan` for each of these ranks.

@@ -140,7 +140,7 @@ class ExchangeOfHeads:
         return begun
 
     def end(self, begun: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the exchange, and return for each tensor the other kind; `begun` is what `begin` returned."""
+        """Wait for the exchange; return heads for tokens, or tokens for heads. `begun`: the result of `begin`."""
         found: tuple[Tensor, ...] = _ExchangeEnded.apply(self, begun)  # type: ignore[no-untyped-call]
         return found
 
@@ -191,7 +191,7 @@ class _ExchangeBegun(torch.autograd.Function):
 
 
 class _ExchangeEnded(torch.autograd.Function):
-    """The end of an exchange; returns what has been received."""
+    """The end of an exchange; returns the tensors that have been received."""
 
     @staticmethod
     def forward(ctx: Any, exchange: ExchangeOfHeads, begun: Tensor) -> tuple[Tensor, ...]:

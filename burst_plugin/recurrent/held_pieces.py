@@ -19,8 +19,8 @@ from burst_plugin.recurrent.scan_schedule import ScanSchedule, scan_schedule
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.sequence.mask import Mask
 
-_LEAST_FILLED = 0.75  # of a batch of pieces, how much are tokens; the rest pads pieces to one length
-_SLACK = 8  # tokens of padding that are always all right
+_LEAST_FILLED = 0.75  # the share of tokens in a batch of pieces; the rest pads pieces to one length
+_SLACK = 8  # tokens of padding that are always accepted
 
 
 class Group(NamedTuple):
@@ -243,7 +243,7 @@ class HeldPieces:
         return torch.cat([out.flatten(0, 1) for out in outs])[back]
 
     def _back(self, groups: Sequence[Group]) -> Tensor:
-        """Return for each row where it is among the outputs of groups, one behind the other."""
+        """Return the place of each row among the outputs of groups, one group after another."""
         back = torch.empty(self.offsets[-1], dtype=torch.int64, device="cpu")
         at = 0
         for group in groups:

@@ -67,7 +67,7 @@ def with_tokens_before(
         [B, S_local, ...].
 
     Raises:
-        ValueError: on every rank, for shapes that do not fit any of them.
+        ValueError: on every rank, if shapes do not fit on any of them.
     """
     xs = [x] if isinstance(x, Tensor) else list(x)
 
@@ -347,7 +347,7 @@ def decay_attention(
 def affine_scan(x: Tensor, log_decay: Tensor, place: Placement, *, return_final_state: bool = False) -> Any:
     """Compute h <- e^log_decay h + x, number by number, and return h after every token; collective.
 
-    For recurrences of one's own, and for gated linear units (RG-LRU): their steps before and after the scan need no
+    For custom recurrences, and for gated linear units (RG-LRU): their steps before and after the scan need no
     other ranks.
 
     Args:

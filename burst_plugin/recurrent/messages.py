@@ -1,6 +1,6 @@
 """Messages between any two ranks of a group, round by round, for passes other than ring attention, such as scans.
 
-A rank sends all that it has for another one in a round in one message.
+In a round, a rank sends another rank all its tensors in one message.
 """
 
 from __future__ import annotations

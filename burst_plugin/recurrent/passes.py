@@ -161,9 +161,9 @@ class OfOneRank(Passes):
         return results
 
     def _on_stream(self, program: Program, inputs: Sequence[Tensor]) -> Callable[[], Any]:
-        """Run a program on a stream beside the current one, which waits for it where its result is asked for.
+        """Run a program on a stream beside the current one, which waits for it where its result is needed.
 
-        Until then `inputs` are held, so that their memory is not given to what the current stream does meanwhile.
+        Until then `inputs` are held, so that the current stream does not use their memory for anything else.
         """
         device = inputs[0].device
         if "stream" not in self._beside:
@@ -184,7 +184,7 @@ class OfOneRank(Passes):
         return wait
 
     def _in_thread(self, program: Program) -> Callable[[], Any]:
-        """Run a program in a thread beside this one; neither gradients nor inference mode are the thread's own."""
+        """Run a program in a thread beside this one, without gradients and in this thread's inference mode."""
         if "thread" not in self._beside:
             self._beside["thread"] = ThreadPoolExecutor(1, "burst-scan")
         inference = torch.is_inference_mode_enabled()

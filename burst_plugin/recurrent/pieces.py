@@ -5,7 +5,7 @@
     rank 0    0 1   6 7     piece 0: tokens 0 1              piece 1: tokens 6 7, after piece 3
     rank 1    2 | 3 4 5     piece 2: token 2, after piece 0  piece 3: tokens 3 4 5
 
-Every batch row has pieces of its own. Pieces are numbered by rank, then row, then as the rank holds them.
+Every batch row has pieces of its own. Pieces are numbered by rank, then row, then in the rank's order.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Piece(NamedTuple):
     rank, row: the rank that holds it, and the number of its batch row.
     start: the position of its first token in the sequence.
     offset: how many tokens of its rank come before it, counted row after row.
-    before: the number of the piece that it continues: which ends where this one begins, or in a prefix tree with the
-        token before this one on its path. `START` if it begins a document.
+    before: the number of the piece that it continues, which ends where this one begins, or, in a prefix tree, with
+    the token before this one on its path. `START` if it begins a document.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 class Pieces:
     """All pieces of a batch: stretches of consecutive tokens, each held by one of `ranks` ranks.
 
-    every: the pieces in the order of their numbers: by rank, then row, then as the rank holds them.
+    every: the pieces in the order of their numbers: by rank, then row, then in the rank's order.
     """
 
     every: tuple[Piece, ...]
@@ -94,8 +94,8 @@ def cut_into_pieces(shards: Sequence[Sequence[Run]], rows: int, length: int, mas
     """Return the pieces of `rows` sequences of `length` tokens; rank r holds the runs `shards[r]` of each.
 
     `mask` says which documents each row has; None if each row is one document. Tokens before a row's first real key,
-    padding on the left, are a document, too. Raises ValueError for a mask of another number of rows, or another
-    length, that differs between groups of heads, or has other documents for keys than for queries.
+    padding on the left, are a document, too. Raises ValueError for a mask that has another number of rows or another
+    length, differs between groups of heads, or has other documents for keys than for queries.
     """
     if mask is not None and mask.rows not in (None, rows):
         raise ValueError(f"the mask has {mask.rows} batch rows, but there are {rows}; give a mask for each row")

@@ -36,7 +36,7 @@ STATE_BYTES = 4  # of a number of a state
 class States(NamedTuple):
     """The states that enter pieces, while a scan finds them: `Call.begin` returns it, and `wait` returns the states.
 
-    scan: the scan under way. begun: what `scan.begin` has returned, for `scan.end`.
+    scan: the scan under way. begun: the tensor that `scan.begin` has returned, for `scan.end`.
     """
 
     scan: ScanOfProcess
@@ -55,7 +55,7 @@ class States(NamedTuple):
 class ExchangeInFlight(NamedTuple):
     """Tensors on their way in an exchange of heads: `Call.exchange_heads` returns it, and `wait` returns the tensors.
 
-    exchange: the exchange under way. begun: what `exchange.begin` has returned, for `exchange.end`.
+    exchange: the exchange under way. begun: the tensor that `exchange.begin` has returned, for `exchange.end`.
     """
 
     exchange: ExchangeOfHeads
@@ -156,7 +156,7 @@ class Call(NamedTuple):
             return ExchangeInFlight(exchange, exchange.begin(xs))
 
     def _kept(self, name: str) -> KeptTensors | None:
-        """Return where a checkpoint keeps what this rank receives next."""
+        """Return the place where a checkpoint keeps the tensors that this rank receives next."""
         return next_kept_tensors(self.held.passes.states[0].strategy, name)
 
     def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:

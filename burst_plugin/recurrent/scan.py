@@ -65,7 +65,7 @@ class ScanPlan:
         return (rows.stop - rows.start, *shape[1:]), dtype
 
     def rows(self, value: Value) -> slice:
-        """Return which rows a share of a value is of the whole."""
+        """Return the rows of the whole value that a share of it has."""
         shape, _ = self.transition if value.kind == "transition" else self.state
         return heads_of(value.share, self.schedule.shares, shape[0])
 
@@ -122,7 +122,7 @@ class Scan:
         return entries
 
     def _value(self, value: Value) -> Tensor | None:
-        """Return a value; of one that is there in shares the whole, of one that is there whole a share.
+        """Return a value: the whole if it is there in shares, a share if it is there as a whole.
 
         None for a value that is missing: no state, or the state zero.
         """
@@ -200,7 +200,7 @@ class Scan:
         return self._of_pieces(gradients)
 
     def _compute_back(self, compute: Compute, gradients: Values) -> None:
-        """Add to the gradients of the operands of `compute` what the gradients of its results contribute."""
+        """Add the contributions of the gradients of `compute`'s results to the gradients of its operands."""
         affine, (kind, span, left, right, share) = self.plan.affine, compute
         if kind == "join":
             grad = self._grad(gradients, Value("bias", span, share))
@@ -225,7 +225,7 @@ class Scan:
                     _add(gradients, Value("entry", span, share), affine.apply_transposed(transition, grad))
 
     def _grad(self, gradients: Values, value: Value) -> Tensor | None:
-        """Return the gradient of a value: what was found for all heads and what was found for shares; None for zero.
+        """Return the gradient of a value, the sum of its gradients for all heads and for shares; None for zero.
 
         gradients: gradients by name.
         """

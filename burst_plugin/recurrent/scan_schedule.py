@@ -11,13 +11,13 @@ number of hops is twice the depth of the tree:
     |  span 2..3
     |  |  piece 2, piece 3
 
-Results of a span inside a node are with the rank of its last piece. What begins a document has no state before it, so
-that its spans have no A, and nothing comes down to it. A chain that continues a branch of a prefix tree begins with
-the state that leaves the piece before it.
+Results of a span inside a node are with the rank of its last piece. Spans that begin a document have no state before
+them, so that they have no A, and nothing comes down to them. A chain that continues a branch of a prefix tree begins
+with the state that leaves the piece before it.
 
 Between nodes bytes count for more than hops, in two ways. Where a document is on few nodes, its state goes from node
 to node, and no A does: each span is cut before the last of its groups, pieces in a row on one node. And ranks of a
-node take shares of the heads of what groups and larger spans have, so that all of them send and receive:
+node take shares of the heads of values of groups and larger spans, so that all of them send and receive:
 
     zigzag on two nodes of two ranks        pieces of ranks 0 1 | 2 3 2 | 1 0
     span of all
@@ -134,7 +134,7 @@ class ScanSchedule:
 
 
 class _Span:
-    """Consecutive pieces of a chain, and at which time its values are there, with which ranks.
+    """Consecutive pieces of a chain, with the times at which their values are there, and the ranks that have them.
 
     ranks: one, or one for each share of the heads.
     """
@@ -258,7 +258,7 @@ class _Builder:
         return span
 
     def _up(self, span: _Span) -> None:
-        """Add what makes the pair of a span, with the moves of pairs to its ranks."""
+        """Add the operations that make the pair of a span, with the moves of pairs to its ranks."""
         left, right = span.left, span.right
         if left is None or right is None:
             return
@@ -271,7 +271,7 @@ class _Builder:
                 self._compute(span.ready, rank, Compute("join", span.number, left.number, right.number, share))
 
     def _down(self, span: _Span) -> None:
-        """Add what brings the state that enters a span to all pieces in it."""
+        """Add the steps that bring the state that enters a span to all pieces in it."""
         left, right = span.left, span.right
         if left is None or right is None:
             return
@@ -302,7 +302,7 @@ class _Builder:
         operation: Literal["hand", "begin"] | None = None,
         left: int = -1,
     ) -> None:
-        """Move a state, there at `time` with the ranks of `source`, to the ranks of `to`, as the one that enters it.
+        """Move a state, which ranks of `source` have at `time`, to the ranks of `to`, as the state that enters `to`.
 
         operation, left: the operation that names a share which is there already; None if `state` is its name.
         """
@@ -355,7 +355,7 @@ def _mark_first(span: _Span) -> None:
 
 
 def _note_needed(span: _Span, is_needed: bool) -> None:
-    """Note whether the pair of a span is used, and of all spans in it."""
+    """Note whether the pairs of a span, and of all spans in it, are used."""
     span.is_needed = is_needed
     if span.left is not None and span.right is not None:
         _note_needed(span.left, True)
@@ -363,7 +363,7 @@ def _note_needed(span: _Span, is_needed: bool) -> None:
 
 
 def _chains(pieces: Pieces) -> list[list[int]]:
-    """Return the chains: a piece goes on with the first one after it, the others begin chains of their own."""
+    """Return the chains: the first piece that continues a piece is of its chain, others begin chains of their own."""
     chains = []
     begin = [number for number, piece in enumerate(pieces.every) if piece.before == START]
     while begin:

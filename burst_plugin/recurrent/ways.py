@@ -1,11 +1,11 @@
 """Ways to compute pieces of a sequence with the states that enter them.
 
-- Outputs are linear in the entering state, by numbers (`OnePass`): the kernel runs once, from zero, and what the
-  entering state adds is added.
-- The kernel has stages (`InStages`): what pieces do to a state, what needs no other pieces, which from about a
-  thousand tokens on hides the messages, and what the entering states add.
-- The map of states is a matrix (`TwoPasses`): what pieces do to a state first, then the kernel with the entering
-  states. Pieces that begin a document take one pass.
+- Outputs are linear in the entering state, by numbers (`OnePass`): the kernel runs once, from zero, and the
+  contribution of the entering state is added.
+- The kernel has stages (`InStages`): the maps of states; all work that needs no other pieces, which from about a
+  thousand tokens on hides the messages; and the contributions of the entering states.
+- The map of states is a matrix (`TwoPasses`): the maps of states first, then the kernel with the entering states.
+  Pieces that begin a document take one pass.
 - States have exponents of their own, so that they do not overflow (`with_exponents`): ranks agree on these first.
 """
 
@@ -127,12 +127,12 @@ class TwoPasses(NamedTuple):
 
 
 class InStages(NamedTuple):
-    """A computation in stages, each of which goes on from the one before.
+    """A computation in stages, each of which continues the one before.
 
     kernel: all stages at once, see `TwoPasses`; for lengths see `state.takes_lengths`.
     begin: returns, from a group's tensors and the group, the transitions and biases of pieces, [N, ...], and a
-        function for the second stage. This one computes what needs no entering states; it returns the third stage,
-        from the states that enter pieces, or None if none does, to outputs.
+        function for the second stage, which computes all that needs no entering states, and returns the third stage:
+        a function from the states that enter pieces, None if none does, to outputs.
     state: the map of states.
     """
 
@@ -323,7 +323,7 @@ def in_parts(
 
 
 class Exponential(NamedTuple):
-    """The shapes of a state of several tensors, its parts, which are all times e to an exponent.
+    """The shapes of a state of several tensors, its parts, each with a factor e^exponent.
 
     parts: the shapes of the parts for one piece; they begin with the shape of the exponent.
     exponent: the shape of the exponent, of one dim.
@@ -363,11 +363,11 @@ def with_exponents(
     state: Exponential,
     finals: bool,
 ) -> Any:
-    """Compute a recurrent function whose state is several tensors, all times e to an exponent; return its outputs.
+    """Compute a recurrent function whose state is several tensors, each with a factor e^exponent; return its outputs.
 
     States travel with exponents that are multiples of 1 / 64, whose sums do not depend on their order, so that both
-    ends of a message know the same one. Kernels get the exponents that one rank would have, which matter where one
-    adds to a denominator.
+    ends of a message know the same exponent. Kernels get the exponents that one rank would have, which matter where
+    an exponent adds to a denominator.
 
     call: the call that ranks have agreed on.
     tensors: the inputs, [B, S, ...].
@@ -425,7 +425,7 @@ def _sorted_pieces(call: Call, finals: bool) -> tuple[list[int], list[int], list
 
 
 def _joined(call: Call, done: Sequence[tuple[Group, Tensor]], out: Tensor) -> Tensor:
-    """Return [B, S, ...] from the outputs of groups of all pieces; of none an empty tensor like `out`."""
+    """Return [B, S, ...] from the outputs of groups of all pieces; without pieces, an empty tensor like `out`."""
     if not done:
         return torch.zeros_like(out)
     return call.held.unflat(call.held.joined([group for group, _ in done], [each for _, each in done]))

@@ -69,7 +69,7 @@ def pool(
         have gradients, which go to the ranks of all tokens.
 
     Raises:
-        ValueError: on every rank, for shapes or options that do not fit any of them.
+        ValueError: on every rank, if shapes or options do not fit on any of them.
     """
     xs = [x] if isinstance(x, Tensor) else list(x)
     place = Placement(cp, mask, tokens, tag)

@@ -86,7 +86,7 @@ class DecayChunks:
         self.transition = totals[:, -1].to(dtype).exp().flatten(1)[:, :, None, None]
 
     def inside(self) -> Tensor:
-        """Return what tokens read of earlier ones in their chunks, [N, chunks, G, R, chunk size, V]."""
+        """Return the outputs that tokens read from their chunks alone, [N, chunks, G, R, chunk size, V]."""
         between = decays_between(self._sums, self._values.dtype)
         return ((self._q @ self._k.mT).unsqueeze(3) * between) @ self._values
 

@@ -116,8 +116,8 @@ class DeltaChunks(NamedTuple):
     def gradients(self, initial_state: Tensor, grad: Tensor, leaving: Tensor) -> list[Tensor]:
         """Return the gradients of the six tensors.
 
-        Given are the states that enter pieces, [N, H, K, V], and the gradients of the outputs, [N, L, H, V], and of
-        the states that leave pieces, [N, H, K, V].
+        initial_state: the states that enter pieces, [N, H, K, V]. grad, leaving: the gradients of the outputs,
+        [N, L, H, V], and of the states that leave pieces, [N, H, K, V].
         """
         grad, by_head = self._chunked(grad), tuple(self.values.shape[2:4])
         state, states, deltas = torch.unflatten(initial_state, 1, by_head), [], []
@@ -139,7 +139,7 @@ class DeltaChunks(NamedTuple):
         return [gradient.sum_to_size(x.shape) for gradient, x in zip(full_gradients, self.tensors, strict=True)]
 
     def _chunked(self, grad: Tensor) -> Tensor:
-        """Return gradients of outputs [N, L, H, V] as those of chunks, [N, n, G, R, c, V]."""
+        """Cut gradients of outputs [N, L, H, V] into chunks, [N, n, G, R, c, V]."""
         chunks = in_chunks(grad.to(self.values.dtype), self.values.shape[-2])
         return torch.unflatten(chunks, 2, tuple(self.values.shape[2:4]))
 

@@ -32,7 +32,7 @@ Stage = Callable[..., Any]
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Return the library's functions by name, or None if they are not as they are in its version 0.6."""
+    """Return the library's functions by name, or None if they are not as in its version 0.6."""
     try:
         from fla.modules.l2norm import l2norm
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
@@ -204,7 +204,7 @@ def _pair(normalises: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
 
 
 class RuleSizes(NamedTuple):
-    """What the code of the library's kernels depends on.
+    """The sizes and types that the code of the library's kernels depends on.
 
     shared: the heads of values for each key head.
     """
@@ -240,7 +240,7 @@ def is_rule(function: Any, by_channel: bool) -> bool:
 
 
 def is_usable(device: torch.device) -> bool:
-    """Return whether the library's stages are for such a device."""
+    """Return whether the library is there, and its stages can run on the device."""
     if device.type != "cuda" or torch.version.hip or _library() is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -254,7 +254,7 @@ def are_right(device: torch.device, sizes: RuleSizes) -> bool:
     if (device, sizes) in TRIED_OUT or torch._C._current_graph_task_id() != -1:
         return TRIED_OUT.setdefault((device, sizes), False)
     try:
-        # Hooks of checkpoints, modes, autocast and inference mode are those of a thread: this one has none.
+        # Hooks of checkpoints, modes, autocast and inference mode belong to a thread: this one has none.
         with ThreadPoolExecutor(1) as alone:
             worst = alone.submit(worst_error, device, sizes).result()
     except Exception as error:

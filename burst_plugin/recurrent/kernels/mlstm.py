@@ -96,5 +96,5 @@ def _outputs(
     top = torch.maximum(read, powers.amax(-1)).detach()
     weights = (q @ k.mT) * (powers - top.unsqueeze(-1)).exp()
     both = weights @ values + (q * (read - top).exp().unsqueeze(-1)) @ states
-    least = (-top).clamp(max=_HIGHEST_POWERS[q.dtype]).exp()  # where this is at work, outputs are nothing but 0
+    least = (-top).clamp(max=_HIGHEST_POWERS[q.dtype]).exp()  # where this has an effect, outputs are nothing but 0
     return both[..., :-1] / (torch.maximum(both[..., -1].abs(), least) + eps).unsqueeze(-1)

@@ -57,8 +57,8 @@ def rwkv(
     if not L:
         return v, (num, den, top)
     k, values, log_decay, bonus = (t.to(dtype) for t in (k, v, log_decay, bonus))
-    # Tops within are constants: the sums they are taken out of do not depend on them. They are float64, as they come
-    # and go: their differences, which are powers of weak decays, would lose digits.
+    # Tops inside are constants: the sums they are taken out of do not depend on them. They come and go in float64,
+    # since their differences, which are powers of weak decays, would lose digits.
     tops = _running_tops(k.double(), log_decay.double(), top.double())
     before = states_before(tops, top)
     added = (k - tops).to(dtype).exp()
