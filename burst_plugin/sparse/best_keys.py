@@ -1,7 +1,7 @@
 """The keys of highest score of each query so far, in a total order: by score, the higher first, then by position.
 
-No two keys are equal in that order, so that the same ones are found whichever way keys come in, and on any number of
-ranks; `torch.topk` alone takes any of equal scores.
+No two keys are equal in that order, so that the same keys are found in whatever order they come in, and on any number
+of ranks; `torch.topk` alone takes any of equal scores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _NO_KEY = torch.iinfo(torch.int64).min
-_LAST = 2**31 - 1  # positions are at most so large
-_CHUNK = 1 << 22  # numbers that are put in order at once
+_LAST = 2**31 - 1  # the largest position
+_CHUNK = 1 << 22  # numbers that are sorted at once
 
 
 class BestKeys(ABC):

@@ -58,7 +58,7 @@ def select_blocks(
         block: how many keys a block has, 1 or more; the last one of a document may have fewer.
         top_k: how many blocks a query selects, 1 or more.
         cp: the context-parallel group; with a `VirtualRing` tensors are whole sequences, the result included.
-        forced: so many blocks of a query's document, back from its own, come before all others.
+        forced: so many blocks of a query's document, its own and those before it, come before all others.
         mask: which keys a query may select, none of them later than the query; without a prefix tree.
         tokens: the sequence that rows are taken from, as for `burst_attention`.
         tag: a name for this call that is the same on every rank.
@@ -223,7 +223,7 @@ class BlockSelection(RankSelection):
             best.add(into, maxima.flatten(0, 1), blocks, may.flatten(0, 1))
 
     def _is_forced(self, starts: BlockStarts, rows: slice, blocks: Tensor) -> Tensor:
-        """Return which blocks are a query's own one, or one of those before it, bool [queries, blocks]."""
+        """Return which blocks are forced: a query's own, and blocks before it, bool [queries, blocks]."""
         queries = self._places[rows].unsqueeze(1)
         own_blocks = starts.blocks(queries)
         back = own_blocks - blocks

@@ -113,7 +113,7 @@ def select_cached_blocks(
 
 
 def _selected(cache: KVCache, layer: int, indexed: Indexed, asked: SelectionOptions) -> Tensor:
-    """Return what new tokens select, in positions of their rows, [B, n, ..., count]; collective."""
+    """Return the keys or blocks that new tokens select, by positions in rows, [B, n, ..., count]; collective."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache={shown(cache)} is not valid; give a KVCache")
     passes = OfOneRank(cache.cp)
@@ -145,7 +145,7 @@ def _prepared(cache: KVCache, layer: int, indexed: Indexed, asked: SelectionOpti
 
 
 def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
-    """Return what this rank's queries select among the keys of all ranks, which come to it; collective."""
+    """Return the selections of this rank's queries among all ranks' keys, which come to it; collective."""
     indexed = selection.given
     weights = None if indexed.weights is None else rows.of_new(indexed.weights)
     own_indexed = Indexed(rows.of_new(indexed.q), rows.stored()[0].squeeze(2), weights)
@@ -155,7 +155,7 @@ def _around(passes: OfOneRank, rows: TurnRows, selection: SelectionCall, call: C
 
 
 def _of_all(cache: KVCache, rows: TurnRows, selection: SelectionCall, call: CallId) -> Tensor:
-    """Return what queries that every rank has select: each rank the best of its keys, then of these; collective."""
+    """Return the selections of queries that all ranks have, out of the best keys of each rank; collective."""
     indexed, cp = selection.given, cache.cp
     order = positions(selection.blocks.pairs.runs["q"][cp.rank], indexed.q.device)
     q, weights = (None if x is None else rows.of_new(x)[:, order] for x in (indexed.q, indexed.weights))

@@ -66,7 +66,7 @@ class Entries:
     ) -> Entries:
         """Return the `Entries` for these arguments, made once and shared by the layers of a forward.
 
-        The arguments are the same as for `Entries` itself.
+        It takes the arguments of `Entries` itself.
         """
         plans: dict[Any, Any] = cp.plans
         known: dict[Any, Entries] = plans.setdefault(cls, {})

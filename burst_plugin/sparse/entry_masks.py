@@ -54,7 +54,7 @@ class EntryMask(Mask):
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """Return, for each group of windows, a region for queries after it and smaller ones for queries inside.
 
-        `q_len` and `kv_len` are not looked at.
+        `q_len` and `kv_len` are ignored.
         """
         regions = []
         for stair in self.stairs:

@@ -23,7 +23,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sparse.selection import Indexed
 
-NUMBERS_AT_ONCE = 2**25  # that are made for queries which are worked on together: 128 MiB of float32
+NUMBERS_AT_ONCE = 2**25  # made for the queries of one slice: 128 MiB of float32
 _LEAST = 1e-10  # below it, a share of attention counts as this much in logarithms
 
 
@@ -187,7 +187,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss of which the gradients are known."""
+    """A loss whose gradients are known."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *both: Tensor) -> Tensor:

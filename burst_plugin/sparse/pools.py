@@ -141,7 +141,7 @@ def keys_of_pools(
     mask: Mask = Causal(),
     tokens: Tokens | None = None,
 ) -> Tensor:
-    """Return the positions of the keys that queries attend to: of selected pools, and of the query's own one.
+    """Return the positions of the keys that queries attend to: of selected pools, and of the query's own pool.
 
     Args:
         starts: where the selected pools start, int32 [B, S_local, n], as `select_pools` returns them; -1 for none.
@@ -150,7 +150,7 @@ def keys_of_pools(
 
     Returns:
         int32 [B, S_local, (n + 1) * size - 1], -1 for none: the `size` tokens of each selected pool; then tokens of
-        the query's own pool up to the query, unless the query is the last one of them.
+        the query's own pool up to the query, unless the query is its last token.
     """
     whole, device = 1 if isinstance(cp, VirtualRing) else cp.ranks, starts.device
     at = _own_positions(cp, tokens or Tokens(max(1, starts.shape[1] * whole)), device)
@@ -187,7 +187,7 @@ class PoolSelection(RankSelection):
 
     @staticmethod
     def check(asked: SelectionOptions, mask: Mask) -> None:
-        """Raise ValueError for a size that is no valid number, or a mask that pools are not supported with."""
+        """Raise ValueError for an invalid size, or a mask that pools do not support."""
         whole_number("size={}", asked.block, _SIZE, 1)
         _check_mask(mask)
         if mask.looks_ahead:
@@ -214,7 +214,7 @@ class PoolSelection(RankSelection):
         return max(len(each.rows) for each in self._ends(self._rank, owner))
 
     def _ends(self, to: int, owner: int) -> list[PoolEnds]:
-        """Return for each row of the mask which of the rows that a rank gets of an owner are the last of pools."""
+        """Return, for each row of the mask, the pools that end among the rows that a rank gets from an owner."""
         known, size, device = self._blocks.known, self._size, self._keys.device
         key = (PoolEnds, to, owner, size, device)
         if key not in known:
@@ -249,7 +249,7 @@ class PoolSelection(RankSelection):
 
 
 def _check_mask(mask: Mask) -> None:
-    """Raise ValueError for a mask that pools are not supported with."""
+    """Raise ValueError for a mask that pools do not support."""
     if mask.trees:
         raise ValueError(
             "pools of keys are not supported with a prefix tree, which has several tokens at one position; leave it "

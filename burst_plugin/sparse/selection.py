@@ -186,7 +186,7 @@ class KeyShards:
     shards: by rank the keys that it holds.
     pairs: the tiles of queries of one rank and keys of another.
     required: by rank and owner the rows that are needed, see `Pairs.required`; None where blocks go to all.
-    known: what has been worked out of them, which calls share, so that none waits for a device to know it again.
+    known: results derived from the above, which calls share, so that none waits for a device again.
     """
 
     shards: Sequence[tuple[Run, ...]]
@@ -225,7 +225,7 @@ class SelectionCall:
     count: how many keys, blocks or pools each query selects, at most as many as there are.
     scale: the factor on products.
     given, asked: the indexer's tensors, and the options as the caller gave them.
-    ahead: by query of the sequence how far its position is from that of its key, int64; None for none.
+    ahead: for each query of the sequence, how far its position is ahead of its key's, int64; None for none.
     """
 
     blocks: KeyShards
@@ -260,7 +260,7 @@ class SelectionCall:
 
 
 def _prepared(passes: Passes, plans: dict[Any, Any], indexed: Indexed, asked: SelectionOptions) -> SelectionCall:
-    """Return the call that is asked for. Raise ValueError for what does not fit."""
+    """Return the call. Raise ValueError for tensors, options or tokens that do not fit."""
     count, mask, factor = checked_options(indexed, asked)
     states, tokens = passes.states, asked.tokens
     for state in states:
@@ -283,7 +283,7 @@ def _prepared(passes: Passes, plans: dict[Any, Any], indexed: Indexed, asked: Se
 
 
 def checked_options(given: Indexed, asked: SelectionOptions) -> tuple[int, Mask, float]:
-    """Return how many each query selects, the mask, and the factor on products. Raise ValueError for unfit ones."""
+    """Return (units per query, mask, factor on products). Raise ValueError for arguments that do not fit."""
     given.check()
     top_k, mask, _, scale = asked[1:5]
     check_mask(mask)
@@ -444,7 +444,7 @@ class RankSelection:
         scores_of = self.scores_of(row, rows)
         keys, places = mask.packed(block.keys), mask.packed(block.places)
         held, size = self.given.q.shape[1], self.tiles.keys
-        window = max(1, -(-self.count // size)) * size  # of so many keys it is worth it to look for the best
+        window = max(1, -(-self.count // size)) * size  # so many keys are worth a search for the best
         into = slice(row * held + rows.start, row * held + rows.stop)
         for start in range(0, mask.columns, window):
             stop = min(mask.columns, start + window)

@@ -3,7 +3,7 @@
 Windows of 4 tokens in documents of 10 and 6, contiguous on two ranks; entries have slots in the order of windows:
 
     tokens    0 1 2 3 4 5 6 7 | 8 9 a b c d e f
-    windows   [-----] [-----]   . . [-----] . .       what is left of a document has no entry
+    windows   [-----] [-----]   . . [-----] . .       the rest of a document has no entry
     entries         0       1             2           each on the rank that holds its window's last token
 
 With `overlaps` an entry is made of the window before as well, if that is of its document. Batch rows may have
@@ -112,7 +112,7 @@ class Windows:
         return torch.searchsorted(self._starts, tokens, right=True) - 1
 
     def _before_in_rank(self, counts: Tensor) -> Tensor:
-        """Return how many of something, `counts` in each chunk, a rank has before each of its chunks."""
+        """Return, for each chunk, the sum of `counts` over the earlier chunks of its rank."""
         counts_before = torch.zeros_like(counts)
         for rank in self._ranks.unique().tolist():
             own_chunks = self._ranks == rank
