@@ -132,7 +132,7 @@ def _extend_argument_parser(strategy: Strategy | None) -> str:
 def make_ring(adapter: MegatronAdapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `initialize_model_parallel`, then make the ring, if any, on every rank.
 
-    Flags are checked before, since this is the first thing that all training scripts of Megatron do.
+    Flags are checked first, since all training scripts of Megatron begin with this function.
     """
     with exit_if_refused():
         refuse_flags()

@@ -42,7 +42,7 @@ def report(tree: str | None) -> Iterator[str]:
 
 
 def _what_install_does() -> list[str]:
-    """Install the adapter, and return what that changes, and which repairs it leaves out."""
+    """Install the adapter; return lines on its changes, and on the repairs that it leaves out."""
     from megatron.core import __file__ as core
     from megatron.core import __version__
 

@@ -1,7 +1,7 @@
 """Plans for Megatron: what its code keeps, how a plan is written as flags, and how a command line is read as a plan.
 
-A command line is read as Megatron's own parser reads it: `--flag value` or `--flag=value`, never shortened; of a flag
-that is repeated the last counts. Everything else on the line is passed over: the launcher, the script, and flags that
+A command line is read as Megatron's own parser reads it: `--flag value` or `--flag=value`, never shortened; the last
+of a repeated flag counts. Everything else on the line is passed over: the launcher, the script, and flags that
 cost neither memory nor time.
 """
 
@@ -266,7 +266,7 @@ def unpriced(text: str, setting: Setting) -> list[str]:
 
     Args:
         text: the command line, or the text of a file of flags.
-        setting: what `setting_of` has read from it.
+        setting: the setting that `setting_of` has read from it.
     """
     args, strategy = _parsed(text), strategy_of(_parsed(text))
     without = [
@@ -315,7 +315,7 @@ def check_model(text: str, model: ModelShape, setting: Setting) -> None:
     Args:
         text: the command line, or the text of a file of flags.
         model: the sizes of the model that the plan is for.
-        setting: what `setting_of` has read from the command line.
+        setting: the setting that `setting_of` has read from the command line.
     """
     if model.mixers or len({kind.attends for kind in model.kinds}) > 1:
         raise ValueError(

@@ -143,7 +143,7 @@ class Registry:
             self.tree = None
 
     def _tokens_of(self, rows: Rows, ranks: int) -> Tokens:
-        """Return which tokens ranks hold, of sequences whose documents begin at `rows`, by another layout."""
+        """Return which tokens ranks hold of sequences with documents at `rows`, cut as one by the option `layout`."""
         length = rows[0][-1]
         if self.layout != AUTO:
             return Tokens(length, layout=self.layout)

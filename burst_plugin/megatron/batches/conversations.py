@@ -1,6 +1,6 @@
 """Conversations of Megatron's SFT data (`--sft`), packed without padding where the ring's layout needs none.
 
-Megatron pads each conversation to a multiple of 2 * context_parallel_size, as zigzag needs it. What fits into a
+Megatron pads each conversation to a multiple of 2 * context_parallel_size, as zigzag needs. What fits into a
 sample, and where its last conversation is cut off, would thus depend on the number of ranks.
 """
 

@@ -33,7 +33,7 @@ _OF_EVEN = ("data_parallel_size", "micro_batch_size", "global_batch_size", "ramp
 
 
 def stamp_logits(registry: Registry) -> None:
-    """Have a teacher's files of logits say which tokens ranks held, and a student check that; once per process.
+    """Have a teacher's files of logits record which tokens ranks held, and a student check it; once per process.
 
     It wraps Megatron's functions that hash and verify these files: a student raises ValueError for files of a teacher
     whose ranks held other tokens. Nothing changes unless `--logits-save-dir` or `--logits-load-dir` was parsed.
@@ -51,7 +51,7 @@ def stamp_logits(registry: Registry) -> None:
 
 
 def _hash(registry: Registry, original: Any) -> tuple[str, dict[str, Any]]:
-    """Return Megatron's hash and identifiers, with what decides which tokens ranks hold."""
+    """Return Megatron's hash and identifiers, with the options that decide which tokens ranks hold."""
     value, identifiers = original()
     stamp = _stamp(registry)
     if not _is_megatrons_own(stamp):
@@ -60,7 +60,7 @@ def _hash(registry: Registry, original: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _verify(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Compare hashes as Megatron does. Raise ValueError before if ranks of the teacher held other tokens."""
+    """Compare hashes as Megatron does. Raise ValueError first if ranks of the teacher held other tokens."""
     arguments = bind(original, *args, **kwargs).arguments
     if arguments["expected_hash"] is not None:  # None where files are read to look at them
         saved = json.loads(arguments["data"]).get("identifiers", {}).get(_STAMP)
@@ -69,7 +69,7 @@ def _verify(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _compare(saved: dict[str, Any] | None, stamp: dict[str, Any], file: str) -> None:
-    """Raise ValueError for a file whose stamp is another one, or that has none and might be of other tokens."""
+    """Raise ValueError for a file with another stamp, or with none where ranks hold other tokens than in Megatron."""
     if saved is None and not _is_megatrons_own(stamp):
         raise ValueError(
             f"{file} (--logits-load-dir) does not say which tokens ranks of the teacher held, so these are those of "

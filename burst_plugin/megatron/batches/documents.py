@@ -7,8 +7,8 @@ keeps them apart by masks [S, S]. Here a sample has bounds instead: where docume
     bounds    0 3 7 8 8 8 8 8 8
 
 1. `GPTDataset` adds bounds to a sample, in the loader's worker.
-2. A rank that reads a batch keeps its bounds. Ranks that do not, of other tensor ranks and of other pipeline stages,
-   get them through the store: from host to host, so that no GPU waits.
+2. A rank that reads a batch keeps its bounds. Other tensor ranks and pipeline stages, which read none, get them
+   through the store: from host to host, so that no GPU waits.
 3. `GPTModel`, or a hybrid model, takes them as its `attention_mask`, int32 [B, N] on the CPU. Megatron hands it to
    every layer, and again to layers that it recomputes.
 """
@@ -94,9 +94,9 @@ class MicrobatchDocuments:
     def of(self, identity: Identity) -> Rows:
         """Return the bounds of each batch row's documents, of the recomputed layer or else the current microbatch.
 
-        A row's bounds are where its documents begin, 0 first, and its length last. Of a layer that is being
-        recomputed they are what `recomputing` was given. On a rank that reads no batches this waits until the rank
-        that does has published them. `identity` knows which microbatch is in progress. Raises ValueError if no
+        A row's bounds are where its documents begin, 0 first, and its length last. For a layer that is being
+        recomputed they are the `rows` of `recomputing`. A rank that reads no batches waits here until the rank that
+        reads them has published the bounds. `identity` knows which microbatch is in progress. Raises ValueError if no
         schedule of Megatron is running.
         """
         if self._recomputed is not None:
@@ -137,13 +137,13 @@ def _microbatch_in_progress(identity: Identity) -> tuple[int, int]:
 
 
 def _key(microbatch: tuple[int, int]) -> str:
-    """Return the key in the store, which ranks share that train on the same part of a batch."""
+    """Return the key in the store, which is shared by ranks that train on the same part of a batch."""
     place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return f"burst_plugin/documents/{place}/{microbatch[0]}/{microbatch[1]}"
 
 
 def are_bounds(attention_mask: Any) -> bool:
-    """Return whether an attention mask is the bounds of documents, int32 [B, N], and no mask of Megatron's."""
+    """Return whether an attention mask is bounds of documents, int32 [B, N], rather than a mask of Megatron's."""
     return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.dtype == torch.int32
 
 
@@ -192,7 +192,7 @@ def hook_documents(registry: Any) -> str:
 
 
 def hook_skipped_steps() -> None:
-    """Have Megatron's scripts leave whole the batches of `--iterations-to-skip`, which no model runs.
+    """Have Megatron's scripts not cut the batches of `--iterations-to-skip`, which no model runs.
 
     They are read outside of schedules, where no documents decide how ranks hold them; and from 0.18 on they still
     have their bounds, which cannot be cut. Nothing happens if `megatron.training` is not imported.
@@ -236,7 +236,7 @@ def hybrid_model() -> Any:
 
 
 def _add_to_samples() -> None:
-    """Add bounds [S + 1] to the samples of `GPTDataset`, by the tokens that Megatron makes its masks of."""
+    """Add bounds [S + 1] to the samples of `GPTDataset`, from the tokens that Megatron makes its masks of."""
     latest = threading.local()
 
     def make_masks(original: Any, *args: Any, **kwargs: Any) -> Any:

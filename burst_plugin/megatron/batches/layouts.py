@@ -192,7 +192,7 @@ class LayoutHooks:
         return self._registry.tensor_cache.get(cu_seqlens, ("positions", group.size(), group.rank()), compute)
 
     def _documents(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tokens:
-        """Return which tokens of a packed sequence ranks hold; core attention tells offsets that do not fit it."""
+        """Return which tokens of a packed sequence ranks hold; core attention refuses offsets that do not fit it."""
         plain = Tokens(length, layout=self._registry.layout_of_sequences)
         if self._registry.layout != AUTO:
             return plain
@@ -318,7 +318,7 @@ def _on_table(tables: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _group(arguments: Any) -> Any:
-    """Return the group among arguments of Megatron's, or else the one that it takes then."""
+    """Return the group among Megatron's arguments, or else its context-parallel group, which it takes then."""
     return arguments.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
 
 

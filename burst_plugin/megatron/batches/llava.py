@@ -29,7 +29,7 @@ from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.towers.rows import to_holders
 from burst_plugin.towers.sharing import shared_out
 
-_IGNORED = -100  # Megatron's label for what predicts nothing
+_IGNORED = -100  # Megatron's label for tokens that predict nothing
 _OF_UNLIKE_TILES = ("imgs_sizes", "vision_packed_seq_params")  # arguments of later releases
 
 
@@ -96,7 +96,7 @@ def _build(module: ModuleType, original: Callable[..., None], *args: Any, **kwar
             )
     attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
     core = getattr(getattr(attention, "submodules", None), "core_attention", None)
-    # What Megatron asserts of Transformer Engine is about its context parallelism, which does not run.
+    # Megatron's assertions on Transformer Engine concern its context parallelism, which does not run.
     fits = {"HAVE_TE": True, "TEDotProductAttention": core, "is_te_min_version": lambda *_, **__: True}
     before = {name: getattr(module, name, None) for name in fits}
     vars(module).update(fits)
@@ -188,7 +188,7 @@ class _LlavaHooks:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Any]:
         """Cut embeddings [B, S, hidden], and labels and their mask [B, S], by the layout.
 
-        Returns embeddings [S/CP, B, hidden]. Sequences are padded to what ranks and the layout divide.
+        Returns embeddings [S/CP, B, hidden]. Sequences are padded to lengths that ranks and the layout divide.
         """
         cp = self._ring(model)
         if cp is None:
@@ -238,7 +238,7 @@ def _offsets(packed: Any) -> tuple[int, ...] | None:
 def _offsets_in(length: int, packed: Any) -> tuple[int, ...] | None:
     """Return the `_offsets` that `cut` will get where a model keeps the first `length` tokens.
 
-    From 0.20 on `LLaVAModel.forward` clamps those of documents without padding if they go beyond.
+    From 0.20 on `LLaVAModel.forward` clamps offsets of documents without padding that go beyond.
     """
     starts = packed.cu_seqlens_q.flatten().tolist() if is_packed(packed) else [0]
     if starts[-1] <= length:

@@ -46,7 +46,7 @@ def use_local_layers() -> None:
 
 
 def _experts_one_by_one(provider: Any, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
-    """Return the module of experts that computes one after the other; grouped products want packages for GPUs."""
+    """Return the module that computes experts one after another; grouped products need packages for GPUs."""
     return LocalSpecProvider().grouped_mlp_modules(False, *args, **kwargs)
 
 

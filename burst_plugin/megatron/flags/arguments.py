@@ -26,7 +26,7 @@ _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     }
 )
 _OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
-# Arguments whose flags have another name than they have.
+# Arguments whose flags have another name.
 _UNLIKE: Mapping[str, str] = MappingProxyType(
     {
         "cpu_offloading": "--cpu-offloading-num-layers",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class _Noted(argparse.Action):
-    """Notes among the arguments that a flag was given, which its value does not say if that is the usual one."""
+    """Notes among the arguments that a flag was given, which its value does not show if that is the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, _GIVEN, (*getattr(namespace, _GIVEN, ()), self.dest))
@@ -88,7 +88,7 @@ class _Value(_Noted, argparse._StoreAction):
 
 
 class _Switch(_Noted, argparse.BooleanOptionalAction):
-    """A flag without."""
+    """A flag without a value."""
 
 
 def resets_attention_mask() -> bool:
@@ -205,7 +205,7 @@ def strategy_of(args: Any) -> Strategy:
 
 
 def _options_of(args: Any) -> dict[str, Any]:
-    """Return the options of `Strategy`, and the preset, whose flags were given, or have other values than usual."""
+    """Return the options of `Strategy`, and the preset, whose flags were given, or whose values are no defaults."""
     noted = getattr(args, _GIVEN, ())
     options = {}
     for option in _OPTIONS:

@@ -1,6 +1,6 @@
 """Every field of Megatron's TransformerConfig that could affect attention: honoured, or refused by name.
 
-A core attention that ignores a field trains on, and wrongly. So each field of the dataclass is in one of these tables
+A core attention that ignored a field would train on, wrongly. So each field of the dataclass is in one of the tables
 of honoured, refused and irrelevant fields, and a test fails for a field that is in none of them.
 """
 

@@ -188,7 +188,7 @@ def _unwritable(model: ModelShape, features: ModelFeatures, version: Version) ->
 def _missing(model: ModelShape, features: ModelFeatures, version: Version) -> list[str]:
     """Return the features of a model that a release of Megatron has no flags for, each with its source."""
     unwritable = _unwritable(model, features, version)
-    reasons: dict[str, str] = {}  # by reason, what says so
+    reasons: dict[str, str] = {}  # sources by reason
     for name in features.unusual():
         if unwritable[name]:
             reasons.setdefault(unwritable[name], features.sources[name])

@@ -81,7 +81,7 @@ def _weight_shards(args: Any) -> int:
 
 
 def _can_be_one_ring(args: Any, ranks: int) -> bool:
-    """Return whether all ranks can share sequences as Megatron demands it; else it says itself what does not fit."""
+    """Return whether all ranks can share sequences as Megatron demands; else Megatron says what does not fit."""
     divides = ranks * _weight_shards(args) == args.world_size and ranks % args.context_parallel_size == 0
     return bool(ranks > 1 and divides and args.seq_length and args.seq_length % (2 * ranks) == 0)
 
@@ -108,9 +108,9 @@ def _set_batch_sizes(args: Any, ranks: int) -> None:
 def _samples_at_a_time(args: Any, ranks: int) -> int:
     """Return the number of samples in a microbatch, at most `--max-seqlen-per-dp-cp-rank` tokens on each rank.
 
-    Megatron bounds what a rank holds by that flag alone, whatever --micro-batch-size is. The size is left as it was
-    without the flag, if batch sizes change, and where Megatron takes no other: with tensor parallelism ranks get
-    microbatches of evaluation in buffers of the size for training, and skipped iterations read one row.
+    Megatron bounds what a rank holds by that flag alone, whatever --micro-batch-size is. The size stays as it is
+    without the flag, if batch sizes change, and where Megatron takes no other size: with tensor parallelism ranks
+    get microbatches of evaluation in buffers of the size for training, and skipped iterations read one row.
     Releases until 0.18 cannot merge packed samples: their microbatches are of one.
     """
     if not hasattr(utils, _MERGES):

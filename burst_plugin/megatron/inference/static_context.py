@@ -60,8 +60,8 @@ class _Pass(NamedTuple):
 def hook_inference(registry: Registry) -> str:
     """Have GPT models with a `StaticInferenceContext` keep keys and values on the ring, in a `KVCache`.
 
-    It wraps `GPTModel.forward` and what Megatron's inference does around it. Dynamic contexts and hybrid models are
-    refused on the ring by a ValueError. registry: the rings. Returns a line for the report of `install()`.
+    It wraps `GPTModel.forward` and functions of Megatron's inference around it. Dynamic contexts and hybrid models
+    are refused on the ring by a ValueError. registry: the rings. Returns a line for the report of `install()`.
     """
     hooks = _InferenceHooks(registry)
     wrap(GPTModel, "forward", hooks.forward)
@@ -172,7 +172,7 @@ class _InferenceHooks:
 
 
 def _cache_at(context: Any, cp: ContextParallel, layers: int, rows: int) -> KVCache:
-    """Return the cache of a context, with as many tokens as this says. Raise ValueError if it has fewer."""
+    """Return a context's cache, with as many tokens as the context counts. Raise ValueError if it has fewer."""
     cache, offset = cache_of(context), context.sequence_len_offset
     if offset == 0:
         cache = KVCache(cp, layers)

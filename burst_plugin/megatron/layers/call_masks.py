@@ -1,4 +1,4 @@
-"""What one call of core attention may attend to: from its mask type, its mask tensor, and its packed sequences."""
+"""What one call of core attention may attend to, by its mask type, its mask tensor, and its packed sequences."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from burst_plugin.megatron.registry import Registry, group_of
 from burst_plugin.scores import Scores
 from burst_plugin.strategy.presets import presets_without_groups
 
-# What a core attention is built with. Head dims are read from the tensors; cp_comm_type has been looked at before.
+# Arguments of a core attention's constructor. Head dims are read from tensors; cp_comm_type was looked at before.
 _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_channels", "v_channels")
 
 
@@ -91,7 +91,7 @@ class BurstCoreAttention(MegatronModule):
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
         self.attend: Callable[..., Tensor] | None = None  # KVCache.attend for this layer, in a turn of inference
         self.up_projection: tuple[Any, ...] = ()  # the module whose weight makes keys and values of latents
-        if self._pg_collection is not None:  # of the script's own; others' rings are there since groups are
+        if self._pg_collection is not None:  # the script's own; rings of other groups were made with the groups
             registry.context(config, self._pg_collection)  # now, since messages of a pipeline are in flight later
 
     @property
@@ -227,13 +227,13 @@ class BurstCoreAttention(MegatronModule):
         return self.registry.context(self.config, self._pg_collection, packed_seq_params)
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None) -> Tensor:
-        """Return attention of new tokens [n, B, heads, dim] to these and to what is cached, [n, B, heads * Dv]."""
+        """Return attention of new tokens [n, B, heads, dim] to these and to cached tokens, [n, B, heads * Dv]."""
         if kind != "causal" or bias is not None:
             got = f"attn_mask_type={kind}" if kind != "causal" else "an attention_bias"
             raise ValueError(f"inference on a ring is for causal attention without a bias, got {got}")
         mask = self._masks.of_type(kind, (len(query), len(key)))
         assert self.attend is not None
-        with torch.inference_mode(False), torch.no_grad():  # what is kept may be written to outside, too
+        with torch.inference_mode(False), torch.no_grad():  # kept tensors may be written to outside, too
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             out = self.attend(q, k, v, mask=mask, scores=self._scores_now(), sink=self._sink(q))
         return out.transpose(0, 1).flatten(2)

@@ -131,7 +131,7 @@ def _shape_problem(attention_mask: Tensor) -> str:
 def _expected(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield rows of `attention_mask`, bool [B, 1, some, Sk], and what `mask` allows them, [some, Sk].
 
-    They are few at a time: computing what is allowed takes ten bytes per element, and whole masks fill much of a GPU.
+    Rows are few at a time: computing what is allowed takes ten bytes per element, and whole masks fill much of a GPU.
     """
     q_len, kv_len = attention_mask.shape[2] * cp.ranks, attention_mask.shape[3]
     keys = torch.arange(kv_len, device=attention_mask.device)
@@ -160,7 +160,7 @@ def as_attention_mask(tree: PrefixTree) -> Tensor:
 
 
 def is_tree(attention_mask: Any) -> bool:
-    """Return whether an attention mask is a prefix tree, int32 [1, 2, nodes], and no mask of Megatron's."""
+    """Return whether an attention mask is a prefix tree, int32 [1, 2, nodes], rather than a mask of Megatron's."""
     return isinstance(attention_mask, Tensor) and attention_mask.dim() == 3 and attention_mask.dtype == torch.int32
 
 

@@ -55,7 +55,7 @@ def _with_latents(original: Callable[..., Any], layer: Any, *args: Any, **kwargs
 
 @contextmanager
 def _asleep(projection: Any) -> Iterator[list[Tensor]]:
-    """Let a projection note its input and return an empty tensor, in the block."""
+    """Let a projection note its input and return an empty tensor, in this context."""
     noted: list[Tensor] = []
     ranks = projection.config.tensor_model_parallel_size if projection.config.sequence_parallel else 1
 
@@ -84,7 +84,7 @@ def gather_latents(layer: Any, latents: Tensor) -> Tensor:
         )
     else:
         full_latents = copy_to_tensor_model_parallel_region(latents, group=group)
-    if full_latents.requires_grad:  # of gradients that are not contiguous Megatron would add up a copy, and forget it
+    if full_latents.requires_grad:  # of a gradient that is not contiguous Megatron would add up a copy, and drop it
         full_latents.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return full_latents
 

@@ -1,4 +1,4 @@
-"""`--burst-memory auto`: what Megatron's arguments say of a run, and the options that follow for its memory.
+"""`--burst-memory auto`: what Megatron's arguments say about a run, and the memory options that follow.
 
 Megatron knows all before it builds its model, the length of sequences too. Where layers are computed again as a whole
 (`--recompute-granularity full`), the loss comes in chunks, and attention is kept as far as the planner's model of the
@@ -137,7 +137,7 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
 
 
 def _uncounted(sizes: dict[str, Any]) -> list[str]:
-    """Return the flags of a run with which the planner's model of its memory is not right."""
+    """Return the flags of a run for which the planner's model of its memory is not right."""
     flags = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
     tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
     if tensor > 1 and not sizes["sequence_parallel"]:
@@ -152,8 +152,8 @@ def _uncounted(sizes: dict[str, Any]) -> list[str]:
 def in_words(given: Strategy, asked: Strategy, args: Any) -> str:
     """Return text for the user on the memory options that were chosen: which, why, and how to change them.
 
-    It names flags that keep attention from being kept, since its memory is not known with them. It is "" if nothing
-    was to be chosen.
+    It names flags with which attention is not kept, since its memory is not known then. It is "" if nothing was to be
+    chosen.
 
     Args:
         given: the options before the choice.

@@ -129,9 +129,9 @@ def _check(kind: type, config: Any, layer_number: int | None) -> None:
 
 
 def _run(original: Callable[..., Any], mixer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer; on the ring without packed sequences, whose documents the ring knows.
+    """Run a mixer; on the ring without the packed sequences, whose documents the ring knows.
 
-    Raises ValueError for inference, whose states one rank would not have.
+    Raises ValueError for inference, for which a rank would lack states.
     """
     ring: MixerOnRing | None = getattr(mixer, _RING, None)
     if ring is None:

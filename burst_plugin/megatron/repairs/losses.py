@@ -234,7 +234,7 @@ def _mask_of_floats(arguments: dict[str, Any]) -> Tensor | None:
 def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a count added up over context-parallel ranks.
 
-    They compare where they are before: one that has left out attention would wait here, and others there.
+    Ranks first compare where they are: one that has left out attention would wait here, and others there.
     """
     for ring in registry.rings():
         if ring.group is group:

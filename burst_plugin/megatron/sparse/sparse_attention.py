@@ -31,8 +31,8 @@ from burst_plugin.megatron.sparse.indexer import index_inputs
 from burst_plugin.sequence.masks import Causal
 from burst_plugin.sparse import Indexed, Teacher, indexer_loss, select_keys
 
-# What Megatron's layers give sparse attention that the ring does not need: positions, since those of a batch are its
-# layout's; and a weight that Megatron's layer applies by itself.
+# Arguments of Megatron's layers that the ring does not need: positions, which follow from the layout; and a weight
+# that Megatron's layer applies itself.
 _OF_MEGATRON = ("position_ids", "up_v_weight")
 SINCE_0_19 = hasattr(dsa, "dsa_layout")  # whether this Megatron is 0.19 or newer
 
@@ -146,7 +146,7 @@ class BurstSparseAttention(BurstCoreAttention):
         )
 
     def _loss(self, indexed: Indexed, call: CoreCall) -> Tensor:
-        """Return the indexer's loss, such that what Megatron makes of all ranks' is its mean over their tokens.
+        """Return the indexer's loss, scaled so that Megatron arrives at the mean over the tokens of all ranks.
 
         Without a coefficient it is 0, with gradients of 0, which Megatron's distributed optimizer waits for.
         """
@@ -173,10 +173,10 @@ class BurstSparseAttention(BurstCoreAttention):
         return self._scaled(total, call)
 
     def _scaled(self, total: Tensor, call: CoreCall) -> Tensor:
-        """Return this rank's loss, of which Megatron scales gradients, and adds them up over ranks; logs it, too.
+        """Log this rank's loss, and return it for Megatron, which scales its gradients and adds them up over ranks.
 
         Megatron takes the mean of gradients over ranks. With calculate_per_token_loss it adds them up and divides by
-        tokens, for which this loss is a sum since 0.19. Else its schedules multiply it by ranks since then.
+        tokens, so that this loss is a sum since 0.19. Without, its schedules multiply the loss by ranks since 0.19.
         """
         config, (group, ranks) = self.config, (call.cp.group, call.cp.ranks)
         by_token = config.calculate_per_token_loss
