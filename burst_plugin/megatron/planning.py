@@ -364,9 +364,9 @@ def _other_sizes(args: argparse.Namespace, model: ModelShape) -> list[str]:
         for name, size in sizes.items()
         if (value := getattr(args, name)) not in (None, size)
     ]
-    if args.num_experts is not None and (found := _layers_with_experts(args, model.layers)) != _experts_in(model):
+    if args.num_experts is not None and (count := _layers_with_experts(args, model.layers)) != _experts_in(model):
         differences.append(
-            f"experts in {found} of {model.layers} layers (the model has them in {_experts_in(model)})"
+            f"experts in {count} of {model.layers} layers (the model has them in {_experts_in(model)})"
         )
     if model.latent is not None:
         return differences

@@ -176,9 +176,9 @@ def _price_with_best_side(
 
     default = price_of(default_side)
     if not is_fixed and default.time_s > _NEGLIGIBLE * default.compute_s:  # else there is nothing to save
-        other = price_of(other_side)
-        if default.time_s > _NEGLIGIBLE * other.time_s:
-            return _PricedPass(other, parts, other_side, other_side)
+        alternative = price_of(other_side)
+        if default.time_s > _NEGLIGIBLE * alternative.time_s:
+            return _PricedPass(alternative, parts, other_side, other_side)
     return _PricedPass(default, parts, default_side, getattr(strategy, direction))
 
 

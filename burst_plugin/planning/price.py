@@ -82,9 +82,9 @@ def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: 
         if period is None:
             nodes *= 2
             continue
-        rest = (topology.nodes - nodes) % period.nodes
-        if rest:  # so that whole periods are left to add
-            nodes += rest
+        remainder = (topology.nodes - nodes) % period.nodes
+        if remainder:  # so that whole periods are left to add
+            nodes += remainder
             time_s = simulate(drawn(nodes), load, links).time_s
         before = _price_of_run(drawn(nodes), load, links, time_s)
         after = _price_of_run(drawn(nodes + period.nodes), load, links, time_s + period.seconds)

@@ -155,8 +155,8 @@ class ExchangeOfHeads:
             if towards_heads:
                 programs.append(plan.to_heads(messages, [torch.split_with_sizes(x, counts, 1)[place] for x in xs]))
             else:
-                mine = [x.chunk(len(self.plans), 2)[place] for x in xs]
-                programs.append(plan.to_tokens(messages, mine, self.heads))
+                own_heads = [x.chunk(len(self.plans), 2)[place] for x in xs]
+                programs.append(plan.to_tokens(messages, own_heads, self.heads))
         self._dim = 2 if towards_heads else 1
         self._results = self._start(direction, programs=programs, inputs=xs)
 

@@ -257,9 +257,9 @@ class HeldPieces:
 
     def halo_plans(self, width: int, device: torch.device) -> list[HaloPlan]:
         """Return, for each rank of this process, a plan for fetching the `width` tokens before each of its pieces."""
-        what = f"a halo of {width} tokens"
+        description = f"a halo of {width} tokens"
         plans: list[HaloPlan] = self._kept(
-            width, device, lambda: [halo_plan(s, self.pieces, width, what, device) for s in self.passes.states]
+            width, device, lambda: [halo_plan(s, self.pieces, width, description, device) for s in self.passes.states]
         )
         return plans
 

@@ -327,8 +327,8 @@ class Placement:
         key = (HeldPieces, x.shape[0], tokens, self.mask)
         held: HeldPieces | None = self.plans.get(key)
         if held is None:
-            mine = [known for known in self.plans if isinstance(known, tuple) and known[:1] == (HeldPieces,)]
-            for known in mine if len(mine) >= _KNOWN else ():
+            kept_keys = [known for known in self.plans if isinstance(known, tuple) and known[:1] == (HeldPieces,)]
+            for known in kept_keys if len(kept_keys) >= _KNOWN else ():
                 del self.plans[known]
             if not x.shape[0]:
                 raise ValueError(f"{list(x.shape)} has no batch rows; give 1 or more")

@@ -126,12 +126,12 @@ class Scan:
 
         None for a value that is missing: no state, or the state zero.
         """
-        found = self.values.get(value)
-        if found is not None:
-            return found
+        tensor = self.values.get(value)
+        if tensor is not None:
+            return tensor
         if value.share != WHOLE:
-            whole = self.values.get(value._replace(share=WHOLE))
-            return None if whole is None else whole[self.plan.rows(value)]
+            full_value = self.values.get(value._replace(share=WHOLE))
+            return None if full_value is None else full_value[self.plan.rows(value)]
         shares = [value._replace(share=n) for n in range(self.plan.schedule.shares)]
         if not any(share in self.values for share in shares):
             return None
@@ -140,9 +140,9 @@ class Scan:
 
     def _known(self, kind: Kind, span: int, share: int = WHOLE) -> Tensor:
         """Return a value that is not missing."""
-        found = self._value(Value(kind, span, share))
-        assert found is not None
-        return found
+        tensor = self._value(Value(kind, span, share))
+        assert tensor is not None
+        return tensor
 
     def _compute(self, compute: Compute) -> None:
         """Run one operation of the schedule."""
@@ -370,10 +370,10 @@ class ScanOfProcess:
         """
         cuts = self._cuts()
         programs = [
-            Scan(plan, each).backward(self._call, grad[at:stop])
-            for plan, each, at, stop in zip(self.plans, values, cuts, cuts[1:], strict=False)
+            Scan(plan, rank_values).backward(self._call, grad[at:stop])
+            for plan, rank_values, at, stop in zip(self.plans, values, cuts, cuts[1:], strict=False)
         ]
-        inputs = (grad, *(x for each in values for x in each.values()))
+        inputs = (grad, *(x for rank_values in values for x in rank_values.values()))
         self._results = self._start("backward", programs=programs, inputs=inputs)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
@@ -408,9 +408,9 @@ class _Ended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: ScanOfProcess, begun: Tensor) -> tuple[Tensor, Tensor]:
         entries, last, values = scan.found()
-        ctx.scan, ctx.keys = scan, [list(each) for each in values]
+        ctx.scan, ctx.keys = scan, [list(rank_values) for rank_values in values]
         # The first, so that a checkpoint computes again before the backward pass on every rank, or on none.
-        ctx.save_for_backward(entries.new_empty(0), *(x for each in values for x in each.values()))
+        ctx.save_for_backward(entries.new_empty(0), *(x for rank_values in values for x in rank_values.values()))
         entries, last = entries.view_as(entries), last.view_as(last)
         ctx.mark_non_differentiable(last)
         return entries, last

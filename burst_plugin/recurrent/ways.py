@@ -122,8 +122,8 @@ class TwoPasses(NamedTuple):
             group, goes_on = work.begun.pop(0)
             work.done.append((group, goes_on(group.of_pieces(work.entries))))
             del goes_on
-        for group, given in work.groups([number for number in work.entered if number not in begun]):
-            work.done.append((group, self.kernel(*given, group.of_pieces(work.entries))[0]))
+        for group, inputs in work.groups([number for number in work.entered if number not in begun]):
+            work.done.append((group, self.kernel(*inputs, group.of_pieces(work.entries))[0]))
 
 
 class InStages(NamedTuple):

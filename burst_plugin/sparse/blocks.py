@@ -133,9 +133,9 @@ class BlockParts(NamedTuple):
 
         device: of the result's tensors.
         """
-        found, numbers, counts = torch.unique_consecutive(starts, return_inverse=True, return_counts=True)
+        block_starts, numbers, counts = torch.unique_consecutive(starts, return_inverse=True, return_counts=True)
         edges = array("q", (counts.cumsum(0) - counts).tolist())
-        return cls(edges, numbers.to(device), found.to(device))
+        return cls(edges, numbers.to(device), block_starts.to(device))
 
     def maxima(self, scores: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the starts and the highest scores of the parts that rows from `first` on lie in.

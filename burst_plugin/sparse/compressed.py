@@ -212,9 +212,9 @@ class Entries:
             holders = windows.holder_of(every)
             if rank == cp.rank:
                 slots = len(every)
-                by_holder = {other: torch.nonzero(holders == other).flatten() for other in range(cp.ranks)}
-                recvs = {other: at.to(device) for other, at in by_holder.items() if len(at)}
+                by_holder = {peer: torch.nonzero(holders == peer).flatten() for peer in range(cp.ranks)}
+                recvs = {peer: at.to(device) for peer, at in by_holder.items() if len(at)}
             elif bool((holders == cp.rank).any()):
-                mine = holders == cp.rank
-                sends[rank] = (rows[mine] * self._held + windows.place_of(every[mine])).to(device)
+                own_tokens = holders == cp.rank
+                sends[rank] = (rows[own_tokens] * self._held + windows.place_of(every[own_tokens])).to(device)
         return HaloPlan(cp.rank_state, sends, recvs, slots, 1, _WHAT)

@@ -170,9 +170,9 @@ class LossTiles:
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries = q[row, rows].to(dtype)
         if weight is not None:
-            own = weight.shape[1]
-            absorbed = torch.einsum("thd,hdc->thc", queries[..., :own], weight.to(dtype))
-            queries = torch.cat([absorbed, queries[..., own:]], -1)
+            own_dim = weight.shape[1]
+            absorbed = torch.einsum("thd,hdc->thc", queries[..., :own_dim], weight.to(dtype))
+            queries = torch.cat([absorbed, queries[..., own_dim:]], -1)
         grouped = torch.unflatten(queries, 1, (keys.shape[-2], -1))
         scores = _products(grouped, keys.to(dtype)).flatten(1, 2) * scale
         shares = torch.softmax(scores.masked_fill_(~allowed.unsqueeze(1), -torch.inf), -1).sum(1)

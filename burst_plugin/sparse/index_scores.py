@@ -94,9 +94,9 @@ def warn_unless_alike(shape: tuple[int, int, int], dtype: torch.dtype, device: t
     """
     rows, length, columns = shape
     number = torch.arange(1, length + 1, dtype=torch.float64, device=device)
-    one, other = ((number * factor).sin().to(dtype) for factor in (1.7, 2.3))
-    found = one.expand(rows, -1).contiguous() @ other.expand(columns, -1).contiguous().t()
-    if bool((found == found[0, 0]).all()):
+    row, column = ((number * factor).sin().to(dtype) for factor in (1.7, 2.3))
+    product = row.expand(rows, -1).contiguous() @ column.expand(columns, -1).contiguous().t()
+    if bool((product == product[0, 0]).all()):
         return
     _LOG.warning(
         "matrix products of %s x %s by %s x %s in %s on %s round differently by their place in a tile: keys of "

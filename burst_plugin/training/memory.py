@@ -134,9 +134,9 @@ def _of_tower(model: ModelShape, setting: Setting) -> Moment:
 
 def _states(model: ModelShape, setting: Setting) -> Moment:
     """Return bytes of weights in bf16, of gradients and the optimizer's weights and two moments in float32."""
-    own, trained = (_of_first_stage(x, model, setting) for x in (model.parameters, model.trained_parameters))
+    parameters, trained = (_of_first_stage(x, model, setting) for x in (model.parameters, model.trained_parameters))
     ranks, is_sharded = setting.context * setting.data, setting.zero == 3
-    states = {"weights": BF16 * (own / ranks if is_sharded else own)}
+    states = {"weights": BF16 * (parameters / ranks if is_sharded else parameters)}
     gradients = FP32 * (trained / ranks if is_sharded else trained)
     on_host = setting.offload_optimizer
     states["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer

@@ -267,6 +267,6 @@ def _optimizer(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
     """
     if not setting.offload_optimizer:
         return 0.0
-    own = model.trained_parameters / setting.gpus  # all are cut over all GPUs, one way or another
-    on_host = own * _ADAM_BYTES * min(cluster.gpus_per_node, setting.gpus) / cluster.host_bytes_per_s
-    return on_host + own * (FP32 + BF16) / cluster.pcie_bytes_per_s
+    own_parameters = model.trained_parameters / setting.gpus  # all are cut over all GPUs, one way or another
+    on_host = own_parameters * _ADAM_BYTES * min(cluster.gpus_per_node, setting.gpus) / cluster.host_bytes_per_s
+    return on_host + own_parameters * (FP32 + BF16) / cluster.pcie_bytes_per_s

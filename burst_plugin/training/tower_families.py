@@ -329,9 +329,9 @@ def _llava(config: Config, *, usual: str = "clip_vision_model", newline: bool = 
     tower = _encoder_of(config, usual)
     config = {"multimodal_projector_bias": True, **config}
     inputs = tower.hidden * _feature_layers(config)
-    found = _projected(tower, config, inputs=inputs, more=config["hidden_size"] * newline)
+    full_tower = _projected(tower, config, inputs=inputs, more=config["hidden_size"] * newline)
     is_whole = config.get("vision_feature_select_strategy") == "full" and tower.tokens > 0
-    return replace(found, tokens=found.tokens + found.others * is_whole)
+    return replace(full_tower, tokens=full_tower.tokens + full_tower.others * is_whole)
 
 
 def _llava_next(config: Config) -> Tower:

@@ -181,9 +181,9 @@ def assign_evenly(works: Sequence[int], ranks: int, size: int) -> Assignment:
         By rank and microbatch a list of `size` places in `works`.
     """
     assigned = []
-    for own in _assign(works, ranks):
-        parts = _assign([works[sample] for sample in own], len(own) // size)
-        microbatches = [[own[number] for number in part] for part in parts]
+    for samples in _assign(works, ranks):
+        parts = _assign([works[sample] for sample in samples], len(samples) // size)
+        microbatches = [[samples[number] for number in part] for part in parts]
         assigned.append(sorted(microbatches, key=lambda microbatch: -sum(works[sample] for sample in microbatch)))
     return assigned
 

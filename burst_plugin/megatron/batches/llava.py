@@ -171,11 +171,11 @@ class _LlavaHooks:
         at = placed(numbers.transpose(0, 1), words)[0][..., 0].long().cpu() - 1
         tokens, at = self._tokens(cp, model, at, -1, _offsets_in(at.shape[1], self._call.packed_seq_params))
         held = [_of_images(at[:, positions(shard).cpu()]) for shard in cp.rank_state.route_table.shards(tokens)]
-        mine, encoded, holders = _numbered(shares, held, tiles, rows)
-        own = x.transpose(0, 1).reshape(-1, width)
-        moved = to_holders(cp, own[mine[cp.rank].to(x.device)], encoded, holders)
-        whole = x.new_zeros((tiles * rows, width)).index_copy(0, held[cp.rank].to(x.device), moved)
-        return placed(whole.view(tiles, rows, width).transpose(0, 1), text)
+        needed_rows, encoded, holders = _numbered(shares, held, tiles, rows)
+        own_rows = x.transpose(0, 1).reshape(-1, width)
+        moved = to_holders(cp, own_rows[needed_rows[cp.rank].to(x.device)], encoded, holders)
+        all_rows = x.new_zeros((tiles * rows, width)).index_copy(0, held[cp.rank].to(x.device), moved)
+        return placed(all_rows.view(tiles, rows, width).transpose(0, 1), text)
 
     def cut(
         self,

@@ -41,9 +41,9 @@ def _with_latents(original: Callable[..., Any], layer: Any, *args: Any, **kwargs
     core = layer.core_attention
     if not isinstance(core, BurstCoreAttention) or core.attend is not None:
         return original(layer, *args, **kwargs)
-    given = bind(original, layer, *args, **kwargs).arguments
-    in_inference = given.get("inference_context") is not None or given.get("inference_params") is not None
-    if in_inference or not sends_latents(core.context(given.get("packed_seq_params")), problem_of_latents(layer)):
+    arguments = bind(original, layer, *args, **kwargs).arguments
+    in_inference = arguments.get("inference_context") is not None or arguments.get("inference_params") is not None
+    if in_inference or not sends_latents(core.context(arguments.get("packed_seq_params")), problem_of_latents(layer)):
         core.up_projection = ()
         return original(layer, *args, **kwargs)
     with _asleep(layer.linear_kv_up_proj) as noted:

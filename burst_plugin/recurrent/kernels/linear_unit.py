@@ -158,9 +158,9 @@ class _WithEntry(torch.autograd.Function):
             return grad, (grad * entry.unsqueeze(1)).sum_to_size(kept.shape), (grad * kept).sum(1)
         # State by state, which stays in the processor's cache.
         d_entry, product, d_kept = torch.zeros_like(entry), torch.empty_like(entry), torch.empty_like(kept)
-        for each, factor, total in zip(grad.unbind(1), kept.unbind(1), d_kept.unbind(1), strict=True):
-            d_entry.addcmul_(factor, each)
-            total.copy_(torch.mul(each, entry, out=product).sum_to_size(factor.shape))
+        for gradient, factor, total in zip(grad.unbind(1), kept.unbind(1), d_kept.unbind(1), strict=True):
+            d_entry.addcmul_(factor, gradient)
+            total.copy_(torch.mul(gradient, entry, out=product).sum_to_size(factor.shape))
         return grad, d_kept, d_entry
 
 

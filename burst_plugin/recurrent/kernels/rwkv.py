@@ -67,9 +67,9 @@ def rwkv(
     initial = torch.stack([num, den], 1)
     sums = affine_scan(decay, sums, initial)
     num_before, den_before = states_before(sums, initial).unbind(2)
-    own = bonus.double() + k
-    high = torch.maximum(before, own).detach()
-    old, new = ((power - high).to(dtype).exp() for power in (before, own))
+    own_power = bonus.double() + k
+    high = torch.maximum(before, own_power).detach()
+    old, new = ((power - high).to(dtype).exp() for power in (before, own_power))
     out = (old * num_before + new * values) / (old * den_before + new)
     return out.to(v.dtype), _final(k, log_decay, (num, den, top), (sums, tops), lengths)
 
