@@ -49,10 +49,10 @@ def refuse_in_chunks(model: torch.nn.Module, option: str) -> None:
 
     option: the name of the option that runs modules in chunks, for the message.
     """
-    found = sorted(name for kind, name in _BY_ROW.items() if kind in adapter_kinds(model))
-    if found:
+    names = sorted(name for kind, name in _BY_ROW.items() if kind in adapter_kinds(model))
+    if names:
         raise ValueError(
-            f"{option} is not supported with PEFT's {' and '.join(found)}, which hands its layers weights for whole "
+            f"{option} is not supported with PEFT's {' and '.join(names)}, which hands its layers weights for whole "
             f"batches, by hooks of the forward pass alone; use {option}=0, or LoRA"
         )
 

@@ -299,16 +299,16 @@ def mask_of_call(module: torch.nn.Module, shard: SequenceShard, recipe: Any, opt
 
     Raises ValueError for a layer that attends to later tokens in a batch with prefix trees.
     """
-    own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
-    masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
-    if own.looks_ahead and shard.mask is not None and shard.mask.trees:
+    layer_mask = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
+    masks: list[Mask] = [layer_mask] if shard.mask is None else [layer_mask, shard.mask]
+    if layer_mask.looks_ahead and shard.mask is not None and shard.mask.trees:
         raise ValueError(
             f"{type(module).__name__} attends to later tokens too, which are not defined in a tree: a token at a "
             "branch has several next ones; use a causal model, or leave the tree out"
         )
     if isinstance(recipe, MaskRecipe) and recipe.chunk is not None:
         masks.append(chunk_mask(shard, recipe.chunk))
-    if own.looks_ahead and shard.tokens.length > shard.length:  # padding is not attended to
+    if layer_mask.looks_ahead and shard.tokens.length > shard.length:  # padding is not attended to
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)
 

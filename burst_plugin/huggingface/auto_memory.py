@@ -93,7 +93,7 @@ def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> 
         is left as it is, since ZeRO-3 must know in advance that it has to gather a chunked MLP as a whole.
     """
     strategy = cp.strategy
-    model = next((each for each in model.modules() if hasattr(each, "gradient_checkpointing_enable")), None)
+    model = next((module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")), None)
     if strategy.memory != AUTO or model is None:
         return
     config, device = model.config.get_text_config(), next(model.parameters()).device
@@ -101,7 +101,7 @@ def choose_chunks(cp: ContextParallel, model: Any, *, is_first: bool = True) -> 
     vocabulary, hidden = getattr(config, "vocab_size", None), getattr(config, "hidden_size", None)
     if not strategy.loss_chunk and isinstance(vocabulary, int):
         cp.choose(loss_chunk=loss_chunk(vocabulary, gpu_bytes))
-    can_cut = is_first or not any(hasattr(each, "ds_id") for each in model.parameters())
+    can_cut = is_first or not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     can_cut = can_cut and recomputes(model) and not _compiled(model) and mlps_can_be_cut(model)
     if not strategy.mlp_chunk and isinstance(hidden, int) and can_cut:
         cp.choose(mlp_chunk=mlp_chunk(hidden, gpu_bytes))
@@ -161,8 +161,8 @@ def _has_news(cp: ContextParallel, counted: _Counted, is_open: bool) -> bool:
 
 def recomputes(model: Any) -> bool:
     """Return whether gradient checkpointing is on in a model of transformers, of any release."""
-    found = getattr(model, "is_activation_checkpointing", None)
-    return bool(model.is_gradient_checkpointing if found is None else found)
+    state = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if state is None else state)
 
 
 def _skips_layers(model: Any) -> bool:
@@ -239,29 +239,31 @@ def _counted_type(model: Any) -> torch.dtype:
     Under autocast products are in 16 bits, but what layers add up is not. Products of 8-bit weights have 16 bits.
     FSDP2 casts weights of its units to the type of its policy, which nothing public tells.
     """
-    units = (each for each in model.modules() if isinstance(each, FSDPModule))
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
     policies = (getattr(unit._get_fsdp_state(), "_mp_policy", None) for unit in units)
     types = (getattr(policy, "param_dtype", None) for policy in policies)
-    found: torch.dtype = next((each for each in types if each is not None), model.dtype)
-    return found if found.itemsize >= torch.bfloat16.itemsize else torch.bfloat16
+    dtype: torch.dtype = next((kind for kind in types if kind is not None), model.dtype)
+    return dtype if dtype.itemsize >= torch.bfloat16.itemsize else torch.bfloat16
 
 
 def missing_states(model: Any, states: HeldStates) -> float:
     """Return the bytes of gradients, and of Adam's two moments, that this rank will have and has not yet."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     nbytes, gathered_share, steps = 0.0, _share_of_gathered(model), optimizer_steps()
-    for each in model.parameters():
-        if not each.requires_grad:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
             continue
-        if isinstance(each, DTensor):
-            mine: float = each.to_local().numel()
+        if isinstance(parameter, DTensor):
+            count: float = parameter.to_local().numel()
         else:
-            mine = getattr(each, "ds_numel", each.numel()) * (1 / world if states.zero >= 2 else gathered_share)
-        size = 4 if states.are_wide else max(2, each.element_size())
-        nbytes += size * mine if each.grad is None else 0
+            count = getattr(parameter, "ds_numel", parameter.numel()) * (
+                1 / world if states.zero >= 2 else gathered_share
+            )
+        size = 4 if states.are_wide else max(2, parameter.element_size())
+        nbytes += size * count if parameter.grad is None else 0
         # Gradients say nothing about moments: they come before the first step, and may be gone after it.
-        if not states.are_there and not states.on_host and not steps.have_state_of(each):
-            nbytes += 2 * size * mine
+        if not states.are_there and not states.on_host and not steps.have_state_of(parameter):
+            nbytes += 2 * size * count
     return nbytes
 
 
@@ -270,10 +272,10 @@ def _share_of_gathered(model: Any) -> float:
 
     FSDP gathers the weights of the outermost unit before hooks of its forward, and nothing public has their shares.
     """
-    cut = [each for each in model.parameters() if isinstance(each, DTensor)]
+    cut = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not cut or not isinstance(model, FSDPModule):
         return 1.0
-    return sum(each.to_local().numel() for each in cut) / sum(each.numel() for each in cut)
+    return sum(parameter.to_local().numel() for parameter in cut) / sum(parameter.numel() for parameter in cut)
 
 
 def _gpu_bytes(device: torch.device) -> float | None:

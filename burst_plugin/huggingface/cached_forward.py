@@ -63,22 +63,22 @@ class _NewTokens(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, given: dict[str, Any], cache: RingCache) -> _NewTokens:
+    def of(cls, model: PreTrainedModel, arguments: dict[str, Any], cache: RingCache) -> _NewTokens:
         """Return the new tokens of a forward. Raise ValueError for a forward that cannot run on a ring."""
-        problem = _problem(model, given)
+        problem = _problem(model, arguments)
         if problem:
             raise ValueError(f"{type(model).__name__} with a RingCache: {problem}")
-        tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        tokens: Tensor = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
         # Gemma 3 has types of the whole text.
-        given = {name: x[:, -tokens.shape[1] :] if name in _TYPES else x for name, x in given.items()}
-        mask = given.get("attention_mask")
+        arguments = {name: x[:, -tokens.shape[1] :] if name in _TYPES else x for name, x in arguments.items()}
+        mask = arguments.get("attention_mask")
         if mask is None and len(cache.seen) and is_recurrent_alone(model):  # which generate leaves out
             mask = torch.nn.functional.pad(cache.seen, (0, tokens.shape[1]), value=True)
         real = _real(mask, tokens, cache.seen)
         _check_padding(model, torch.cat([cache.seen, real], 1) if len(cache.seen) else real)
-        _check_positions(given.get("position_ids"), real, cache.seen)
+        _check_positions(arguments.get("position_ids"), real, cache.seen)
         counts = real.sum(1) + (cache.seen.sum(1) if len(cache.seen) else 0)
-        return cls(given, real, int(counts.max()) - 1)
+        return cls(arguments, real, int(counts.max()) - 1)
 
     @property
     def ids(self) -> Tensor:
@@ -116,7 +116,7 @@ class _NewTokens(NamedTuple):
         return cut
 
 
-def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
+def _problem(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str:
     """Return why a forward cannot run with a `RingCache`; empty if it can."""
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -129,30 +129,30 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
         return (
             "a RingCache has no gradients and no dropout; call model.eval(), and run the model under torch.no_grad()"
         )
-    if given.get("labels") is not None:
+    if arguments.get("labels") is not None:
         return "labels would be compared with this rank's tokens; use burst_plugin.huggingface.log_likelihood"
-    if SHARD_KEY in given:
+    if SHARD_KEY in arguments:
         return "a RingCache takes whole batches, the same on every rank, and cuts them itself; leave shard_batch out"
-    if given.get("use_cache") is False:
+    if arguments.get("use_cache") is False:
         return "use_cache=False would compute all tokens again; leave it out"
     for name in ("output_attentions", "output_hidden_states"):
-        if given.get(name, getattr(config, name, False)):
+        if arguments.get(name, getattr(config, name, False)):
             return f"{name}=True would return this rank's tokens only; leave it out"
-    if given.get("return_dict") is False:
+    if arguments.get("return_dict") is False:
         return "return_dict=False is not supported; leave it out"
-    if not any(name in given for name in ("input_ids", "inputs_embeds")):
+    if not any(name in arguments for name in ("input_ids", "inputs_embeds")):
         return "got neither input_ids nor inputs_embeds"
-    media = sorted(name for name in given if name.startswith(MEDIA) and given[name] is not None)
+    media = sorted(name for name in arguments if name.startswith(MEDIA) and arguments[name] is not None)
     if media:
         return (
             f"got {', '.join(media)}, but each rank computes a part of the tokens only: give images to generate, "
             f"which encodes them first, or give a forward the features of all images ({FEATURES})"
         )
-    if given.get(FEATURES) and hasattr(model.base_model, "compute_3d_position_ids"):
-        positions = given.get("position_ids")
+    if arguments.get(FEATURES) and hasattr(model.base_model, "compute_3d_position_ids"):
+        positions = arguments.get("position_ids")
         if positions is None or positions.dim() != 3:
             return "got features of images without their position_ids in three axes; give these, as generate does"
-    strange = sorted(name for name, x in given.items() if isinstance(x, Tensor) and name not in _KNOWN)
+    strange = sorted(name for name, x in arguments.items() if isinstance(x, Tensor) and name not in _KNOWN)
     if strange:
         return f"does not know how to cut {', '.join(strange)}; leave it out"
     return problem_with_cache(model)
@@ -172,8 +172,8 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 def _indexed(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the numbers of the layers with an indexer of tokens or blocks, whose keys a cache keeps."""
-    found: list[Any] = [*(module for module, _ in indexers(model)), *block_indexers(model)]
-    return tuple(sorted(module.layer_idx for module in found))
+    modules: list[Any] = [*(module for module, _ in indexers(model)), *block_indexers(model)]
+    return tuple(sorted(module.layer_idx for module in modules))
 
 
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -184,23 +184,23 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     before = seen.shape[1]
     size = [batch, before + new]
     if not isinstance(mask, Tensor) or list(mask.shape) != size:
-        found = list(mask.shape) if isinstance(mask, Tensor) else shown(mask)
+        description = list(mask.shape) if isinstance(mask, Tensor) else shown(mask)
         raise ValueError(
             f"a RingCache with {before} tokens per row, padding included, got {new} more: it needs an "
-            f"attention_mask {size} of ones and zeros, as tokenizers make, got {found}"
+            f"attention_mask {size} of ones and zeros, as tokenizers make, got {description}"
         )
-    whole = mask.cpu() != 0
-    if before and (len(seen) != batch or not torch.equal(whole[:, :before], seen)):
+    real = mask.cpu() != 0
+    if before and (len(seen) != batch or not torch.equal(real[:, :before], seen)):
         raise ValueError(
             "attention_mask hides other tokens than when they were cached; give the earlier mask, continued "
             "by the new tokens"
         )
-    if not bool(whole[:, -1].all()):
+    if not bool(real[:, -1].all()):
         raise ValueError(
             "attention_mask has padding at the end of a row, after which nothing can follow; pad on the left, as "
             "padding_side='left' of a tokenizer does, and take a prefill_chunk_size longer than the padding"
         )
-    return whole[:, before:]
+    return real[:, before:]
 
 
 def _check_padding(model: PreTrainedModel, real: Tensor) -> None:
@@ -248,13 +248,13 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     cache.in_forward = True
     try:
-        given = _new_ones(by_name(model.forward, args, kwargs), cache)
-        tokens = _NewTokens.of(model, given, cache)
+        arguments = _new_ones(by_name(model.forward, args, kwargs), cache)
+        tokens = _NewTokens.of(model, arguments, cache)
     except Exception as error:  # of any kind: the other ranks must know of it
         tell(cache.cp, error)
         raise
     try:
-        layers, kept = (_windows(model), _indexed(model)), given.get("logits_to_keep")
+        layers, kept = (_windows(model), _indexed(model)), arguments.get("logits_to_keep")
         last = kept if isinstance(kept, int) and kept > 0 else 0
         states = states_of(model.config.get_text_config()) if any(mixers(model)) else None
         cache.longest = tokens.longest
@@ -271,23 +271,23 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     return (), begin_turn(model, cache, local)
 
 
-def _new_ones(given: dict[str, Any], cache: RingCache) -> dict[str, Any]:
+def _new_ones(arguments: dict[str, Any], cache: RingCache) -> dict[str, Any]:
     """Return the arguments of a forward without tokens that the cache has, where `generate` hands on all of them."""
-    seen, mask = cache.seen.shape[1], given.get("attention_mask")
-    tokens = next((given[name] for name in _TOKENS[:2] if given.get(name) is not None), None)
+    seen, mask = cache.seen.shape[1], arguments.get("attention_mask")
+    tokens = next((arguments[name] for name in _TOKENS[:2] if arguments.get(name) is not None), None)
     if not (cache.gets_all_tokens and seen and isinstance(mask, Tensor) and tokens is not None):
-        return given
+        return arguments
     if tokens.shape[1] != mask.shape[1] or tokens.shape[1] <= seen:
-        return given
-    return {**given, **{name: given[name][:, seen:] for name in _TOKENS if given.get(name) is not None}}
+        return arguments
+    return {**arguments, **{name: arguments[name][:, seen:] for name in _TOKENS if arguments.get(name) is not None}}
 
 
-def _named(given: dict[str, Any], cache: RingCache, parameters: Collection[str]) -> dict[str, Any]:
+def _named(arguments: dict[str, Any], cache: RingCache, parameters: Collection[str]) -> dict[str, Any]:
     """Return the arguments of a forward with the cache under its name in the model, whatever `generate` calls it."""
     known = [name for name in CACHES if name in parameters]
     if not known:  # of RWKV, which has no cache
-        return given
-    return {**{name: x for name, x in given.items() if x is not cache}, known[0]: cache}
+        return arguments
+    return {**{name: x for name, x in arguments.items() if x is not cache}, known[0]: cache}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -32,7 +32,7 @@ def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Cal
     Returns features in the form of `mm_encoder_outputs`. Raises ValueError if there are not as many features as
     placeholder tokens, or `input_ids` are missing.
     """
-    features, ids, found = given[FEATURES], given.get("input_ids"), {}
+    features, ids, local_features = given[FEATURES], given.get("input_ids"), {}
     for modality, out in features.items():
         module = next((each for each in model.modules() if modality in modalities_of(each)), None)
         if out is None or module is None:
@@ -48,8 +48,8 @@ def features_of_rank(model: PreTrainedModel, given: Mapping[str, Any], take: Cal
                 f"{len(x)} features of the {modality}s; give what its processor returns for this prompt"
             )
         numbers = (placeholders.flatten().cumsum(0) - 1).view(ids.shape)
-        found[modality] = rows.put(x[take(numbers)[take(placeholders)].to(x.device)])
-    return {**features, **found}
+        local_features[modality] = rows.put(x[take(numbers)[take(placeholders)].to(x.device)])
+    return {**features, **local_features}
 
 
 def marked_turn(

@@ -47,20 +47,20 @@ def attention_modules(model: torch.nn.Module, head_chunk: int) -> list[torch.nn.
 
     Raises ValueError if one cannot, or the model has no attention modules.
     """
-    found = [
-        each
-        for each in text_modules(model)
-        if (type(each).__name__.endswith("Attention") or hasattr(each, "q_proj")) and not is_mixer(each)
+    modules = [
+        module
+        for module in text_modules(model)
+        if (type(module).__name__.endswith("Attention") or hasattr(module, "q_proj")) and not is_mixer(module)
     ]
-    reasons = {f"{type(each).__name__} {reason}" for each in found if (reason := _refused(each, head_chunk))}
-    if not found:
+    reasons = {f"{type(module).__name__} {reason}" for module in modules if (reason := _refused(module, head_chunk))}
+    if not modules:
         reasons = {f"{type(model).__name__} has no attention with {', '.join(_PROJECTIONS)} and {_OUTPUTS[0]}"}
     if reasons:
         raise ValueError(
             f"head_chunk={head_chunk} is not possible here: {'; '.join(sorted(reasons))}; use head_chunk=0, or call "
             "burst_plugin.activations.chunked_heads.chunked_heads in the model"
         )
-    return found
+    return modules
 
 
 def _refused(module: Any, head_chunk: int) -> str | None:
@@ -125,8 +125,8 @@ def _rows_of(projection: Any) -> list[torch.nn.Linear]:
     parts = {name.partition(".")[0] for name, _ in projection.named_parameters()}
     if "base_layer" not in parts or not parts <= set(_ADAPTERS):
         return []
-    found = [projection.base_layer, *getattr(projection, "lora_B", {}).values()]
-    return found if all(type(each) is torch.nn.Linear for each in found) else []
+    layers = [projection.base_layer, *getattr(projection, "lora_B", {}).values()]
+    return layers if all(type(each) is torch.nn.Linear for each in layers) else []
 
 
 def _described(projection: torch.nn.Module) -> str:
@@ -149,14 +149,14 @@ class ChunkedAttention(ReplacedForward):
         module: Any = self.module
         if not is_on_ring(args, kwargs):
             return self.earlier(*args, **kwargs)
-        heads, (hidden, *rest), options = _heads(module), args, _without_cache(module, kwargs)
-        _refuse_gradients(module, (*rest, *options.values()))
+        heads, (hidden, *positional), options = _heads(module), args, _without_cache(module, kwargs)
+        _refuse_gradients(module, (*positional, *options.values()))
         others: list[Any] = []
 
         def attend(number: int, x: Tensor, linear: Linear) -> Tensor:
             nonlocal others
             with self._on_heads(heads, number, linear):
-                out, *others = self.earlier(x, *rest, **options)
+                out, *others = self.earlier(x, *positional, **options)
             return self._checked(out, x, heads)
 
         output = _output_of(module)

@@ -266,10 +266,10 @@ class ChunkedLoss:
         if isinstance(logits, Tensor):
             if not self.needed:  # the model needs whole logits itself, and makes them next time as well
                 setattr(self._model, _READ, True)
-            whole: Tensor = LOSS_MAPPING[_LOSS](
+            loss: Tensor = LOSS_MAPPING[_LOSS](
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
-            return whole
+            return loss
         targets = shifted(labels) if shift_labels is None else shift_labels
         count = (targets != ignore_index).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         self.loss = self._with_head(logits, targets.to(logits.device), ignore_index, count)
@@ -280,9 +280,9 @@ class ChunkedLoss:
     ) -> Tensor:
         """Call the head, which computes the loss of all tokens in place of their logits."""
         head: Any = self.head
-        own = head.__dict__.get("forward")
+        own_forward = head.__dict__.get("forward")
         project = head.forward
-        if own is None and type(head).forward is torch.nn.Linear.forward:
+        if own_forward is None and type(head).forward is torch.nn.Linear.forward:
             project = lambda rows: linear(rows, head.weight, head.bias)  # noqa: E731
 
         to_logits = logits.after(project)
@@ -302,8 +302,8 @@ class ChunkedLoss:
             return loss
         finally:
             del head.forward
-            if own is not None:
-                head.forward = own
+            if own_forward is not None:
+                head.forward = own_forward
 
     def loss_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, count: Tensor | float) -> Tensor:
         """Return the sum of the cross-entropies of all labels, divided by `count`, a scalar tensor.

@@ -204,11 +204,11 @@ def _compress(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs
         setattr(module, _HELD, EntriesOfBatch(seen))
         return made, bias
     own = partial(original, module)
-    given: dict[str, Any] = {**dict.fromkeys(inspect.signature(own).parameters), **by_name(own, args, kwargs)}
-    cache = given.get("cache", given.get("past_key_values"))
-    if cache is not None and cache.get_seq_length(given["layer_idx"]) > given["hidden_states"].shape[1]:
+    arguments: dict[str, Any] = {**dict.fromkeys(inspect.signature(own).parameters), **by_name(own, args, kwargs)}
+    cache = arguments.get("cache", arguments.get("past_key_values"))
+    if cache is not None and cache.get_seq_length(arguments["layer_idx"]) > arguments["hidden_states"].shape[1]:
         raise ValueError(f"{name} got a cache of earlier tokens with a sharded batch: give whole texts")
-    made, held = _of_shard(module, call.shard, given)
+    made, held = _of_shard(module, call.shard, arguments)
     setattr(module, _HELD, held)
     return made.unsqueeze(1), None
 
@@ -227,9 +227,11 @@ def _check_whole_batch(name: str, recipe: MaskRecipe) -> None:
         )
 
 
-def _of_shard(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, EntriesOfShard | None]:
+def _of_shard(
+    module: Any, shard: SequenceShard, arguments: Mapping[str, Any]
+) -> tuple[Tensor, EntriesOfShard | None]:
     """Return the entries of this rank [B, n, D], and what queries attend to; nothing if no window is complete."""
-    hidden: Tensor = given["hidden_states"]
+    hidden: Tensor = arguments["hidden_states"]
     indexer = getattr(module, "indexer", None)
     entries = Entries.known(
         shard.cp,
@@ -241,18 +243,18 @@ def _of_shard(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tu
     )
     if not entries.count:
         return hidden.new_empty((hidden.shape[0], 0, module.head_dim)), None
-    tag = (f"compressor of layer {given['layer_idx']}", shard)
-    made = _entries(module, entries, given, tag)
+    tag = (f"compressor of layer {arguments['layer_idx']}", shard)
+    made = _entries(module, entries, arguments, tag)
     starts = None
     if indexer is not None:
         setattr(indexer, _CALL, _IndexerCall(shard, entries))
-        starts = indexer(**given)
+        starts = indexer(**arguments)
     return made, EntriesOfShard(made.shape[1], entries, starts)
 
 
-def _entries(module: Any, entries: Entries, given: Mapping[str, Any], tag: object) -> Tensor:
+def _entries(module: Any, entries: Entries, arguments: Mapping[str, Any], tag: object) -> Tensor:
     """Return the entries that a compressor or an indexer makes, [B, n, D], as the family computes them."""
-    hidden, positions = given["hidden_states"], given["position_ids"]
+    hidden, positions = arguments["hidden_states"], arguments["position_ids"]
     pooled = entries.pooled(module.kv_proj(hidden), module.gate_proj(hidden), module.position_bias, tag)
     last = entries.last_tokens(hidden.device).clamp(min=0)
     starts = positions.expand(len(last), -1).gather(1, last) - (module.compress_rate - 1)
@@ -277,11 +279,11 @@ def _select(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: 
     if call is None:
         own: Tensor = original(module, *args, **kwargs)
         return own
-    (shard, entries), given = call, by_name(partial(original, module), args, kwargs)
-    hidden, tag = given["hidden_states"], (f"indexer of layer {given['layer_idx']}", shard)
-    keys = entries.at_last_tokens(_entries(module, entries, given, tag))
-    q = module.q_b_proj(given["q_residual"]).view(*hidden.shape[:2], -1, module.head_dim).transpose(1, 2)
-    q = _rotated(module, q, given["position_ids"]).transpose(1, 2)
+    (shard, entries), arguments = call, by_name(partial(original, module), args, kwargs)
+    hidden, tag = arguments["hidden_states"], (f"indexer of layer {arguments['layer_idx']}", shard)
+    keys = entries.at_last_tokens(_entries(module, entries, arguments, tag))
+    q = module.q_b_proj(arguments["q_residual"]).view(*hidden.shape[:2], -1, module.head_dim).transpose(1, 2)
+    q = _rotated(module, q, arguments["position_ids"]).transpose(1, 2)
     weights = module.scorer.weights_proj(hidden).float() * module.scorer.weights_scaling
     kind = torch.promote_types(q.dtype, keys.dtype)
     return select_pools(

@@ -90,12 +90,12 @@ def _generate_on_ring(
     # Releases call it differently, and warn of what others call it.
     name_here = name_of_cache(type(model))
     kwargs = {name_here if x is cache else name: x for name, x in kwargs.items()}
-    given = by_name(original, (model, *args), kwargs)
-    _compare_settings(cache.cp, model, given)
+    arguments = by_name(original, (model, *args), kwargs)
+    _compare_settings(cache.cp, model, arguments)
     cache.in_forward, cache.gets_all_tokens = False, name_here == OWN_NAME
     before = _RING.set(None)  # in this thread alone: a model that assists has a cache of its own
     try:
-        found = original(model, *args, **kwargs)
+        result = original(model, *args, **kwargs)
     except Exception as error:  # of any kind: the other ranks must know of it
         if not cache.in_forward:  # else they do
             tell(cache.cp, error)
@@ -103,12 +103,12 @@ def _generate_on_ring(
     finally:
         _RING.reset(before)
         cache.gets_all_tokens = False
-    sequences = found if isinstance(found, Tensor) else found.sequences
-    prompt = given.get("inputs", given.get("input_ids"))
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    prompt = arguments.get("inputs", arguments.get("input_ids"))
     new = sequences[:, 0 if prompt is None else prompt.shape[1] :]
     compared = {"sequences": list(sequences.shape), "new tokens": TensorValues(new.flatten())}
     cache.cp.agree(compared, of="the end of generate")
-    return found
+    return result
 
 
 def _prepare_inputs(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -144,19 +144,19 @@ def name_of_cache(kind: type[Any] = GenerationMixin) -> str:
     return next(name for name in CACHES if name in parameters)
 
 
-def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:
+def _compare_settings(cp: ContextParallel, model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError on every rank if any asks for something unsupported on a ring, or ranks differ; collective."""
 
     def prepared() -> dict[str, object]:
         known = inspect.signature(GenerationMixin.generate).parameters
-        options = {name: x for name, x in given.items() if name not in known}
-        config, _ = model._prepare_generation_config(given.get("generation_config"), **options)
-        mode = config.get_generation_mode(given.get("assistant_model"))
-        problem = _problem(model, given, config, mode)
+        options = {name: x for name, x in arguments.items() if name not in known}
+        config, _ = model._prepare_generation_config(arguments.get("generation_config"), **options)
+        mode = config.get_generation_mode(arguments.get("assistant_model"))
+        problem = _problem(model, arguments, config, mode)
         if problem:
             raise ValueError(f"{type(model).__name__}.generate with a RingCache: {problem}")
         compared = {"generation": mode.value, "config": config.to_json_string(use_diff=True)}
-        compared |= {name: _digest(x) for name, x in given.items() if name.startswith(MEDIA) and x is not None}
+        compared |= {name: _digest(x) for name, x in arguments.items() if name.startswith(MEDIA) and x is not None}
         if _MODES[mode] and config.do_sample:
             compared["random numbers (torch.manual_seed(n) on every rank)"] = _random_state(model.device)
         return compared
@@ -167,11 +167,11 @@ def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any])
     prepared_together(prepared, agree)
 
 
-def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: GenerationMode) -> str:
+def _problem(model: Any, arguments: Mapping[str, Any], config: Any, mode: GenerationMode) -> str:
     """Return why a ring cannot generate with these arguments; empty if it can."""
     if not hasattr(model, EXAMINED):
         return "the model is not on the ring; call burst_plugin.huggingface.prepare(model) first"
-    if mode not in _MODES or given.get("custom_generate") is not None:
+    if mode not in _MODES or arguments.get("custom_generate") is not None:
         names = ", ".join(each.value for each in _MODES)
         asked = mode.value if mode not in _MODES else "custom_generate"
         return f"{asked} is not supported; use one of {names}"
@@ -197,11 +197,11 @@ def _random_state(device: torch.device) -> str:
 
 def _digest(x: Any) -> str:
     """Return a digest of the tensors in an argument, for ranks to compare images by."""
-    found = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8)
     for leaf in tree_leaves(x):
         is_tensor = isinstance(leaf, Tensor)
         text = f"{leaf.dtype} {list(leaf.shape)}" if is_tensor else repr(leaf)
-        found.update(text.encode())
+        digest.update(text.encode())
         if is_tensor:
-            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -97,10 +97,10 @@ def _problem(trainer: Any, cp: ContextParallel) -> str:
             "rollout_log_probs for others"
         )
     method = getattr(trainer, _METHOD, None)
-    found = tuple(inspect.signature(method).parameters) if callable(method) else ()
+    parameters = tuple(inspect.signature(method).parameters) if callable(method) else ()
     missing = [name for name in _FIELDS if not hasattr(trainer, name)]
-    if found[: len(_PARAMETERS)] != _PARAMETERS or missing:
-        lacks = f"has no {', '.join(missing)}" if missing else f"has {_METHOD}({', '.join(found) or 'absent'})"
+    if parameters[: len(_PARAMETERS)] != _PARAMETERS or missing:
+        lacks = f"has no {', '.join(missing)}" if missing else f"has {_METHOD}({', '.join(parameters) or 'absent'})"
         return (
             f"{type(trainer).__name__} of TRL {trl.__version__} {lacks}, which fold_rollouts does not know; use TRL "
             "1.16, or fold in a loop of your own with rollout_log_probs"
@@ -157,7 +157,7 @@ class _FoldedLogProbs:
         Also returns the router loss of this rank's rows. `batch_size` rows of each rank are folded at a time,
         by default all. Collective.
         """
-        given = [name for name, value in others.items() if value is not None]
+        argument_names = [name for name, value in others.items() if value is not None]
         size = batch_size or max(1, len(input_ids))
         parts, routers = [], []
         for start in range(0, len(input_ids), size):
@@ -166,7 +166,7 @@ class _FoldedLogProbs:
             with trainer.accelerator.autocast():
                 values = rollout_log_probs(
                     model,
-                    _texts(ids, mask, logits_to_keep, given),
+                    _texts(ids, mask, logits_to_keep, argument_names),
                     self._cp,
                     own=True,
                     temperature=trainer.temperature,
@@ -179,10 +179,10 @@ class _FoldedLogProbs:
         return log_probs, entropies if compute_entropy else None, aux_loss
 
 
-def _texts(ids: Tensor, mask: Tensor, completion: int, given: list[str]) -> Iterator[Tensor]:
+def _texts(ids: Tensor, mask: Tensor, completion: int, argument_names: list[str]) -> Iterator[Tensor]:
     """Yield the texts of a padded batch. Raises ValueError for another kind of batch; all ranks then hear of it."""
-    if given:
-        raise ValueError(f"fold_rollouts does not support {', '.join(given)}; train on texts alone")
+    if argument_names:
+        raise ValueError(f"fold_rollouts does not support {', '.join(argument_names)}; train on texts alone")
     if not bool(mask[:, :-completion].any(1).all()):
         raise ValueError("a prompt has no token that could predict the first of its completion; begin it with one")
     yield from (row[real] for row, real in zip(ids, mask, strict=True))

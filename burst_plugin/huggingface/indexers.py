@@ -101,12 +101,12 @@ def problems_of_indexers(pretrained: PreTrainedModel) -> list[str]:
 
     Their code may differ from known releases of transformers, or an option of theirs does not suit a ring.
     """
-    found = {type(module): _problem(type(module), known) for module, known in indexers(pretrained)}
+    problems = {type(module): _problem(type(module), known) for module, known in indexers(pretrained)}
     return [
         *problems_of_block_indexers(pretrained),
         *problems_of_pool_indexers(pretrained),
         *problems_of_mask_indexers(pretrained),
-        *filter(None, found.values()),
+        *filter(None, problems.values()),
     ]
 
 
@@ -135,8 +135,8 @@ def use_indexers(pretrained: PreTrainedModel) -> None:
 
 def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of an indexer's `forward`. Return positions of keys, int32 [B, S, top k]."""
-    given = by_name(partial(original, module), args, kwargs)
-    recipe, shard, cache = given["attention_mask"], shard_of_indexer(module), cache_of_forward()
+    arguments = by_name(partial(original, module), args, kwargs)
+    recipe, shard, cache = arguments["attention_mask"], shard_of_indexer(module), cache_of_forward()
     if (shard is not None or cache is not None) and not isinstance(recipe, MaskRecipe):
         shared = "a sharded batch" if cache is None else "a RingCache"
         raise ValueError(
@@ -146,26 +146,26 @@ def _take_over(known: Indexer, original: Callable[..., Any], module: Any, /, *ar
     if not isinstance(recipe, MaskRecipe):
         return original(module, *args, **kwargs)
     if cache is not None:
-        return _select_cached(module, known, cache, given)
+        return _select_cached(module, known, cache, arguments)
     shard = shard or recipe.shard or shard_of_forward()
     if shard is None:  # torch.compile hands on recipes of whole batches, too
         dense = recipe.tensor(always=True)
         assert dense is not None, "always"
-        return original(module, **{**given, "attention_mask": dense[:, 0]})
-    return _select(module, known, shard, given)
+        return original(module, **{**arguments, "attention_mask": dense[:, 0]})
+    return _select(module, known, shard, arguments)
 
 
 @torch.no_grad()
-def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+def _select(module: Any, known: Indexer, shard: SequenceShard, arguments: Mapping[str, Any]) -> Tensor:
     """Return the keys that the queries of a shard select among the keys of all ranks."""
-    recipe = given["attention_mask"]
+    recipe = arguments["attention_mask"]
     problem = problem_of_call(module, recipe, {})
-    cache = given.get("cache", given.get("past_key_values"))
-    if cache is not None and cache.get_seq_length(module.layer_idx) > given["hidden_states"].shape[1]:
+    cache = arguments.get("cache", arguments.get("past_key_values"))
+    if cache is not None and cache.get_seq_length(module.layer_idx) > arguments["hidden_states"].shape[1]:
         problem = f"{type(module).__name__} got a cache of earlier tokens with a sharded batch: give whole texts"
     if problem:
         raise ValueError(problem)
-    indexed, tag = _indexed(module, known, given), (f"indexer of layer {module.layer_idx}", shard)
+    indexed, tag = _indexed(module, known, arguments), (f"indexer of layer {module.layer_idx}", shard)
     assert indexed.weights is not None
     return select_keys(
         indexed.q,
@@ -181,38 +181,38 @@ def _select(module: Any, known: Indexer, shard: SequenceShard, given: Mapping[st
 
 
 @torch.no_grad()
-def _select_cached(module: Any, known: Indexer, cache: RingCache, given: Mapping[str, Any]) -> Tensor:
+def _select_cached(module: Any, known: Indexer, cache: RingCache, arguments: Mapping[str, Any]) -> Tensor:
     """Return the keys that new tokens select among all tokens of a cache, which keeps the keys of the new ones."""
-    problem = problem_of_call(module, given["attention_mask"], {})
+    problem = problem_of_call(module, arguments["attention_mask"], {})
     if problem:
         raise ValueError(problem)
-    terms: dict[str, Any] = {"mask": given["attention_mask"].mask, "scale": module.softmax_scale}
-    choose = partial(select_cached, given=_indexed(module, known, given), top_k=module.index_topk, **terms)
+    terms: dict[str, Any] = {"mask": arguments["attention_mask"].mask, "scale": module.softmax_scale}
+    choose = partial(select_cached, given=_indexed(module, known, arguments), top_k=module.index_topk, **terms)
     return cache.select(module.layer_idx, choose)
 
 
-def _indexed(module: Any, known: Indexer, given: Mapping[str, Any]) -> Indexed:
+def _indexed(module: Any, known: Indexer, arguments: Mapping[str, Any]) -> Indexed:
     """Return queries [B, S, H, D], keys [B, S, D] and weights [B, S, H] of an indexer."""
-    q, k = _queries_and_keys(module, known, given)
+    q, k = _queries_and_keys(module, known, arguments)
     kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed
-    hidden = given["hidden_states"].to(module.weights_proj.weight.dtype)
+    hidden = arguments["hidden_states"].to(module.weights_proj.weight.dtype)
     weights = module.weights_proj(hidden).float() * module.n_heads**-0.5
     return Indexed(q.to(kind), k.to(kind), weights)
 
 
-def _queries_and_keys(module: Any, known: Indexer, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _queries_and_keys(module: Any, known: Indexer, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return queries [B, S, H, D] and keys [B, S, D] of an indexer."""
-    hidden: Tensor = given["hidden_states"]
+    hidden: Tensor = arguments["hidden_states"]
     by_positions = known.reads == "hidden_states"
-    source = module.q_input_norm(hidden) if by_positions else given[known.reads]
+    source = module.q_input_norm(hidden) if by_positions else arguments[known.reads]
     q = module.wq_b(source).view(*hidden.shape[:2], module.n_heads, module.head_dim)
     if by_positions:
-        q = module.softmax_scaling(q, given["position_ids"], head_dim_first=False)
+        q = module.softmax_scaling(q, arguments["position_ids"], head_dim_first=False)
     k = module.wk(hidden)
     k = module.k_norm(k.to(module.k_norm.weight.dtype)).to(hidden.dtype) if known.widens_keys else module.k_norm(k)
     k = k.unsqueeze(2)
     if getattr(module, "use_rope", True):
-        q, k = _rotated(module, known, (q, k), given["position_embeddings"])
+        q, k = _rotated(module, known, (q, k), arguments["position_embeddings"])
     return q, k.squeeze(2)
 
 
@@ -221,11 +221,11 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys [B, S, H, D] with a part of each head rotated."""
     rotate = of_file(module, known.rotary)
-    size, rest = module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim
+    size, pass_size = module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim
     if known.rotates_last:
-        (q_pass, q_rot), (k_pass, k_rot) = (torch.split(x, [rest, size], -1) for x in both)
+        (q_pass, q_rot), (k_pass, k_rot) = (torch.split(x, [pass_size, size], -1) for x in both)
     else:
-        (q_rot, q_pass), (k_rot, k_pass) = (torch.split(x, [size, rest], -1) for x in both)
+        (q_rot, q_pass), (k_rot, k_pass) = (torch.split(x, [size, pass_size], -1) for x in both)
     q_rot, k_rot = rotate(q_rot, k_rot, *angles, unsqueeze_dim=2)
     if known.rotates_last:
         return torch.cat([q_pass, q_rot], -1), torch.cat([k_pass, k_rot], -1)

@@ -134,13 +134,13 @@ def attend_to_latents(
     if terms.get("selection") is None:
         out = latent_attention(q, c, shared, cp, weight=weight, **terms)
         return out
-    own, by_head = q.shape[-1] - shared.shape[-1], weight.view(q.shape[2], -1, weight.shape[1])
+    dim, by_head = q.shape[-1] - shared.shape[-1], weight.view(q.shape[2], -1, weight.shape[1])
     scores = terms["scores"]
     if scores.scale is None:
         scores = replace(scores, scale=q.shape[-1] ** -0.5)
-    absorbed = torch.cat((torch.einsum("bshd,hdc->bshc", q[..., :own], by_head[:, :own]), q[..., own:]), -1)
+    absorbed = torch.cat((torch.einsum("bshd,hdc->bshc", q[..., :dim], by_head[:, :dim]), q[..., dim:]), -1)
     out = latent_attention(absorbed, c, shared, cp, **{**terms, "scores": scores})
-    projected: Tensor = torch.einsum("bshc,hdc->bshd", out, by_head[:, own:])
+    projected: Tensor = torch.einsum("bshc,hdc->bshd", out, by_head[:, dim:])
     return projected
 
 
@@ -149,11 +149,11 @@ def _problem(layer: Any) -> str:
     name, projection = type(layer).__name__, layer.kv_b_proj
     if isinstance(vars(layer).get("forward"), ReplacedForward):
         return f"{name} attends to a few heads at a time (head_chunk)"
-    parts = [each for each in projection.modules() if not any(each.children())]
+    parts = [module for module in projection.modules() if not any(module.children())]
     for part in parts:
         drops = isinstance(part, torch.nn.Dropout) and layer.training and part.p > 0
         if drops or type(part) not in _LINEAR:
             return f"kv_b_proj of {name} has a {type(part).__name__}, which need not be linear"
-    if any(isinstance(each, torch.nn.Linear) and each.bias is not None for each in parts):
+    if any(isinstance(module, torch.nn.Linear) and module.bias is not None for module in parts):
         return f"kv_b_proj of {name} has a bias"
     return ""

@@ -88,8 +88,8 @@ def log_likelihood(
     finally:
         restore_head(pretrained)  # if ranks have other texts, and the model did not begin
     assert scores.found is not None
-    found = local[SHARD_KEY].unshard(scores.found)  # of the next token
-    log_probs, misses = torch.nn.functional.pad(found[:, :-1], (0, 0, 1, 0)).unbind(-1)
+    values = local[SHARD_KEY].unshard(scores.found)  # of the next token
+    log_probs, misses = torch.nn.functional.pad(values[:, :-1], (0, 0, 1, 0)).unbind(-1)
     return LogLikelihood(log_probs.double().sum(1), misses.sum(1) == 0, log_probs, is_scored)
 
 
@@ -101,15 +101,15 @@ def _scored(ids: Tensor, mask: Tensor | None, context: int | Sequence[int]) -> T
             f"{'none' if mask is None else list(mask.shape)}"
         )
     expected = "give the number of tokens that are not scored, at least 1, or a list with one for each row"
-    each = [context] * len(ids) if isinstance(context, int) else context
-    given = whole_numbers("context={}", each, expected)
+    numbers = [context] * len(ids) if isinstance(context, int) else context
+    contexts = whole_numbers("context={}", numbers, expected)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     lengths = real.sum(1).tolist()
-    if len(given) != len(ids) or any(not 1 <= n < length for n, length in zip(given, lengths, strict=False)):
+    if len(contexts) != len(ids) or any(not 1 <= n < length for n, length in zip(contexts, lengths, strict=False)):
         raise ValueError(
             f"context={shown(context)} does not fit rows of {shown(lengths)} tokens; {expected}, less than its length"
         )
-    return real & (real.cumsum(1) > torch.tensor(given, device=ids.device).unsqueeze(1))
+    return real & (real.cumsum(1) > torch.tensor(contexts, device=ids.device).unsqueeze(1))
 
 
 class _Scores(ChunkedLoss):
@@ -121,14 +121,14 @@ class _Scores(ChunkedLoss):
         """Return the negative log-probability of all labels."""
         counted = labels != ignore_index
         rows, targets = hidden[counted], labels[counted]
-        found = hidden.new_zeros(*labels.shape, 2, dtype=wide_dtype(hidden.dtype))
-        parts = [found.new_zeros(0, 2)]
+        values = hidden.new_zeros(*labels.shape, 2, dtype=wide_dtype(hidden.dtype))
+        parts = [values.new_zeros(0, 2)]
         for part in head.chunks(len(rows)):
-            logits = head.logits(rows[part]).to(found.dtype)
+            logits = head.logits(rows[part]).to(values.dtype)
             index = targets[part].unsqueeze(1)
             of_target = logits.gather(1, index)[:, 0]
-            is_missed = (logits.argmax(1) != targets[part]).to(found.dtype)
+            is_missed = (logits.argmax(1) != targets[part]).to(values.dtype)
             parts.append(torch.stack([of_target - logits.logsumexp(1), is_missed], 1))
-        found[counted] = torch.cat(parts)
-        self.found = found
-        return -found[..., 0].sum() / count
+        values[counted] = torch.cat(parts)
+        self.found = values
+        return -values[..., 0].sum() / count

@@ -52,14 +52,14 @@ def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShar
     """
     if not getattr(module, "attn_temperature_tuning", None) or module.use_rope:
         return query
-    given = torch.arange(query.shape[2], device=query.device)
+    local_places = torch.arange(query.shape[2], device=query.device)
     places = shard.cp.positions(shard.tokens, query.device)
-    ratio = _temperature(module, places) / _temperature(module, given)
+    ratio = _temperature(module, places) / _temperature(module, local_places)
     return (query * ratio[:, None]).to(query.dtype)
 
 
 def _temperature(module: torch.nn.Module, places: Tensor) -> Tensor:
     """Return by what queries at these places in a row are multiplied."""
     every, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
-    found: Tensor = torch.log1p(torch.floor((places.double() + 1.0) / every)) * scale + 1.0
-    return found
+    factor: Tensor = torch.log1p(torch.floor((places.double() + 1.0) / every)) * scale + 1.0
+    return factor

@@ -104,13 +104,13 @@ def _give_mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of an indexer's `forward`. Return a `PoolChoice` on shards, and a mask otherwise."""
-    given = by_name(partial(original, module), args, kwargs)
-    mask = given["attention_mask"]
-    return _select(module, mask, given) if isinstance(mask, ShardMask) else original(module, *args, **kwargs)
+    arguments = by_name(partial(original, module), args, kwargs)
+    mask = arguments["attention_mask"]
+    return _select(module, mask, arguments) if isinstance(mask, ShardMask) else original(module, *args, **kwargs)
 
 
 @torch.no_grad()
-def _select(module: Any, given_mask: ShardMask, given: Mapping[str, Any]) -> PoolChoice:
+def _select(module: Any, given_mask: ShardMask, arguments: Mapping[str, Any]) -> PoolChoice:
     """Return the blocks that the queries of a shard select among all ranks' blocks, and the tokens after these."""
     shard, recipe, size = given_mask.shard, given_mask.recipe, module.compress_ratio
     problem = problem_of_call(module, recipe, {})
@@ -118,7 +118,7 @@ def _select(module: Any, given_mask: ShardMask, given: Mapping[str, Any]) -> Poo
         raise ValueError(problem)
     name = f"indexer of layer {module.layer_idx}"
     terms: dict[str, Any] = {"mask": mask_of_call(module, shard, recipe, {}), "tokens": shard.tokens}
-    q, raw, angles = _queries_and_raw_keys(module, given)
+    q, raw, angles = _queries_and_raw_keys(module, arguments)
     keys = pool(partial(_keys, module), [raw, *angles], size, shard.cp, tag=(f"keys of {name}", shard), **terms)
     kind = torch.promote_types(q.dtype, keys.dtype)  # autocast widens what is normed
     weights = torch.ones(q.shape[:3], device=q.device)
@@ -128,9 +128,9 @@ def _select(module: Any, given_mask: ShardMask, given: Mapping[str, Any]) -> Poo
     return PoolChoice(starts, partial(keys_of_pools, size=size, cp=shard.cp, **terms))
 
 
-def _queries_and_raw_keys(module: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+def _queries_and_raw_keys(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return queries [B, S, H, D], what keys are made of [B, S, D], and the cosines and sines of tokens."""
-    hidden, (cos, sin) = given["hidden_states"], given["position_embeddings"]
+    hidden, (cos, sin) = arguments["hidden_states"], arguments["position_embeddings"]
     heads, size = module.index_n_heads, module.index_head_dim
     q, raw = module.index_qk_proj(hidden).split([heads * size, size], -1)
     q = module.q_layernorm(q.unflatten(-1, (heads, size)))

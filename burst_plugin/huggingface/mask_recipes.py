@@ -240,10 +240,10 @@ class MaskRecipe:
         from transformers import masking_utils
 
         remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # not in earlier releases
-        own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > (self._rules[_IN_DOCUMENTS] if remaps else 1) else set()
+        documents = {_DOCUMENTS} if self._rules[_DOCUMENTS] > (self._rules[_IN_DOCUMENTS] if remaps else 1) else set()
         known = _KNOWN if self._groups is None else _KNOWN | {_EITHER, _IN_BLOCKS}
         misread = {_IN_BLOCKS} if self._groups is None and self._has_groups else set()
-        return sorted((self._rules.keys() - known) | unsized | own | misread)
+        return sorted((self._rules.keys() - known) | unsized | documents | misread)
 
     @cached_property
     def _groups(self) -> _Groups | None:
@@ -251,13 +251,13 @@ class MaskRecipe:
 
         A rank may have no token of any group where another one has.
         """
-        found, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self._marked
-        if not self._has_groups or len(found) != 1:
+        groups, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self._marked
+        if not self._has_groups or len(groups) != 1:
             return None
         assert rule is not None
         assert shard is not None
         alone = not self._rules.keys() & {_WINDOW_BOTH_WAYS, _CHUNKS} and self._rules[_EITHER] <= 1
-        return found[0] if alone and found[0].is_causal and groups_agree(shard, rule, found[0].blocks) else None
+        return groups[0] if alone and groups[0].is_causal and groups_agree(shard, rule, groups[0].blocks) else None
 
     @cached_property
     def _has_groups(self) -> bool:
@@ -381,8 +381,8 @@ def _parts(rule: Callable[..., Any], has_empty: bool = False) -> Iterator[tuple[
 
 def _opened(rule: Callable[..., Any]) -> tuple[str, list[Any], list[Callable[..., Any]]]:
     """Return the name of a rule, the values that its closure holds, and the rules among these values."""
-    own = getattr(rule, "__qualname__", type(rule).__qualname__)
-    name = _names_by_code().get(getattr(rule, "__code__", None), own)
+    own_name = getattr(rule, "__qualname__", type(rule).__qualname__)
+    name = _names_by_code().get(getattr(rule, "__code__", None), own_name)
     inner = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     enclosed = [part for each in inner for part in (each if isinstance(each, tuple | list) else (each,))]
     return name, enclosed, [part for part in enclosed if callable(part) and not isinstance(part, torch.nn.Module)]

@@ -164,8 +164,8 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     """Note the shard of a forward, and the number of attention calls before it; prepare for its strategy."""
     check_shard(kwargs)
     check_router_loss(model, kwargs)
-    given = shard = kwargs.get(SHARD_KEY)
-    own = kwargs
+    given_shard = shard = kwargs.get(SHARD_KEY)
+    given_kwargs = kwargs
     if shard is not None:
         if not shard.as_given:
             check_media(model, args, kwargs)
@@ -184,7 +184,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
     setattr(model, _CALLS, None if shard is None else _calls(shard))
     begin_chunked_loss(model, kwargs)
-    return None if shard is given and kwargs is own else (args, {**kwargs, SHARD_KEY: shard})
+    return None if shard is given_shard and kwargs is given_kwargs else (args, {**kwargs, SHARD_KEY: shard})
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -262,12 +262,12 @@ def problems(
     if not outermost:
         return [f"{type(model).__name__} has no model of transformers; call burst_plugin.burst_attention in it"]
     if len(outermost) > 1 and not is_whole:
-        names = ", ".join(type(each).__name__ for each in outermost)
+        names = ", ".join(type(module).__name__ for module in outermost)
         return [
             f"{type(model).__name__} has {len(outermost)} models of transformers, {names}, but only one can "
             "run on a ring; pass that one"
         ]
-    makes_masks = any(each.config.model_type in MAKES_MASKS for each in outermost)
+    makes_masks = any(module.config.model_type in MAKES_MASKS for module in outermost)
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in text_modules(module_taking_batches(model) if is_whole else model):
         if isinstance(pretrained, PreTrainedModel) and pretrained is not apart:
@@ -367,9 +367,9 @@ def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
 
 def _check_encoder(pretrained: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for states of an encoder with a shard: their mask would be taken for a mask of its tokens."""
-    given = by_name(pretrained.forward, args, kwargs)
+    arguments = by_name(pretrained.forward, args, kwargs)
     for name in _OF_ENCODERS:
-        if name in given:
+        if name in arguments:
             raise ValueError(
                 f"{type(pretrained).__name__} got {name} with a shard: it attends to an encoder, whose masks a shard "
                 "does not have; leave it out"

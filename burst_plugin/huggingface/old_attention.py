@@ -87,8 +87,8 @@ def _family(kind: type) -> _Family | None:
 
 def _attend(family: _Family, original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take the place of a module's `forward`."""
-    given = by_name(partial(original, module), args, kwargs)
-    recipe = given.get("attention_mask")
+    arguments = by_name(partial(original, module), args, kwargs)
+    recipe = arguments.get("attention_mask")
     if not isinstance(recipe, MaskRecipe):
         return original(module, *args, **kwargs)
     is_whole = recipe.shard is None and cache_of_forward() is None
@@ -96,21 +96,23 @@ def _attend(family: _Family, original: Callable[..., Any], module: Any, /, *args
         attention.check_not_training(module)
         mask = recipe.tensor(always=True)
         assert mask is not None
-        return original(module, **{**given, "attention_mask": family.mask(mask, given["hidden_states"].dtype)})
-    q, k, v = family.project(module, given)
-    cache = next((x for x in given.values() if isinstance(x, Cache)), None)
+        return original(
+            module, **{**arguments, "attention_mask": family.mask(mask, arguments["hidden_states"].dtype)}
+        )
+    q, k, v = family.project(module, arguments)
+    cache = next((x for x in arguments.values() if isinstance(x, Cache)), None)
     if cache is not None:
         k, v = cache.update(k, v, module.layer_idx if hasattr(module, "layer_idx") else module.layer_id)
     if is_whole:  # PyTorch's attention has as many heads of keys
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if getattr(module, "attention_type", None) == "local":
         recipe = recipe.within(module.config.window_size)
-    terms = {**family.terms(module), "output_attentions": given.get("output_attentions")}
+    terms = {**family.terms(module), "output_attentions": arguments.get("output_attentions")}
     terms["sliding_window"] = recipe.window
     if not module.training:
         terms["dropout"] = 0.0
     out, _ = attention.forward(module, q, k, v, recipe, **terms)
-    return family.finish(module, out.flatten(2), given)
+    return family.finish(module, out.flatten(2), arguments)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
@@ -124,9 +126,9 @@ def _interleaved(x: Tensor, groups: int, heads: int) -> _Heads:
     return x[..., :-2, :].flatten(2, 3).transpose(1, 2), x[..., -2, :].transpose(1, 2), x[..., -1, :].transpose(1, 2)
 
 
-def _rotated(x: Tensor, given: Mapping[str, Any]) -> Tensor:
+def _rotated(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Return queries or keys with a rotary embedding on as many dims as the given angles have."""
-    cos, sin = (angle.unsqueeze(1) for angle in given["position_embeddings"])
+    cos, sin = (angle.unsqueeze(1) for angle in arguments["position_embeddings"])
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     left, right = turned.chunk(2, -1)
     return torch.cat((turned * cos + torch.cat((-right, left), -1) * sin, rest), -1)
@@ -147,40 +149,40 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 # --------------------------------------------------------------------------------------------------- one by one
 
 
-def _falcon(module: Any, given: Mapping[str, Any]) -> _Heads:
-    fused = module.query_key_value(given["hidden_states"])
+def _falcon(module: Any, arguments: Mapping[str, Any]) -> _Heads:
+    fused = module.query_key_value(arguments["hidden_states"])
     q, k, v = _interleaved(fused, module.num_kv_heads, module.num_heads // module.num_kv_heads)
-    return _rotated(q, given), _rotated(k, given), v
+    return _rotated(q, arguments), _rotated(k, arguments), v
 
 
-def _bloom(module: Any, given: Mapping[str, Any]) -> _Heads:
-    return _interleaved(module.query_key_value(given["hidden_states"]), module.num_heads, 1)
+def _bloom(module: Any, arguments: Mapping[str, Any]) -> _Heads:
+    return _interleaved(module.query_key_value(arguments["hidden_states"]), module.num_heads, 1)
 
 
-def _bloom_output(module: Any, out: Tensor, given: Mapping[str, Any]) -> Any:
+def _bloom_output(module: Any, out: Tensor, arguments: Mapping[str, Any]) -> Any:
     is_sliced = module.slow_but_exact and module.pretraining_tp > 1  # then transformers leaves the bias out
     out = torch.nn.functional.linear(out, module.dense.weight) if is_sliced else module.dense(out)
     dropped = torch.nn.functional.dropout(out, module.hidden_dropout, module.training)
-    return given["residual"] + dropped, None
+    return arguments["residual"] + dropped, None
 
 
-def _mpt(module: Any, given: Mapping[str, Any]) -> _Heads:
-    fused = module.Wqkv(given["hidden_states"])
+def _mpt(module: Any, arguments: Mapping[str, Any]) -> _Heads:
+    fused = module.Wqkv(arguments["hidden_states"])
     if module.clip_qkv:
         fused = fused.clamp(-module.clip_qkv, module.clip_qkv)
     q, k, v = (_heads(x, module.n_heads) for x in fused.chunk(3, -1))
     return q, k, v
 
 
-def _neox_japanese(module: Any, given: Mapping[str, Any]) -> _Heads:
-    q, k, v = _interleaved(module.query_key_value(given["hidden_states"]), module.num_attention_heads, 1)
-    return _rotated(q, given), _rotated(k, given), v
+def _neox_japanese(module: Any, arguments: Mapping[str, Any]) -> _Heads:
+    q, k, v = _interleaved(module.query_key_value(arguments["hidden_states"]), module.num_attention_heads, 1)
+    return _rotated(q, arguments), _rotated(k, arguments), v
 
 
-def _separate(module: Any, given: Mapping[str, Any]) -> _Heads:
-    if "key_value_states" in given:
+def _separate(module: Any, arguments: Mapping[str, Any]) -> _Heads:
+    if "key_value_states" in arguments:
         raise ValueError(f"{type(module).__name__} attends to an encoder, whose masks a shard does not have")
-    x = given["hidden_states"]
+    x = arguments["hidden_states"]
     q, k, v = (_heads(project(x), module.num_heads) for project in (module.q_proj, module.k_proj, module.v_proj))
     return q, k, v
 

@@ -49,7 +49,7 @@ def _check_loss(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
     shard.cp.agree({"loss": "checked"}, problem)
 
 
-def _problem(model: PreTrainedModel, output: Any, labels: Any, given: Any, *, is_first: bool) -> str:
+def _problem(model: PreTrainedModel, output: Any, labels: Any, divisor: Any, *, is_first: bool) -> str:
     """Return the reason why a loss is wrong; "" for none, or where nothing can be compared. Warn of other losses.
 
     given: what the sum over labels is divided by; None for their number.
@@ -68,7 +68,7 @@ def _problem(model: PreTrainedModel, output: Any, labels: Any, given: Any, *, is
             return ""
         with torch.no_grad():
             total = sum(summed_loss(x, y) for x, y in zip(rows, targets, strict=True))
-        divisors = {float(each) for each in (count, given) if each}
+        divisors = {float(each) for each in (count, divisor) if each}
         errors.append(min(abs(got - total / each) / max(total, count) * each for each in divisors))
         if not first and errors[0] <= tolerance:
             return ""

@@ -55,11 +55,11 @@ class PoolChoice:
 
         The tensor is made anew unless an earlier caller, such as autograd, still has it.
         """
-        found = self._last()
-        if found is None:
-            found = self._keys_of(self._starts)
-            self._last = TensorWeakRef(found)
-        return found
+        positions = self._last()
+        if positions is None:
+            positions = self._keys_of(self._starts)
+            self._last = TensorWeakRef(positions)
+        return positions
 
 
 def pool_indexers(model: torch.nn.Module) -> Iterator[Any]:
@@ -106,9 +106,9 @@ def use_pool_indexers(pretrained: PreTrainedModel) -> None:
 
 def _hand_on(original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Make no mask of a shard's selection: it goes to attention as it is; others go to the original function."""
-    given = by_name(partial(original, layer), args, kwargs)
-    choice = given["topk_indices"]
-    return choice if isinstance(choice, PoolChoice) else original(layer, **given)
+    arguments = by_name(partial(original, layer), args, kwargs)
+    choice = arguments["topk_indices"]
+    return choice if isinstance(choice, PoolChoice) else original(layer, **arguments)
 
 
 def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -122,15 +122,15 @@ def _take_over(original: Callable[..., Any], module: Any, /, *args: Any, **kwarg
 
 
 @torch.no_grad()
-def _select(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> PoolChoice:
+def _select(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> PoolChoice:
     """Return the pools that the queries of a shard select among the pools of all ranks."""
-    hidden, name, size = given["hidden_states"], f"indexer of layer {module.layer_idx}", module.index_kpool
-    cache = given.get("cache", given.get("past_key_values"))
+    hidden, name, size = arguments["hidden_states"], f"indexer of layer {module.layer_idx}", module.index_kpool
+    cache = arguments.get("cache", arguments.get("past_key_values"))
     if cache is not None and cache.get_seq_length(module.layer_idx) > hidden.shape[1]:
         raise ValueError(
             f"{type(module).__name__} got a cache of earlier tokens with a sharded batch: give whole texts"
         )
-    q = module.wq_b(given["q_resid"]).view(*hidden.shape[:2], module.n_heads, module.head_dim)
+    q = module.wq_b(arguments["q_resid"]).view(*hidden.shape[:2], module.n_heads, module.head_dim)
     k, gates = module.k_norm(module.wk(hidden)), linear(hidden, module.index_kpool_compress_gate)
     weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
     kind = torch.promote_types(q.dtype, k.dtype)  # autocast widens what is normed

@@ -70,14 +70,14 @@ def watch_positions(pretrained: PreTrainedModel) -> None:
     Repeated calls change nothing. Hooked tables return the embeddings of a shard's positions in place of those of a
     count from 0.
     """
-    found: dict[re.Pattern[str], torch.nn.Module] = {}
+    modules: dict[re.Pattern[str], torch.nn.Module] = {}
     for module in text_modules(pretrained):
         for names in (_BY_PADDING, _BY_IDS, _TABLES, _BY_ALIBI, _NO_POSITIONS):
             if _is_one(type(module), names):
-                found[names] = module
+                modules[names] = module
         if _is_one(type(module), _TABLES) and _look_up not in module._forward_hooks.values():
             module.register_forward_hook(_look_up, prepend=True)  # before ZeRO-3 lets go of the table
-    counts = {names.pattern: getattr(module, "padding_idx", None) for names, module in found.items()}
+    counts = {names.pattern: getattr(module, "padding_idx", None) for names, module in modules.items()}
     setattr(pretrained, _EXAMINED, counts)
 
 
@@ -120,27 +120,27 @@ def with_positions(
     if _BY_PADDING.pattern in counts:
         return {**kwargs, "position_ids": shard.counted}
     if _BY_IDS.pattern in counts:
-        given = by_name(model.forward, args, kwargs)
-        return {**kwargs, "position_ids": _count_ids(shard, given, counts[_BY_IDS.pattern])}
+        arguments = by_name(model.forward, args, kwargs)
+        return {**kwargs, "position_ids": _count_ids(shard, arguments, counts[_BY_IDS.pattern])}
     return kwargs
 
 
-def _count_ids(shard: SequenceShard, given: Mapping[str, Any], padding: int) -> Tensor:
+def _count_ids(shard: SequenceShard, arguments: Mapping[str, Any], padding: int) -> Tensor:
     """Return the positions of this rank's tokens, [B, S_local]; tokens with the id `padding` do not count."""
-    if "input_ids" not in given:
-        positions: Tensor = given["position_ids"]
+    if "input_ids" not in arguments:
+        positions: Tensor = arguments["position_ids"]
         return positions + padding + 1
-    real = shard.unshard(given["input_ids"] != padding)
+    real = shard.unshard(arguments["input_ids"] != padding)
     counted = torch.nn.functional.pad(real.cumsum(1) * real, (0, shard.tokens.length - shard.length))
     return shard.cp.shard(counted + padding, 1, shard.tokens)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _look_up(table: Any, args: tuple[Any, ...], found: Tensor) -> Tensor:
+def _look_up(table: Any, args: tuple[Any, ...], embeddings: Tensor) -> Tensor:
     """Return the embeddings of a shard's positions, in place of positions that a decoder has counted for itself."""
     positions = given_positions()
     if positions is None:
-        return found
+        return embeddings
     return torch.nn.functional.embedding(positions + getattr(table, "offset", 0), table.weight, table.padding_idx)
 
 

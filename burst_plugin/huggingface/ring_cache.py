@@ -193,10 +193,10 @@ class RingCache(Cache):
         Raises ValueError for a group that comes in two turns: its first tokens have attended without the others.
         """
         before, self.marked = self._in_groups, marked
-        found = [] if marked is None or rule is None else marked.token_types[rule.name]
+        runs_of_rows = [] if marked is None or rule is None else marked.token_types[rule.name]
         assert self._turn is not None
         begin, end = set[int](), set[int]()
-        for row, runs in enumerate(found):
+        for row, runs in enumerate(runs_of_rows):
             groups = [(start, stop) for start, stop, kind in runs if rule is not None and kind in rule.types]
             is_one = rule is not None and rule.is_one and bool(groups)
             begin |= {row} if is_one or (groups and groups[0][0] == self._turn.starts[row]) else set()
@@ -301,8 +301,8 @@ class RingCache(Cache):
         if self.states is None or self.states.columns is None:
             if conv_kernel_size:
                 kwargs["conv_kernel_size"] = conv_kernel_size
-            whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-            return whole
+            extended: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+            return extended
         return self.states.with_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -332,19 +332,19 @@ class RingCache(Cache):
         new, self._is_whole = self._new[:, -self._last :], True
         counts = new.sum(1).tolist()
         if self.states is not None and self.states.columns is not None:
-            found = self.states.columns.gather(hidden, last=max(counts))
+            gathered_states = self.states.columns.gather(hidden, last=max(counts))
         else:
-            found = gathered_ends(self.cp, self._turn, hidden, counts)
-        return self._in_columns_of_forward(found, new)
+            gathered_states = gathered_ends(self.cp, self._turn, hidden, counts)
+        return self._in_columns_of_forward(gathered_states, new)
 
     @staticmethod
-    def _in_columns_of_forward(whole: Tensor, new: Tensor) -> Tensor:
+    def _in_columns_of_forward(rows: Tensor, new: Tensor) -> Tensor:
         """Return [B, columns, ...] of the rows of their tokens, [B, T, ...]; 0 for padding."""
         if bool(new.all()):
-            return whole
-        columns = whole.new_zeros(*new.shape, *whole.shape[2:])
-        real = torch.arange(whole.shape[1], device="cpu") < new.sum(1, keepdim=True)
-        columns[new.to(whole.device)] = whole[real.to(whole.device)]
+            return rows
+        columns = rows.new_zeros(*new.shape, *rows.shape[2:])
+        real = torch.arange(rows.shape[1], device="cpu") < new.sum(1, keepdim=True)
+        columns[new.to(rows.device)] = rows[real.to(rows.device)]
         return columns
 
     def end_turn(self) -> bool:

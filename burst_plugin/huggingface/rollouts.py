@@ -88,8 +88,8 @@ def rollout_log_probs(
         loss = -sum((advantage * x).mean() for advantage, x in zip(advantages, log_probs))
         loss.backward()  # then gradients are added up over the ranks of cp
     """
-    pretrained = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    given, sizes = _of_all_ranks(rollouts, cp) if own else (rollouts, [])
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    all_rollouts, sizes = _of_all_ranks(rollouts, cp) if own else (rollouts, [])
 
     def agree(folded: Any, problem: str) -> None:
         named = {"temperature": float(temperature), "own": bool(own), "router_loss": router_loss}
@@ -98,7 +98,7 @@ def rollout_log_probs(
 
     routers: Tensor | None = None
     try:
-        prepare = partial(_prepared, pretrained, given, (temperature, chunk), cp, router_loss)
+        prepare = partial(_prepared, pretrained, all_rollouts, (temperature, chunk), cp, router_loss)
         (ids, _, tree, edges), adds = prepared_together(prepare, agree)[0]
         local = shard_batch({"input_ids": ids, "tree": tree}, cp)
         asked = {} if adds is None else {"output_router_logits": adds}
@@ -116,11 +116,11 @@ def rollout_log_probs(
         values = _LossOfAll.apply(values, cp)  # type: ignore[no-untyped-call]
         routers = None if routers is None else _LossOfAll.apply(routers, cp)  # type: ignore[no-untyped-call]
     start = sum(sizes[: cp.rank])
-    mine = slice(start, start + sizes[cp.rank]) if own else slice(None)
-    log_probs, entropies = (unfold(each, edges)[mine] for each in values.unbind(-1))
-    found = RolloutLogProbs(log_probs, entropies, ids.shape[1])
-    found.router_loss = None if routers is None else routers[cp.rank if own else 0]
-    return found
+    own_part = slice(start, start + sizes[cp.rank]) if own else slice(None)
+    log_probs, entropies = (unfold(column, edges)[own_part] for column in values.unbind(-1))
+    result = RolloutLogProbs(log_probs, entropies, ids.shape[1])
+    result.router_loss = None if routers is None else routers[cp.rank if own else 0]
+    return result
 
 
 def _rows_of_ranks(edges: Edges, length: int, sizes: Sequence[int]) -> Tensor:
@@ -211,18 +211,18 @@ def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Te
     Raises ValueError on every rank if the argument of any rank is not a list of rollouts.
     """
     cp.rank_state.check_open()
-    mine: list[Tensor] | str
+    own_rollouts: list[Tensor] | str
     try:
         ids, _, _, edges = fold(rollouts)
-        mine = [ids[0, path].to("cpu", torch.int32) for path in edges.paths]
+        own_rollouts = [ids[0, path].to("cpu", torch.int32) for path in edges.paths]
     except Exception as error:  # of any kind: the other ranks must know of it
-        mine = error_text(error)
-    gathered: list[Any] = [mine]
+        own_rollouts = error_text(error)
+    gathered: list[Any] = [own_rollouts]
     if cp.group is not None and cp.ranks > 1:
         gathered = [None] * cp.ranks
         with cp.rank_state.alone():
-            dist.all_gather_object(gathered, mine, group=cp.group)
-    problems = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if isinstance(each, str)]
+            dist.all_gather_object(gathered, own_rollouts, group=cp.group)
+    problems = [f"rank {rank}: {entry}" for rank, entry in enumerate(gathered) if isinstance(entry, str)]
     if problems:
         raise ValueError("; ".join(problems))
-    return [x for each in gathered for x in each], [*map(len, gathered)]
+    return [x for entry in gathered for x in entry], [*map(len, gathered)]

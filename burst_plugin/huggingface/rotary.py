@@ -87,10 +87,10 @@ def _add_position(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     setattr(module, _ADDED, longest is not None)
     if longest is None:
         return None
-    given = by_name(module.forward, args, kwargs)
-    positions: Tensor = given["position_ids"]
+    arguments = by_name(module.forward, args, kwargs)
+    positions: Tensor = arguments["position_ids"]
     last = positions.new_full((*positions.shape[:-1], 1), longest)
-    return (), {**given, "position_ids": torch.cat([positions, last], -1)}
+    return (), {**arguments, "position_ids": torch.cat([positions, last], -1)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -101,8 +101,8 @@ def use_router_losses(pretrained: PreTrainedModel, averages_gradients: bool) -> 
 def _modules(pretrained: PreTrainedModel) -> list[ModuleType]:
     """Return the modules of Python with the functions that a model and TRL call for its router loss."""
     owners = (sys.modules[kind.__module__] for kind in type(pretrained).__mro__ if kind.__module__ in sys.modules)
-    found = [module for module in dict.fromkeys(owners) if callable(getattr(module, _FUNCTION, None))]
-    return [*found, import_module(_OF_TRL)] if found else []
+    modules = [module for module in dict.fromkeys(owners) if callable(getattr(module, _FUNCTION, None))]
+    return [*modules, import_module(_OF_TRL)] if modules else []
 
 
 @cache
@@ -114,10 +114,10 @@ def _is_known(function: Callable[..., Any]) -> bool:
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]], device="cpu")
     original = inspect.unwrap(function)
     try:
-        for given, weights in ((None, None), (mask, mask.flatten().float()[None])):
+        for attention_mask, weights in ((None, None), (mask, mask.flatten().float()[None])):
             sums = _sums(logits, 5, 2, weights)
             expected = _loss(sums, sums, 5)[0]
-            if not abs(float(original(logits, 5, 2, given)) - float(expected)) <= _TOLERANCE:
+            if not abs(float(original(logits, 5, 2, attention_mask)) - float(expected)) <= _TOLERANCE:
                 return False
     except Exception:  # of any kind: a function of another meaning
         return False
@@ -191,22 +191,22 @@ class RouterLosses:
         return _of_groups(self._sums, self._experts, cp, 1)
 
 
-def _of_groups(mine: Tensor, experts: int, cp: ContextParallel, times: int) -> Tensor:
+def _of_groups(own_sums: Tensor, experts: int, cp: ContextParallel, times: int) -> Tensor:
     """Return the loss of each group of rows [G] from this rank's sums, as `_sums` returns them; collective.
 
     The gradient goes to this rank's own probabilities, `times` over.
     """
-    whole = mine.detach().clone()
+    total_sums = own_sums.detach().clone()
     if cp.group is not None and cp.ranks > 1:
         with cp.rank_state.alone():
-            dist.all_reduce(whole, group=cp.group)
-    share = _loss(whole, mine, experts) * times
-    return (share + (_loss(whole, whole, experts) - share.detach())).float()
+            dist.all_reduce(total_sums, group=cp.group)
+    share = _loss(total_sums, own_sums, experts) * times
+    return (share + (_loss(total_sums, total_sums, experts) - share.detach())).float()
 
 
-def _loss(whole: Tensor, mine: Tensor, experts: int) -> Tensor:
+def _loss(total_sums: Tensor, own_sums: Tensor, experts: int) -> Tensor:
     """Return the share of the probabilities in `mine` in the loss of each group [G]; other sums are in `whole`."""
-    counts, probabilities, rows = whole[:, :experts], mine[:, experts:-1], whole[:, -1:].clamp(min=1)
+    counts, probabilities, rows = total_sums[:, :experts], own_sums[:, experts:-1], total_sums[:, -1:].clamp(min=1)
     return (experts * counts * probabilities / rows**2).sum(1)
 
 

@@ -75,15 +75,15 @@ def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
 
     These are all inner models of transformers but the language model and the models inside it.
     """
-    found: dict[int, PreTrainedModel] = {}
+    inner_models: dict[int, PreTrainedModel] = {}
     for around in model.modules():
         if isinstance(around, PreTrainedModel) and text_part(around.config):
             ours = (around.config, around.config.get_text_config())
-            inner = [each for each in around.modules() if isinstance(each, PreTrainedModel)]
-            of_text = {id(part) for each in inner if each.config is ours[1] for part in each.modules()}
-            others = [each for each in inner if not any(each.config is config for config in ours)]
-            found |= {id(each): each for each in others if of_text and id(each) not in of_text}
-    return list(found.values())
+            inner = [module for module in around.modules() if isinstance(module, PreTrainedModel)]
+            of_text = {id(part) for module in inner if module.config is ours[1] for part in module.modules()}
+            others = [module for module in inner if not any(module.config is config for config in ours)]
+            inner_models |= {id(module): module for module in others if of_text and id(module) not in of_text}
+    return list(inner_models.values())
 
 
 def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -102,10 +102,12 @@ def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def leaves_attention_to_parts(model: PreTrainedModel) -> bool:
     """Return whether a model has parts beside its language model, and attention in its inner models only."""
-    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
-    theirs = {id(part) for each in inner for part in each.modules()}
-    own = [each for each in model.modules() if id(each) not in theirs]
-    return text_part(model.config) is not None and not any("Attention" in type(each).__name__ for each in own)
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    theirs = {id(part) for module in inner for part in module.modules()}
+    own_modules = [module for module in model.modules() if id(module) not in theirs]
+    return text_part(model.config) is not None and not any(
+        "Attention" in type(module).__name__ for module in own_modules
+    )
 
 
 def watch_towers(model: PreTrainedModel) -> None:

@@ -61,19 +61,19 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
     if group is None or (is_of_ring and not keeps_gradients):
         return kwargs
     names = sorted(towers)
-    given = {name: entries_of(towers[name], name.split("_")[1], kwargs) for name in names}
+    entries = {name: entries_of(towers[name], name.split("_")[1], kwargs) for name in names}
     known: dict[str, Any] = model.__dict__.setdefault(_SAMPLES, {})
     for name in names:
-        if given[name] and name not in known:
+        if entries[name] and name not in known:
             modality = name.split("_")[1]
             rows = by_row(towers[name], modality)
-            units = units_of(next(iter(given[name])), given[name], by_frame(towers[name]), rows)
+            units = units_of(next(iter(entries[name])), entries[name], by_frame(towers[name]), rows)
             known[name] = units.take([units.smallest])
     device = next(x.device for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
     none = dist.get_world_size(group)
     # Of each method: the first rank that is to run it, and that knows what to run it on; whether any does not know.
     rank = dist.get_rank(group)
-    found = [[rank if given[n] else none, rank if n in known else none, -int(n not in known)] for n in names]
+    found = [[rank if entries[n] else none, rank if n in known else none, -int(n not in known)] for n in names]
     least = torch.tensor(found, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
     for name, (runs, knows, unknown) in zip(names, least.tolist(), strict=True):
@@ -83,7 +83,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
             box = [_on_cpu(known.get(name))]
             dist.broadcast_object_list(box, group=group, group_src=knows)
             known.setdefault(name, box[0])
-        if not given[name]:
+        if not entries[name]:
             kwargs = {**kwargs, **_on_device(known[name], device)}
             for modality, module in encoders:
                 if name == f"get_{modality}_features":
@@ -93,12 +93,12 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 
 def _keeps_gradients(model: PreTrainedModel) -> bool:
     """Return whether ZeRO-3 trains parameters of towers, whose gradients it keeps until there are new ones."""
-    if not any(hasattr(each, "ds_process_group") for each in model.parameters()):
+    if not any(hasattr(parameter, "ds_process_group") for parameter in model.parameters()):
         return False
     text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     of_text = {parameter for part in text if part is not None for parameter in part.parameters()}
-    others = (each for each in model.parameters() if each not in of_text)
-    return any(each.requires_grad and hasattr(each, "ds_process_group") for each in others)
+    others = (parameter for parameter in model.parameters() if parameter not in of_text)
+    return any(parameter.requires_grad and hasattr(parameter, "ds_process_group") for parameter in others)
 
 
 def stands_in(module: torch.nn.Module, modality: str) -> bool:

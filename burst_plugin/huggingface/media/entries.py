@@ -22,8 +22,8 @@ def entries_of(module: torch.nn.Module, modality: str, kwargs: Mapping[str, Any]
     module: has a method `get_<modality>_features`, whose parameters they are. modality: "image", "video" or "audio".
     """
     names = _parameters(module, modality)
-    found = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-    return found if any(name.startswith(_PIXELS) for name in found) else {}
+    entries = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+    return entries if any(name.startswith(_PIXELS) for name in entries) else {}
 
 
 def check_entries(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> None:
@@ -35,14 +35,14 @@ def check_entries(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[
     kwargs: the keyword arguments of the forward.
     """
     absent: dict[int, str] = {}  # by token, what has no entries
-    given: set[int | None] = set()
+    tokens_with_media: set[int | None] = set()
     for module in model.modules():
         for modality in modalities_of(module):
             if why_not(module, modality):
                 continue
             entries, token = entries_of(module, modality, kwargs), known_token(module, modality)
             if entries:
-                given.add(token)
+                tokens_with_media.add(token)
                 _check_missing(module, modality, entries)
                 units_of(next(iter(entries)), entries, by_frame(module), by_row(module, modality))
             elif token is not None:
@@ -50,12 +50,12 @@ def check_entries(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[
     ids = shard.whole.get("input_ids")
     if ids is None:
         return
-    for token in absent.keys() - given:
-        count, what = int((ids == token).sum()), absent[token]
+    for token in absent.keys() - tokens_with_media:
+        count, media = int((ids == token).sum()), absent[token]
         if count:
             raise ValueError(
-                f"{type(model).__name__} got {count} tokens of {what} (input_ids {token}) in a batch without the "
-                f"{what}: give shard_batch all that a processor returns, or texts without these tokens"
+                f"{type(model).__name__} got {count} tokens of {media} (input_ids {token}) in a batch without the "
+                f"{media}: give shard_batch all that a processor returns, or texts without these tokens"
             )
 
 

@@ -138,13 +138,13 @@ def token_of(module: Any, modality: str) -> int:
 
     modality: "image", "video" or "audio". Raises ValueError if the module's configuration does not name it.
     """
-    found = known_token(module, modality)
-    if found is None:
+    token = known_token(module, modality)
+    if token is None:
         raise ValueError(
             f"{type(module).__name__}'s configuration has no {_TOKENS[0].format(modality)}, which says where "
             f"features of {modality}s go in a text; train on text alone"
         )
-    return found
+    return token
 
 
 def known_token(module: Any, modality: str) -> int | None:
@@ -155,5 +155,5 @@ def known_token(module: Any, modality: str) -> int | None:
     if modality == "video" and module.config.model_type in _VIDEOS_AS_IMAGES:
         modality = "image"
     names = [name.format(modality) for name in _TOKENS]
-    found = next((each for name in names if (each := getattr(module.config, name, None)) is not None), None)
-    return None if found is None else int(found)
+    token = next((each for name in names if (each := getattr(module.config, name, None)) is not None), None)
+    return None if token is None else int(token)

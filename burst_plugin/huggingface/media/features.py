@@ -58,11 +58,11 @@ def _sharing(modality: str) -> Callable[..., Any]:
         if shard is None or shard.as_given:
             return original(module, *args, **kwargs)
         check_examined(module, modality)
-        given = by_name(original, (module, *args), kwargs)
-        given = {name: value for name, value in given.items() if name not in _OF_TEXT and value is not module}
-        if given.get("return_dict") is False:
+        arguments = by_name(original, (module, *args), kwargs)
+        arguments = {name: value for name, value in arguments.items() if name not in _OF_TEXT and value is not module}
+        if arguments.get("return_dict") is False:
             raise ValueError(f"get_{modality}_features(return_dict=False) is not supported with a batch that is cut")
-        return _shared(lambda **mine: original(module, **mine), module, modality, given, shard)
+        return _shared(lambda **inputs: original(module, **inputs), module, modality, arguments, shard)
 
     switched_off: Callable[..., Any] = torch.compiler.disable(get_features)  # type: ignore[no-untyped-call]
     return switched_off
@@ -72,22 +72,22 @@ def _shared(
     encode: Callable[..., Any],
     module: PreTrainedModel,
     modality: str,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     shard: SequenceShard,
 ) -> Any:
     """Return the output of `encode` with the rows of this rank's tokens.
 
     A fault of the batch is found on every rank, since all have it whole. A tower may fail on some ranks.
     """
-    cp, units = shard.cp, units_of(next(iter(given)), given, by_frame(module), by_row(module, modality))
+    cp, units = shard.cp, units_of(next(iter(arguments)), arguments, by_frame(module), by_row(module, modality))
     shares = shared_out(units.work(_width(module, modality)), cp.ranks)
     is_absent = stands_in(module, modality)
-    mine = [] if is_absent else shares[cp.rank]
+    numbers = [] if is_absent else shares[cp.rank]
 
     def encoded_rows() -> tuple[OutputRows, Tensor]:
         with as_in_forward(Forward(module, None, None, None)):  # a tower has whole images
-            rows = OutputRows.of(encode(**units.take(mine or [units.smallest])))
-        return rows, torch.cat(rows.tensors, 1)[: None if mine else 0]
+            rows = OutputRows.of(encode(**units.take(numbers or [units.smallest])))
+        return rows, torch.cat(rows.tensors, 1)[: None if numbers else 0]
 
     if is_absent:
         rows, x = encoded_rows()
@@ -96,7 +96,7 @@ def _shared(
 
     def counted_rows() -> tuple[tuple[OutputRows, Tensor], Tensor]:
         rows, x = encoded_rows()
-        counts = rows.counts(units, mine, _runs(placeholders)) if mine else []
+        counts = rows.counts(units, numbers, _runs(placeholders)) if numbers else []
         return (rows, x), torch.tensor([*counts], dtype=torch.int64, device=x.device)
 
     (rows, x), counts = counts_of_all(cp, counted_rows, [len(share) for share in shares])
@@ -145,8 +145,8 @@ def numbers_of_rows(
     shares: for each rank the numbers of its images; counts: how many rows these have, -1 if that cannot be told.
     """
     of_units = dict[int, int]()
-    for share, found in zip(shares, counts, strict=True):
-        of_units |= zip(share, found, strict=True)
+    for share, rows in zip(shares, counts, strict=True):
+        of_units |= zip(share, rows, strict=True)
     if min(of_units.values(), default=0) < 0:
         raise ValueError(
             "it cannot be told which features belong to which of several images, videos or clips, neither by the "
@@ -190,12 +190,14 @@ class OutputRows(NamedTuple):
     def of(cls, out: Any) -> OutputRows:
         """Return the features of `out`, the output of a model's method `get_<modality>_features`, as rows."""
         features: Any = out if isinstance(out, Tensor | list | tuple) else getattr(out, _field(out))
-        deep = [each[1] if _is_numbered(each) else each for each in getattr(out, "deepstack_features", None) or []]
-        layers = [torch.cat([*each]) if isinstance(each, list | tuple) else each.flatten(0, -2) for each in deep]
+        deep = [
+            layer[1] if _is_numbered(layer) else layer for layer in getattr(out, "deepstack_features", None) or []
+        ]
+        layers = [torch.cat([*layer]) if isinstance(layer, list | tuple) else layer.flatten(0, -2) for layer in deep]
         if features is None:  # all features are for layers
             return cls(out, layers, list(map(len, deep[0])))
         if isinstance(features, list | tuple):
-            parts = [each.flatten(0, -2) for each in features]
+            parts = [image.flatten(0, -2) for image in features]
             return cls(out, [torch.cat(parts), *layers], list(map(len, parts)))
         rows = features.flatten(0, -2)
         return cls(out, [rows, *layers], [len(rows) // len(features)] * len(features) if features.dim() > 2 else [])

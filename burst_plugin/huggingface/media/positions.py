@@ -40,13 +40,17 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
         known.setdefault("audio_feature_lengths", known["feature_attention_mask"].sum(1))
     if not any(name.endswith(_GRIDS) and known.get(name) is not None for name in names):
         return dict(kwargs)
-    found = positions_in_axes(method, shard.whole, known)
-    if found is None:
+    positions = positions_in_axes(method, shard.whole, known)
+    if positions is None:
         return dict(kwargs)
-    missing = shard.tokens.length - found.shape[-1]
-    whole = torch.cat([found, found[..., -1:].expand(*found.shape[:-1], missing)], -1) if missing else found
-    own = shard.cp.shard(whole, whole.dim() - 1, shard.tokens)
-    return {**kwargs, "position_ids": own, SHARD_KEY: replace(shard, longest=int(found.max()))}
+    missing = shard.tokens.length - positions.shape[-1]
+    padded = (
+        torch.cat([positions, positions[..., -1:].expand(*positions.shape[:-1], missing)], -1)
+        if missing
+        else positions
+    )
+    local = shard.cp.shard(padded, padded.dim() - 1, shard.tokens)
+    return {**kwargs, "position_ids": local, SHARD_KEY: replace(shard, longest=int(positions.max()))}
 
 
 def positions_in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -69,25 +73,27 @@ def positions_in_axes(method: Any, whole: Mapping[str, Tensor], kwargs: Mapping[
             for name, x in of_tokens.items()
         }
     parameters = inspect.signature(method).parameters
-    given = {name: of_tokens.get(name, kwargs.get(name) if name not in _OF_TOKENS else None) for name in parameters}
-    given |= dict.fromkeys({"inputs_embeds", "cache", "past_key_values"} & parameters.keys())
+    arguments = {
+        name: of_tokens.get(name, kwargs.get(name) if name not in _OF_TOKENS else None) for name in parameters
+    }
+    arguments |= dict.fromkeys({"inputs_embeds", "cache", "past_key_values"} & parameters.keys())
     try:
-        found: Tensor | None = method(
-            **{n: x for n, x in given.items() if x is not None or _is_required(parameters[n])}
+        positions: Tensor | None = method(
+            **{n: x for n, x in arguments.items() if x is not None or _is_required(parameters[n])}
         )
     except (IndexError, RuntimeError, StopIteration) as error:
-        grids = [name for name in given if name.endswith(_GRIDS) and given[name] is not None]
+        grids = [name for name in arguments if name.endswith(_GRIDS) and arguments[name] is not None]
         raise ValueError(
             f"tokens of images, videos or clips in input_ids do not match {', '.join(grids)}, so that positions "
             "cannot be counted; give what a processor returns for these texts"
         ) from error
-    if found is None or not rows:
-        return found
-    by_start = {start: found[:, n, : len(rows[start])] for n, start in enumerate(counted)}
+    if positions is None or not rows:
+        return positions
+    by_start = {start: positions[:, n, : len(rows[start])] for n, start in enumerate(counted)}
     for start, row in rows.items():
         if start not in by_start:  # of text alone, which counts alike in all axes
-            by_start[start] = (real.flatten()[row].cumsum(0) - 1).clamp(min=0).expand(len(found), -1)
-    return torch.cat([by_start[start] for start in rows], 1).view(len(found), *ids.shape)
+            by_start[start] = (real.flatten()[row].cumsum(0) - 1).clamp(min=0).expand(len(positions), -1)
+    return torch.cat([by_start[start] for start in rows], 1).view(len(positions), *ids.shape)
 
 
 def documents_with_media(types: Tensor | None, bounds: Sequence[int]) -> list[int]:

@@ -46,9 +46,9 @@ def media_of_rows(model: torch.nn.Module, batch: Mapping[str, Any], rows: Collec
         return None
     tokens = (batch["input_ids"] == token).sum(1).tolist()
     of_all, patches = sum(tokens), sum(units.patches)
-    if not units.in_proportion or any(of_all * each % patches for each in units.patches):
+    if not units.in_proportion or any(of_all * size % patches for size in units.patches):
         return None
-    ends_of_units = [*accumulate(of_all * each // patches for each in units.patches)]
+    ends_of_units = [*accumulate(of_all * size // patches for size in units.patches)]
     ends_of_rows = [*accumulate(tokens)]
     if not {0, *ends_of_units}.issuperset(ends_of_rows):
         return None

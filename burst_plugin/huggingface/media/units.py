@@ -61,10 +61,10 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
     pixels = given[name]
     if by_row and isinstance(pixels, Tensor):
         return _of_rows(name, given)
-    pooling = next((each for each in given if each.endswith("_token_pooling")), None)
+    pooling = next((key for key in given if key.endswith("_token_pooling")), None)
     if pooling is not None:
         return _of_crops(name, pooling, given, by_frame)
-    grid_name = next((each for each in given if "grid" in each and isinstance(given[each], Tensor)), None)
+    grid_name = next((key for key in given if "grid" in key and isinstance(given[key], Tensor)), None)
     if grid_name is not None and int(given[grid_name].prod(-1).sum()) == len(pixels):
         return _of_patches(name, grid_name, given, by_frame)
     if grid_name is not None and len(given[grid_name]) != len(pixels):
@@ -72,7 +72,7 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
             f"{grid_name} says that there are {int(given[grid_name].prod(-1).sum())} patches, but {name} has "
             f"{len(pixels)}: give the grids of these images"
         )
-    strip = next((each for each in given if each.startswith("target_sizes")), None)
+    strip = next((key for key in given if key.startswith("target_sizes")), None)
     if strip is not None:
         return _of_strip(name, strip, given)
     count, sizes = len(pixels), given.get("image_sizes")
@@ -88,7 +88,7 @@ def units_of(name: str, given: Mapping[str, Any], by_frame: bool, by_row: bool =
     return Units(
         [pixels[0].numel() if count else 1] * count
         if isinstance(pixels, Tensor)
-        else [each.numel() for each in pixels],
+        else [image.numel() for image in pixels],
         lambda numbers: {key: _picked(value, count, numbers) for key, value in given.items()},
         not any(isinstance(value, Tensor | list | tuple) and len(value) == count for value in others),
     )
@@ -103,20 +103,20 @@ def _check_numbers_by_text(numbers: Sequence[int]) -> None:
         )
 
 
-def _of_views(name: str, given: Mapping[str, Any]) -> Units:
+def _of_views(name: str, arguments: Mapping[str, Any]) -> Units:
     """Return images with closer views of their parts, which follow each other, in numbers that may be 0."""
-    pixels, views = given[name], given[_VIEWS]
-    counts = [int(count) for count in given[_NUMBERS_OF_VIEWS]]
-    found = 0 if views is None else len(views)
-    if len(counts) != len(pixels) or sum(counts) != found:
+    pixels, views = arguments[name], arguments[_VIEWS]
+    counts = [int(count) for count in arguments[_NUMBERS_OF_VIEWS]]
+    view_count = 0 if views is None else len(views)
+    if len(counts) != len(pixels) or sum(counts) != view_count:
         raise ValueError(
-            f"{_NUMBERS_OF_VIEWS}={counts} does not fit {len(pixels)} images in {name} and {found} views in "
+            f"{_NUMBERS_OF_VIEWS}={counts} does not fit {len(pixels)} images in {name} and {view_count} views in "
             f"{_VIEWS}: give the numbers of these images"
         )
     ends = [*accumulate(counts, initial=0)]
 
     def take(numbers: Sequence[int]) -> dict[str, Any]:
-        taken = {key: _picked(value, len(counts), numbers) for key, value in given.items() if key != _VIEWS}
+        taken = {key: _picked(value, len(counts), numbers) for key, value in arguments.items() if key != _VIEWS}
         of_views = [] if views is None else [views[ends[n] : ends[n + 1]] for n in numbers]
         return {
             **taken,
@@ -125,13 +125,13 @@ def _of_views(name: str, given: Mapping[str, Any]) -> Units:
         }
 
     size = pixels[0].numel() if counts else 1
-    of_view = views[0].numel() if found else 0
+    of_view = views[0].numel() if view_count else 0
     return Units([size + count * of_view for count in counts], take, in_proportion=False)
 
 
-def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+def _of_patches(name: str, grid_name: str, arguments: Mapping[str, Any], by_frame: bool) -> Units:
     """Return units whose patches follow each other, as grids say."""
-    grid = given[grid_name]
+    grid = arguments[grid_name]
     if by_frame and grid.shape[1] == 3:
         frames = grid.repeat_interleave(grid[:, 0], 0)
         grid = torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], 1)
@@ -141,7 +141,7 @@ def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: b
     def take(numbers: Sequence[int]) -> dict[str, Any]:
         rows = torch.cat([torch.arange(ends[n], ends[n + 1], device="cpu") for n in numbers])
         taken = {}
-        for key, value in given.items():
+        for key, value in arguments.items():
             if key == grid_name:
                 taken[key] = grid[list(numbers)]
             elif isinstance(value, Tensor) and value.dim() and len(value) == ends[-1]:
@@ -153,14 +153,14 @@ def _of_patches(name: str, grid_name: str, given: Mapping[str, Any], by_frame: b
     return Units(patches, take)
 
 
-def _of_crops(name: str, pooling_name: str, given: Mapping[str, Any], by_frame: bool) -> Units:
+def _of_crops(name: str, pooling_name: str, arguments: Mapping[str, Any], by_frame: bool) -> Units:
     """Return images of several crops each, or frames of one, whose patches a model pools into tokens.
 
     Pooling [tokens, patches of each] has numbers of patches of all crops, -1 for none. Grids tell the tokens: of
     images [images, 4], two grids each, and of videos [videos, 3].
     """
     grid_name = pooling_name.replace("_token_pooling", "_grids")
-    crops, pooling, grid = given[name], given[pooling_name], given[grid_name]
+    crops, pooling, grid = arguments[name], arguments[pooling_name], arguments[grid_name]
     if by_frame and grid.shape[1] == 3:
         frames = grid.repeat_interleave(grid[:, 0], 0)
         grid = torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], 1)
@@ -185,14 +185,14 @@ def _of_crops(name: str, pooling_name: str, given: Mapping[str, Any], by_frame: 
             taken.append(crops[starts[n] : starts[n + 1]])
             moved.append(torch.where(pools[n] >= 0, pools[n] + (at - starts[n]) * wide, pools[n]))
             at += starts[n + 1] - starts[n]
-        return {**given, name: torch.cat(taken), pooling_name: torch.cat(moved), grid_name: grid[list(numbers)]}
+        return {**arguments, name: torch.cat(taken), pooling_name: torch.cat(moved), grid_name: grid[list(numbers)]}
 
     return Units([b - a for a, b in pairwise(starts)], take, in_proportion=False)
 
 
-def _of_strip(name: str, sizes_name: str, given: Mapping[str, Any]) -> Units:
+def _of_strip(name: str, sizes_name: str, arguments: Mapping[str, Any]) -> Units:
     """Return images whose patches follow each other in a strip, [1, C, P, P * patches], of sizes [images, 2]."""
-    strip, sizes = given[name], given[sizes_name]
+    strip, sizes = arguments[name], arguments[sizes_name]
     patches = sizes.prod(-1).tolist()
     wide, side = strip.shape[-1], strip.shape[-2]
     if len(strip) != 1 or wide != side * sum(patches):
@@ -204,17 +204,17 @@ def _of_strip(name: str, sizes_name: str, given: Mapping[str, Any]) -> Units:
 
     def take(numbers: Sequence[int]) -> dict[str, Any]:
         parts = [strip[..., side * ends[n] : side * ends[n + 1]] for n in numbers]
-        return {**given, name: torch.cat(parts, -1), sizes_name: sizes[list(numbers)]}
+        return {**arguments, name: torch.cat(parts, -1), sizes_name: sizes[list(numbers)]}
 
     return Units(patches, take)
 
 
-def _of_rows(name: str, given: Mapping[str, Any]) -> Units:
+def _of_rows(name: str, arguments: Mapping[str, Any]) -> Units:
     """Return the images of all rows, each as a row of its own."""
-    pixels = given[name].flatten(0, 1)
+    pixels = arguments[name].flatten(0, 1)
     real = (pixels != 0).flatten(1).any(1).nonzero().flatten()
     real = real if len(real) else torch.zeros(1, dtype=torch.int64, device=pixels.device)
-    rows = given[name].shape[:2]
+    rows = arguments[name].shape[:2]
 
     def take(numbers: Sequence[int]) -> dict[str, Any]:
         taken = real[list(numbers)]
@@ -222,7 +222,7 @@ def _of_rows(name: str, given: Mapping[str, Any]) -> Units:
             key: value.flatten(0, 1)[taken].unsqueeze(1)
             if isinstance(value, Tensor) and value.shape[:2] == rows
             else value
-            for key, value in given.items()
+            for key, value in arguments.items()
         }
 
     return Units([pixels[0].numel()] * len(real), take)

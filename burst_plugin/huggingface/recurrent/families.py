@@ -141,15 +141,15 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
 
     kinds: the types of layers that its configuration names, besides types of attention.
     """
-    found = {type(module): known for module, known in mixers(pretrained)}
-    told = [problem for kind, known in found.items() for problem in _problems_of_code(kind, known)]
+    mixer_kinds = {type(module): known for module, known in mixers(pretrained)}
+    told = [problem for kind, known in mixer_kinds.items() for problem in _problems_of_code(kind, known)]
     # Others matter to gradients by way of exponents, which have none on a ring.
     cells: list[Any] = [module for module, _ in mixers(pretrained) if type(module).__name__ == "xLSTMBackend"]
     added = {cell.config.eps for cell in cells}
     told += [
         f"its mLSTM adds eps={eps} to denominators, and on a ring {_EPS}; set eps to that" for eps in added - {_EPS}
     ]
-    unknown = _unknown(pretrained, kinds, bool(found))
+    unknown = _unknown(pretrained, kinds, bool(mixer_kinds))
     if unknown:
         told.append(f"it carries a state along the sequence (in {unknown}); use a model of attention layers only")
     return told
@@ -178,15 +178,15 @@ def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> s
     is_stateful = getattr(pretrained, "_is_stateful", False)
     if not (is_stateful or kinds & set(LAYER_TYPES)):
         return ""
-    found = {
+    names = {
         type(module).__name__
         for module in text_modules(pretrained)
         if any(isinstance(child, torch.nn.Conv1d) for child in module.children()) and _known(type(module)) is None
     }
     names_layers = bool(getattr(pretrained.config.get_text_config(), "layer_types", None))
-    if not found and not has_known and (kinds or not names_layers):
-        found = {type(pretrained).__name__}
-    return ", ".join(sorted(found))
+    if not names and not has_known and (kinds or not names_layers):
+        names = {type(pretrained).__name__}
+    return ", ".join(sorted(names))
 
 
 def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
@@ -225,14 +225,14 @@ def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> di
     which are returned as they are for a model without such layers. Raises ValueError for a model that would evaluate
     the shard in pieces (`max_inference_chunksize`).
     """
-    known = [each for _, each in mixers(pretrained)]
+    known = [mixer for _, mixer in mixers(pretrained)]
     if not known:
         return kwargs
     return forward.begin(
         pretrained,
         shard,
         kwargs,
-        takes_mask=any(each.takes_mask for each in known),
+        takes_mask=any(mixer.takes_mask for mixer in known),
     )
 
 

@@ -41,29 +41,35 @@ def _take_over(names: str, on_shard: _OnShard, original: _Original, /, *args: An
     return on_shard(original, shard, {**dict(zip(names.split(), args, strict=False)), **kwargs})
 
 
-def _convolve(original: _Original, shard: SequenceShard, given: _Given) -> Tensor:
+def _convolve(original: _Original, shard: SequenceShard, arguments: _Given) -> Tensor:
     """Convolve [B, C, S] with the tokens before this rank's runs, which are there already in the turn of a cache."""
     if states_of_turn() is not None:
-        whole = given["hidden_states"], given["weight"], given.get("bias")
-        return cast(Tensor, original(*whole, activation=given.get("activation")))
-    hidden_states = _without_padding(given["hidden_states"], shard)
-    weight: Tensor = given["weight"]
+        inputs = arguments["hidden_states"], arguments["weight"], arguments.get("bias")
+        return cast(Tensor, original(*inputs, activation=arguments.get("activation")))
+    hidden_states = _without_padding(arguments["hidden_states"], shard)
+    weight: Tensor = arguments["weight"]
 
     def convolve(x: Tensor) -> Tensor:
-        out: Tensor = original(x.transpose(1, 2), weight, given.get("bias"), activation=given.get("activation"))
+        out: Tensor = original(
+            x.transpose(1, 2), weight, arguments.get("bias"), activation=arguments.get("activation")
+        )
         return out.transpose(1, 2)
 
     place = placement(shard, "causal_conv1d_fn")
-    found: Tensor = recurrent.with_tokens_before(convolve, hidden_states.transpose(1, 2), weight.shape[-1] - 1, place)
-    return found.transpose(1, 2)
+    result: Tensor = recurrent.with_tokens_before(
+        convolve, hidden_states.transpose(1, 2), weight.shape[-1] - 1, place
+    )
+    return result.transpose(1, 2)
 
 
-def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, Tensor | None]:
+def _delta_rule(
+    name: str, original: _Original, shard: SequenceShard, arguments: _Given
+) -> tuple[Tensor, Tensor | None]:
     """Compute a gated delta rule, [B, S, H, V], and its last state if it is asked for."""
-    q, k, v, g, beta = (given[each] for each in ("query", "key", "value", "g", "beta"))
-    initial = entering(name, given.get("initial_state"))
+    q, k, v, g, beta = (arguments[entry] for entry in ("query", "key", "value", "g", "beta"))
+    initial = entering(name, arguments.get("initial_state"))
     _check_length(q.shape[1], shard, name)
-    options = {each: given[each] for each in ("chunk_size", "use_qk_l2norm_in_kernel") if each in given}
+    options = {entry: arguments[entry] for entry in ("chunk_size", "use_qk_l2norm_in_kernel") if entry in arguments}
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
@@ -74,75 +80,75 @@ def _delta_rule(name: str, original: _Original, shard: SequenceShard, given: _Gi
     heads = v.shape[2] // k.shape[2]
     if heads > 1:  # each query head serves several heads of values, which have states of their own
         q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
-    wants_state = bool(given.get("output_final_state"))
+    wants_state = bool(arguments.get("output_final_state"))
     place = placement(shard, name, initial)
     pair = partial(pair_by_library, original, kernel, bool(options.get("use_qk_l2norm_in_kernel")))
-    found: Any = recurrent.gated_delta_rule(
+    result: Any = recurrent.gated_delta_rule(
         q, k, v, g, beta, place, kernel=kernel, pair=pair, return_final_state=wants_state
     )
-    return found if wants_state else (found, None)
+    return result if wants_state else (result, None)
 
 
-def _state_space(original: _Original, shard: SequenceShard, given: _Given) -> Any:
+def _state_space(original: _Original, shard: SequenceShard, arguments: _Given) -> Any:
     """Compute Mamba-2's scan, [B, S, H, P], and its last state if it is asked for."""
-    name, x = "mamba2_chunk_scan", given["hidden_states"]
-    initial = entering(name, given.get("initial_states"))
+    name, x = "mamba2_chunk_scan", arguments["hidden_states"]
+    initial = entering(name, arguments.get("initial_states"))
     _check_length(x.shape[1], shard, name)
 
     def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        usual = {"chunk_size": given["chunk_size"], "return_final_states": True}
+        usual = {"chunk_size": arguments["chunk_size"], "return_final_states": True}
         out, last = original(x, dt, A, B, C, initial_states=state, **usual)
         return out, last
 
-    dt = _steps(given["dt"], given.get("dt_bias"), given.get("dt_softplus", False))
-    dt = dt.clamp(*given.get("dt_limit", (0.0, None)))
-    wants_state = bool(given.get("return_final_states"))
-    A, B, C = (given[each] for each in ("A", "B", "C"))
+    dt = _steps(arguments["dt"], arguments.get("dt_bias"), arguments.get("dt_softplus", False))
+    dt = dt.clamp(*arguments.get("dt_limit", (0.0, None)))
+    wants_state = bool(arguments.get("return_final_states"))
+    A, B, C = (arguments[entry] for entry in ("A", "B", "C"))
     place = placement(shard, name, initial)
-    found: Any = recurrent.state_space(x, dt, A, B, C, place, kernel=kernel, return_final_state=wants_state)
-    out, last = found if wants_state else (found, None)
-    skip = given.get("D")
+    result: Any = recurrent.state_space(x, dt, A, B, C, place, kernel=kernel, return_final_state=wants_state)
+    out, last = result if wants_state else (result, None)
+    skip = arguments.get("D")
     if skip is not None and skip.dim() == 1:
         skip = skip[:, None]
-    out = _finish(out, x, skip, given.get("z"))
+    out = _finish(out, x, skip, arguments.get("z"))
     return (out, last) if wants_state else out
 
 
-def _selective_scan(original: _Original, shard: SequenceShard, given: _Given) -> Any:
+def _selective_scan(original: _Original, shard: SequenceShard, arguments: _Given) -> Any:
     """Compute Mamba-1's scan, [B, D, S], and its last state if it is asked for."""
     name = "mamba_selective_scan"
-    x, dt, B, C = (given[each].transpose(1, 2) for each in ("hidden_states", "dt", "B", "C"))
+    x, dt, B, C = (arguments[entry].transpose(1, 2) for entry in ("hidden_states", "dt", "B", "C"))
     _check_length(x.shape[1], shard, name)
-    dt = _steps(dt, given.get("delta_bias"), given.get("delta_softplus", False))
-    wants_state = bool(given.get("return_last_state"))
+    dt = _steps(dt, arguments.get("delta_bias"), arguments.get("delta_softplus", False))
+    wants_state = bool(arguments.get("return_last_state"))
     states = states_of_turn()
     place = placement(shard, name, () if states is None else states.entering_scan())
-    found: Any = recurrent.selective_scan(x, dt, given["A"], B, C, place, return_final_state=wants_state)
-    out, last = found if wants_state else (found, None)
-    gate = given.get("z")
-    out = _finish(out, x, given.get("D"), None if gate is None else gate.transpose(1, 2)).transpose(1, 2)
+    result: Any = recurrent.selective_scan(x, dt, arguments["A"], B, C, place, return_final_state=wants_state)
+    out, last = result if wants_state else (result, None)
+    gate = arguments.get("z")
+    out = _finish(out, x, arguments.get("D"), None if gate is None else gate.transpose(1, 2)).transpose(1, 2)
     return (out, last) if wants_state else out
 
 
-def _rwkv(original: _Original, shard: SequenceShard, given: _Given) -> tuple[Tensor, list[Tensor] | None]:
+def _rwkv(original: _Original, shard: SequenceShard, arguments: _Given) -> tuple[Tensor, list[Tensor] | None]:
     """Compute RWKV's weighted averages, [B, S, E], and its last state if it is asked for."""
-    name, key, states = "rwkv_linear_attention", given["key"], states_of_turn()
+    name, key, states = "rwkv_linear_attention", arguments["key"], states_of_turn()
     _check_length(key.shape[1], shard, name)
-    log_decay = -torch.exp(given["time_decay"].float())
-    wants_state = bool(given.get("return_state")) or states is not None
-    initial = entering(name, *(given.get("state") or ())) if states is None else states.entering_averages()
+    log_decay = -torch.exp(arguments["time_decay"].float())
+    wants_state = bool(arguments.get("return_state")) or states is not None
+    initial = entering(name, *(arguments.get("state") or ())) if states is None else states.entering_averages()
     place = placement(shard, name, initial)
-    found: Any = recurrent.rwkv(
-        key, given["value"], log_decay, given["time_first"], place, return_final_state=wants_state
+    result: Any = recurrent.rwkv(
+        key, arguments["value"], log_decay, arguments["time_first"], place, return_final_state=wants_state
     )
-    out, last = found if wants_state else (found, None)
+    out, last = result if wants_state else (result, None)
     if states is not None and last is not None:
         states.keep_averages(last)
         last = None
     return out.to(key.dtype), None if last is None else list(last)
 
 
-def _nothing(original: _Original, shard: SequenceShard, given: _Given) -> None:
+def _nothing(original: _Original, shard: SequenceShard, arguments: _Given) -> None:
     """Compute nothing in one go on a shard: the mixer then calls convolution and scan one by one."""
 
 
@@ -176,10 +182,10 @@ def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 def _finish(out: Tensor, x: Tensor, skip: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return the output of a scan with what passes it by, and with its gate."""
     kind = torch.promote_types(out.dtype, torch.float32)
-    found = out if skip is None else out.to(kind) + skip.to(kind) * x.to(kind)
+    result = out if skip is None else out.to(kind) + skip.to(kind) * x.to(kind)
     if gate is not None:
-        found = found * torch.nn.functional.silu(gate.to(kind))
-    return found.to(out.dtype)
+        result = result * torch.nn.functional.silu(gate.to(kind))
+    return result.to(out.dtype)
 
 
 _DELTA = "query key value g beta"

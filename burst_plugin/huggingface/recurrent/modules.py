@@ -113,9 +113,9 @@ def recurrent_unit(module: Any, shard: SequenceShard, given: Mapping[str, Any]) 
     scale = torch.where(starts, torch.ones_like(rest), _bounded_root(rest))
     scaled = x * gates[0] * scale.to(x.dtype)
     log_decay = log_decay.float().masked_fill(starts, float("-inf"))
-    found: Any = recurrent.affine_scan(scaled.float(), log_decay, place, return_final_state=in_turn)
+    result: Any = recurrent.affine_scan(scaled.float(), log_decay, place, return_final_state=in_turn)
     out: Tensor
-    out, module.recurrent_states = found if in_turn else (found, module.recurrent_states)
+    out, module.recurrent_states = result if in_turn else (result, module.recurrent_states)
     return out.to(x.dtype)
 
 
@@ -155,8 +155,8 @@ def mlstm(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[
     names = ("query", "key", "value", "igate", "fgate")
     q, k, v, igate, fgate = (given[name].transpose(1, 2) for name in names)
     place = placement(shard, "mlstm", initial)
-    found: Any = recurrent.mlstm(q, k, v, igate, fgate, place, return_final_state=in_turn)
-    out, last = found if in_turn else (found, None)
+    result: Any = recurrent.mlstm(q, k, v, igate, fgate, place, return_final_state=in_turn)
+    out, last = result if in_turn else (result, None)
     if last is not None:
         last = (*last[:2], last[2].unsqueeze(-1))
     return out.transpose(1, 2).to(given["query"].dtype), last
@@ -192,10 +192,10 @@ def compressed_projection(
     states = states_of_turn()
     if states is None:
         place = placement(shard, "compressed_projection")
-        found = recurrent.with_tokens_before(look_back, (torch.cat([q, k], -1), hidden), max(width, 1), place)
+        outputs = recurrent.with_tokens_before(look_back, (torch.cat([q, k], -1), hidden), max(width, 1), place)
     else:
-        found = _with_cached(module, states, torch.cat([q, k], -1), hidden)
-    mixed_q, mixed_k, delayed = found.tensor_split([heads * size, (heads + groups) * size], -1)
+        outputs = _with_cached(module, states, torch.cat([q, k], -1), hidden)
+    mixed_q, mixed_k, delayed = outputs.tensor_split([heads * size, (heads + groups) * size], -1)
     query = _by_head(mixed_q, heads) + both.flatten(2, 3)
     key = _by_head(mixed_k, groups) + both.mean(3)
     value = torch.cat([module.v_proj_current(hidden), delayed], -1)
@@ -223,12 +223,12 @@ def ngram_embedding(module: Any, shard: SequenceShard, given: Mapping[str, Any])
     given: the arguments of the module's `forward` by name. A document's first tokens follow end-of-text tokens, as in
         a row of its own.
     """
-    own, end = partial(inspect.unwrap(type(module).forward), module), module.eos_token_id
+    own_forward, end = partial(inspect.unwrap(type(module).forward), module), module.eos_token_id
     place = placement(shard, "ngram_embedding")
 
     def embed(ids: Tensor) -> Tensor:
-        found: Tensor = own(ids + end, None)  # where ids are 0, before a document, these are ends
-        return found
+        embeddings: Tensor = own_forward(ids + end, None)  # where ids are 0, before a document, these are ends
+        return embeddings
 
     return recurrent.with_tokens_before(embed, given["input_ids"].long() - end, module.context_len, place)
 
@@ -238,10 +238,10 @@ def dilated_convolution(module: Any, shard: SequenceShard, given: Mapping[str, A
 
     It replaces the module's method `_short_conv`, whose arguments by name are `given`. Zeros come before a document.
     """
-    own = partial(inspect.unwrap(type(module)._short_conv), module)
+    own_convolution = partial(inspect.unwrap(type(module)._short_conv), module)
     place = placement(shard, "dilated_convolution")
     width: int = module.short_conv_state_len
-    return recurrent.with_tokens_before(lambda x: own(x, None), given["hidden_states"], width, place)
+    return recurrent.with_tokens_before(lambda x: own_convolution(x, None), given["hidden_states"], width, place)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

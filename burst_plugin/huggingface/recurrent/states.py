@@ -73,9 +73,9 @@ class LayerStates:
     @property
     def bytes(self) -> int:
         """Return the number of bytes of all states, which every rank holds."""
-        found: list[Tensor] = []
-        tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, (self.own, *self._stored()))
-        return sum(x.numel() * x.element_size() for x in found)
+        tensors: list[Tensor] = []
+        tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (self.own, *self._stored()))
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     def with_conv_state(self, x: Tensor, layer: int, state: int, width: int) -> Tensor:
         """Return this rank's columns x [B, C, n] with the `width` tokens before them, [B, C, width + n]; collective.
