@@ -179,36 +179,36 @@ def _minor(text: str) -> tuple[int, ...]:
 
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Initialize an engine as `deepspeed.initialize` does, with rings if the configuration asks for them."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    config = find_configuration(given)
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = find_configuration(arguments)
     if config is None or BLOCK not in config:
         warn_of_near_misses(config or {})
         return _without_rings(adapter, original, *args, **kwargs)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
-        dist_init_required=given.get("dist_init_required"),
+        distributed_port=arguments.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
+        dist_init_required=arguments.get("dist_init_required"),
     )
-    _use_own_device(given.get("args"))
-    given["mpu"] = requested_beside(given.get("mpu"), config)
-    block, size = agree_on_block(config, given)
+    _use_own_device(arguments.get("args"))
+    arguments["mpu"] = requested_beside(arguments.get("mpu"), config)
+    block, size = agree_on_block(config, arguments)
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)
-    mpu = asked = given["mpu"]
+    mpu = asked = arguments["mpu"]
     if isinstance(mpu, RequestedSize):
         mpu, config = None, _without_accelerates_batch(config)
     made = make_groups(size, mpu)
-    cp = ContextParallel(made.context, strategy=strategy_for(block, given["model"]))
+    cp = ContextParallel(made.context, strategy=strategy_for(block, arguments["model"]))
     cp.connect()
     session = Session(cp, made.world, block.loss_of(size))
-    is_trained = given.get("model_parameters") is not None or given.get("optimizer") is not None
+    is_trained = arguments.get("model_parameters") is not None or arguments.get("optimizer") is not None
     is_reference = getattr(asked, "is_beside", False) and not is_trained
-    session.gathers = size > 1 and (given["model"] in adapter.gathering or is_reference)
+    session.gathers = size > 1 and (arguments["model"] in adapter.gathering or is_reference)
     note_states(cp, _states(config, is_trained))
-    adapter.release(given["model"])
-    adapter.attach(session, given["model"])
+    adapter.release(arguments["model"])
+    adapter.attach(session, arguments["model"])
     waiting, adapter.waiting = adapter.waiting, []
-    engine = _run(original, given, config, Unit(made))
+    engine = _run(original, arguments, config, Unit(made))
     adapter.sessions[engine[0]] = adapter.latest = session
     session.engine = weakref.ref(engine[0])
     for loader in waiting:
@@ -302,29 +302,29 @@ def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None
         original(engine)
 
 
-def _run(original: Callable[..., Any], given: Mapping[str, Any], config: dict[str, Any], unit: Unit) -> Any:
+def _run(original: Callable[..., Any], arguments: Mapping[str, Any], config: dict[str, Any], unit: Unit) -> Any:
     """Call DeepSpeed's own `initialize` with our `mpu`, and with gradients reduced in float32 by default."""
-    given = {name: value for name, value in given.items() if name not in ("config_params", "mesh_param")}
-    if getattr(given.get("args"), "deepspeed_config", None) is not None:
-        given["args"] = copy.copy(given["args"])
-        given["args"].deepspeed_config = None
-    given["config"] = {"communication_data_type": "fp32", **config}
-    given["mpu"] = unit
-    result = original(**given)
+    arguments = {name: value for name, value in arguments.items() if name not in ("config_params", "mesh_param")}
+    if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
+        arguments["args"] = copy.copy(arguments["args"])
+        arguments["args"].deepspeed_config = None
+    arguments["config"] = {"communication_data_type": "fp32", **config}
+    arguments["mpu"] = unit
+    result = original(**arguments)
     result[0].dp_world_size = unit.get_data_parallel_world_size()  # None would make set_train_batch_size fail
     return result
 
 
 def _zero_init(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a `deepspeed.zero.Init` whose check of batch sizes, which knows no `mpu`, does not fail for rings."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    name = "config" if given.get("config") is not None else "config_dict_or_path"
-    config = read_configuration(given.get(name))
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    name = "config" if arguments.get("config") is not None else "config_dict_or_path"
+    config = read_configuration(arguments.get(name))
     block = Block.of(config) if config is not None else None
-    if config is None or block is None or not block.enabled or given.get("mpu") is not None:
+    if config is None or block is None or not block.enabled or arguments.get("mpu") is not None:
         return original(*args, **kwargs)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     block.size(world)  # raises ValueError, as `initialize` would, but before the model is made
     # It needs only ZeRO's settings; batch sizes that count rings would not pass its check.
     config = {key: value for key, value in config.items() if key not in _BATCH_KEYS}
-    return original(**{**given, name: {**config, "train_micro_batch_size_per_gpu": 1}})
+    return original(**{**arguments, name: {**config, "train_micro_batch_size_per_gpu": 1}})

@@ -50,14 +50,14 @@ def read_configuration(config: Any) -> dict[str, Any] | None:
         return None
     try:
         if os.path.exists(config):
-            found = loads(Path(config).read_text())
+            content = loads(Path(config).read_text())
         else:
-            found = loads(base64.urlsafe_b64decode(str(config)).decode())
+            content = loads(base64.urlsafe_b64decode(str(config)).decode())
     except RepeatedKeyError:
         raise  # DeepSpeed would not notice, since it gets what was read here
     except (OSError, ValueError):
         return None  # DeepSpeed reports what is wrong with it
-    return dict(found) if isinstance(found, Mapping) else None
+    return dict(content) if isinstance(content, Mapping) else None
 
 
 def requested_beside(mpu: Any, config: Mapping[str, Any]) -> Any:
@@ -118,9 +118,9 @@ def agree_on_block(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple
     return prepared_together(prepared, agree)[0]
 
 
-def _size(block: Block, given: Mapping[str, Any]) -> int:
+def _size(block: Block, arguments: Mapping[str, Any]) -> int:
     """Return the context-parallel size that the block, Accelerate, or an `mpu` asks for."""
-    mpu, others = given.get("mpu"), []
+    mpu, others = arguments.get("mpu"), []
     if isinstance(mpu, RequestedSize):
         others = [mpu.size]
     elif mpu is not None and block.context_parallel_size == AUTO:
@@ -128,12 +128,12 @@ def _size(block: Block, given: Mapping[str, Any]) -> int:
     return block.size(dist.get_world_size(), others)
 
 
-def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
+def _problems(arguments: Mapping[str, Any], size: int, loss: str) -> list[str]:
     """Return the reasons why the model, or other arguments of `initialize`, cannot be used with a ring."""
-    model, mpu = given["model"], given.get("mpu")
+    model, mpu = arguments["model"], arguments.get("mpu")
     reasons = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
-    if given.get("mesh_param") is not None:
-        reasons.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
+    if arguments.get("mesh_param") is not None:
+        reasons.append(f"mesh_param={arguments['mesh_param']!r} does not go together with {BLOCK}: leave it out")
     recorded = getattr(sys.modules.get(_TENSOR_PARALLEL), "_TP_MODEL_INIT_ARGS", None) or {}
     if recorded.get("tp_size", 1) > 1 or getattr(model, "ds_autotp_parsed", False):
         reasons.append(f"tensor parallelism (deepspeed.tp_model_init) has not been tried with {BLOCK}: leave it out")
@@ -156,11 +156,11 @@ def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
     return reasons
 
 
-def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> list[str]:
+def _batch_problems(config: Mapping[str, Any], arguments: Mapping[str, Any], size: int) -> list[str]:
     """Return a reason against batch sizes that count every rank as a data-parallel one; [] for other sizes."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     numbers: list[Any] = [config.get(name) for name in names]
-    if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not all(isinstance(n, int) for n in numbers):
+    if size == 1 or isinstance(arguments.get("mpu"), RequestedSize) or not all(isinstance(n, int) for n in numbers):
         return []
     (batch, micro, steps), world = numbers, dist.get_world_size()
     if batch != micro * steps * world:

@@ -77,29 +77,29 @@ class Block:
         """
         if BLOCK not in config:
             return None
-        given = config[BLOCK]
-        if not isinstance(given, Mapping):
-            raise ValueError(f'"{BLOCK}": got {given!r}, expected a block such as {{"enabled": true}}')
+        block = config[BLOCK]
+        if not isinstance(block, Mapping):
+            raise ValueError(f'"{BLOCK}": got {block!r}, expected a block such as {{"enabled": true}}')
         valid = (*_OWN_KEYS, "preset", *(field.name for field in fields(Strategy)))
-        unknown = [f'"{key}"{_nearest(key, valid)}' for key in given if key not in valid]
+        unknown = [f'"{key}"{_nearest(key, valid)}' for key in block if key not in valid]
         if unknown:
             raise ValueError(f'"{BLOCK}": unknown key {", ".join(unknown)}; valid keys: {", ".join(valid)}')
-        enabled = given.get("enabled", True)
+        enabled = block.get("enabled", True)
         if not isinstance(enabled, bool):
             raise ValueError(f'"{BLOCK}": enabled={enabled!r} is not valid; use true or false')
-        size = given.get("context_parallel_size", AUTO)
+        size = block.get("context_parallel_size", AUTO)
         if size != AUTO and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(
                 f'"{BLOCK}": context_parallel_size={size!r} is not valid; use a positive number or "auto"'
             )
-        loss = given.get("loss", AUTO)
+        loss = block.get("loss", AUTO)
         if loss not in _LOSSES:
             raise ValueError(f'"{BLOCK}": loss={loss!r} is not valid; use one of: {", ".join(_LOSSES)}')
         try:
-            options = {key: value for key, value in given.items() if key not in _OWN_KEYS}
-            sizes = {"seq": given["seq_length"]} if "seq_length" in given else {}
-            if "profile" in given:
-                strategy: Strategy = Strategy.from_profile(given["profile"], model=sizes, **options)
+            options = {key: value for key, value in block.items() if key not in _OWN_KEYS}
+            sizes = {"seq": block["seq_length"]} if "seq_length" in block else {}
+            if "profile" in block:
+                strategy: Strategy = Strategy.from_profile(block["profile"], model=sizes, **options)
             elif sizes:
                 raise ValueError(
                     f"seq_length={sizes['seq']!r} has no effect without a profile: add "

@@ -172,10 +172,10 @@ class Session:
 
         Labels of all rings are counted.
         """
-        mine = sum(shard.valid_tokens for shard in shards)
+        count = sum(shard.valid_tokens for shard in shards)
         if self.ranks == self.cp.ranks:
-            return float(mine)
-        return self.sum_over_ranks(float(mine)) / self.cp.ranks
+            return float(count)
+        return self.sum_over_ranks(float(count)) / self.cp.ranks
 
     def gather_logits(self, logits: Tensor, shard: SequenceShard) -> Tensor:
         """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective.
@@ -233,12 +233,12 @@ class Session:
         From time to time the backward pass checks that ranks of a ring give the loss equal weights.
         """
         self.losses_made += 1
-        whole = self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
-        if training and whole.requires_grad and self.cp.group is not None:
+        mean_loss = self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
+        if training and mean_loss.requires_grad and self.cp.group is not None:
             self._trained_losses += 1
             if self._trained_losses & (self._trained_losses - 1) == 0:
-                whole.register_hook(self.check_weight)  # type: ignore[no-untyped-call]
-        return whole
+                mean_loss.register_hook(self.check_weight)  # type: ignore[no-untyped-call]
+        return mean_loss
 
     def check_weight(self, grad: Tensor) -> None:
         """Raise ValueError on every rank if ranks have put unlike weights on the loss of a batch; collective.
@@ -288,12 +288,12 @@ class Session:
         try:
             with torch.no_grad():
                 if self.gathers:  # which cuts batches, and returns the loss of whole ones, by itself
-                    whole: Tensor | None = engine(**batch).loss
-                    if whole is None:
+                    whole_loss: Tensor | None = engine(**batch).loss
+                    if whole_loss is None:
                         raise ValueError(
                             "the model returned no loss; give it labels, or compute a loss from its outputs"
                         )
-                    return whole
+                    return whole_loss
                 local, before = self.cut(batch), self.losses_made
                 loss: Tensor = engine(**local).loss
                 is_whole = self.whole_batches and (self.leaves_losses or self.losses_made != before)

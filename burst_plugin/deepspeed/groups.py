@@ -114,15 +114,15 @@ def make_groups(size: int, mpu: Any = None) -> EngineGroups:
     from deepspeed.utils import groups
 
     world, rank = groups._clone_world_group(), dist.get_rank()
-    whole: Any = dist.group.WORLD
+    default_group: Any = dist.group.WORLD
     mark = [token_hex(8)]
     dist.broadcast_object_list(mark)
     first = rank // size * size
     if mpu is not None:
         context = mpu.get_sequence_parallel_group()
     else:
-        context = new_group_like(whole, range(first, first + size), f"BURST_CONTEXT_{first}_{mark[0]}")
-    return EngineGroups(context, new_group_like(whole, [rank], f"BURST_ALONE_{rank}_{mark[0]}"), world)
+        context = new_group_like(default_group, range(first, first + size), f"BURST_CONTEXT_{first}_{mark[0]}")
+    return EngineGroups(context, new_group_like(default_group, [rank], f"BURST_ALONE_{rank}_{mark[0]}"), world)
 
 
 def sequence_parallel_size(mpu: Any) -> int:

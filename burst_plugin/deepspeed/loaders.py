@@ -144,19 +144,19 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     if cp.group is None:
         return [] if batch is None else [batch]
     gathered: list[Any] = [None] * cp.ranks
-    mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
+    own_batch: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
     if isinstance(batch, Mapping) and SHARD_KEY in batch:
-        mine = "a batch that is cut already"
+        own_batch = "a batch that is cut already"
     elif isinstance(batch, Mapping):
-        mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
+        own_batch = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     with cp.rank_state.alone():
-        dist.all_gather_object(gathered, mine, group=cp.group)
-    not_dicts = {rank: each for rank, each in enumerate(gathered) if isinstance(each, str)}
+        dist.all_gather_object(gathered, own_batch, group=cp.group)
+    not_dicts = {rank: item for rank, item in enumerate(gathered) if isinstance(item, str)}
     if not_dicts:
         raise ValueError(
             f"a batch has to be a dict of whole tensors by name, but some ranks have other batches: {not_dicts}"
         )
-    ended = [rank for rank, each in enumerate(gathered) if each is None]
+    ended = [rank for rank, item in enumerate(gathered) if item is None]
     if len(ended) == cp.ranks:
         return []
     if ended:
@@ -166,7 +166,7 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
         )
     assert batch is not None, "no rank has ended"
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
-    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in gathered]
+    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in item.items()} for item in gathered]
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -117,11 +117,11 @@ class OwnLosses:
                     return
         self._is_mean, self._labels = False, _LABELS if logits and _LABELS in labels else ""
         if self._forwards == 1 and not self._labels:
-            what = "without the logits that it is computed from"
+            description = "without the logits that it is computed from"
             if logits:
-                what = "that is not the mean cross entropy over any labels among its arguments"
+                description = "that is not the mean cross entropy over any labels among its arguments"
             warnings.warn(
-                f"the model returns a loss {what}, so it cannot be checked: make sure that it is "
+                f"the model returns a loss {description}, so it cannot be checked: make sure that it is "
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), or return the logits as well, and "
                 "name that argument shift_labels",
                 stacklevel=2,
@@ -162,7 +162,7 @@ def _place_of_loss(floats: Mapping[Any, Tensor]) -> Any:
 
 def _integers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors that may be labels, in arguments or one level below, by place; `shift_labels` first."""
-    found: dict[str, Tensor] = {}
+    integers: dict[str, Tensor] = {}
     for name, value in arguments.items():
         inner: Any = [("", value)]
         if isinstance(value, Mapping):
@@ -171,8 +171,8 @@ def _integers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
             inner = enumerate(value)
         for key, x in inner:
             if isinstance(x, Tensor) and x.dim() > 1 and x.dtype in (torch.int64, torch.int32):
-                found[f"{name} {key}".rstrip()] = x
-    return dict(sorted(found.items(), key=lambda item: item[0] != _LABELS))
+                integers[f"{name} {key}".rstrip()] = x
+    return dict(sorted(integers.items(), key=lambda item: item[0] != _LABELS))
 
 
 def _differs(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:

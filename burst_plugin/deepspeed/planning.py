@@ -100,20 +100,20 @@ def _config(model: ModelShape, setting: Setting) -> dict[str, Any]:
 
 
 def _arguments(setting: Setting) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "bf16": True,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": setting.microbatches,
         "max_grad_norm": 1.0,
         "gradient_checkpointing": setting.recompute == "full",
     }
-    if found["gradient_checkpointing"]:
-        found["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if arguments["gradient_checkpointing"]:
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if not setting.code.plain_norms:  # only norms: all else is done in chunks, or by the ring
         others = ("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
-        found["use_liger_kernel"] = True
-        found["liger_kernel_config"] = {"rms_norm": True} | dict.fromkeys(others, False)
-    return found
+        arguments["use_liger_kernel"] = True
+        arguments["liger_kernel_config"] = {"rms_norm": True} | dict.fromkeys(others, False)
+    return arguments
 
 
 def _text(value: Any) -> str:

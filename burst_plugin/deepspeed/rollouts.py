@@ -45,12 +45,12 @@ def rollout_log_probs(
     if session.cp.ranks == 1 and session.hooks is not None:  # as long as the model has a loss of its own
         session.hooks.check_takes_shards(engine.module)
     with session.computing_edges():
-        found = of_model(engine, rollouts, session.cp, **options)
+        values = of_model(engine, rollouts, session.cp, **options)
     if options.get("own"):  # the gradient is that of all ranks' losses already
-        return found
-    log_probs, entropies = ([with_gradient_of_ring(x, session) for x in each] for each in found[:2])
-    in_ring = found._replace(log_probs=log_probs, entropies=entropies)
-    in_ring.router_loss = None if found.router_loss is None else with_gradient_of_ring(found.router_loss, session)
+        return values
+    log_probs, entropies = ([with_gradient_of_ring(x, session) for x in each] for each in values[:2])
+    in_ring = values._replace(log_probs=log_probs, entropies=entropies)
+    in_ring.router_loss = None if values.router_loss is None else with_gradient_of_ring(values.router_loss, session)
     return in_ring
 
 
@@ -69,8 +69,8 @@ def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: Sequen
     if not isinstance(shard, SequenceShard) or shard.mask is None or not shard.mask.trees:
         raise ValueError(f'got {shown(shard)}; give the entry "burst" of a batch that was cut with a tree')
     of_logits = Head(lambda rows: rows, chunk=_CHUNK, parameters=[])
-    found = edge_log_probs_of_hidden(logits, of_logits, edges, shard.cp, tokens=shard.tokens)
-    return with_gradient_of_ring(found[0], session), with_gradient_of_ring(found[1], session)
+    values = edge_log_probs_of_hidden(logits, of_logits, edges, shard.cp, tokens=shard.tokens)
+    return with_gradient_of_ring(values[0], session), with_gradient_of_ring(values[1], session)
 
 
 def with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:

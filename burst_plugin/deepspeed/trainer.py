@@ -311,17 +311,17 @@ def _note_model_loss(adapter: Adapter, original: Callable[..., Any], trainer: An
     if session is None:
         return original(trainer, *args, **kwargs)
     session.took_model_loss = True
-    found = original(trainer, *args, **kwargs)
+    result = original(trainer, *args, **kwargs)
     count = bind(original, trainer, *args, **kwargs).arguments.get("num_items_in_batch")
     if not session.gathers or count is None or not trainer.model_accepts_loss_kwargs:
-        return found
+        return result
     if not trainer.args.average_tokens_across_devices:
-        return found
+        return result
     # Trainer takes the loss of any model for a sum over all ranks' labels, divided by their number, and adds it up
     # over the batches of a step and over ranks; so it does with the mean of a classifier. In training it has left
     # that out here, for sequence parallelism, and in evaluation it has counted the ranks of a ring.
     times = session.ranks // session.cp.ranks if trainer.model.training else 1 / session.ranks
-    return (found[0] * times, found[1]) if isinstance(found, tuple) else found * times
+    return (result[0] * times, result[1]) if isinstance(result, tuple) else result * times
 
 
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -438,8 +438,8 @@ def _generate(
         loss = _predict(adapter, original, trainer, model, inputs, True)[0]
     unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
     with ring_for_generation(session.cp):
-        found = [step(batch, False, ignore_keys, **options)[1] for batch in exchanged(unlabelled, session.cp)]
-    return loss, found[session.cp.rank], labels
+        outputs = [step(batch, False, ignore_keys, **options)[1] for batch in exchanged(unlabelled, session.cp)]
+    return loss, outputs[session.cp.rank], labels
 
 
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

@@ -67,8 +67,8 @@ def _concatenated_forward(
     if not is_orpo and trainer.cpo_alpha == 0:
         nll = torch.zeros_like(nll)
     read = mean_logits[:, :-1] if is_orpo else mean_logits
-    found = (sums[:chosen], sums[chosen:], read[:chosen].unsqueeze(-1), read[chosen:].unsqueeze(-1), nll)
-    return (*found, outputs.aux_loss) if trainer.aux_loss_enabled else found
+    values = (sums[:chosen], sums[chosen:], read[:chosen].unsqueeze(-1), read[chosen:].unsqueeze(-1), nll)
+    return (*values, outputs.aux_loss) if trainer.aux_loss_enabled else values
 
 
 def _of_next_tokens(logits: Tensor, ids: Tensor, shard: SequenceShard) -> Tensor:

@@ -82,13 +82,13 @@ def _choose_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], 
     session = adapter.sessions.get(trainer.model_wrapped)
     if session is None or session.cp.group is None:
         return original(*args, **kwargs)
-    own = random.getstate()
-    random.setstate(_of_first_rank(session, own))
+    own_state = random.getstate()
+    random.setstate(_of_first_rank(session, own_state))
     try:
         return original(*args, **kwargs)
     finally:
         if session.cp.rank:
-            random.setstate(own)
+            random.setstate(own_state)
 
 
 def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any], *args: Any) -> Any:
@@ -100,17 +100,17 @@ def _generate_alike(adapter: Adapter, trainer: Any, original: Callable[..., Any]
     args = tuple(_with_cache(each) for each in args)  # without one the ring would cut what is generated
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(_of_first_rank(session, seed))
-        found = original(*args)
-    return _of_first_rank(session, [x.cpu() for x in found], found[0].device)
+        outputs = original(*args)
+    return _of_first_rank(session, [x.cpu() for x in outputs], outputs[0].device)
 
 
-def _with_cache(given: Any) -> Any:
+def _with_cache(argument: Any) -> Any:
     """Return a generation's configuration with a cache of keys and values, anything else as it is."""
-    if not isinstance(given, GenerationConfig) or given.use_cache:
-        return given
-    given = copy.deepcopy(given)
-    given.use_cache = True
-    return given
+    if not isinstance(argument, GenerationConfig) or argument.use_cache:
+        return argument
+    argument = copy.deepcopy(argument)
+    argument.use_cache = True
+    return argument
 
 
 def _of_first_rank(session: Session, value: Any, device: torch.device | None = None) -> Any:

@@ -36,10 +36,10 @@ def gathered(local: Tensor, shard: SequenceShard) -> Tensor:
 
     The gradient on a rank is that of its tokens, times the number of ranks of the ring.
     """
-    whole = shard.unshard(local, loss="same").contiguous()  # models take views of their logits
-    if whole.requires_grad:
-        whole.register_hook(lambda grad: grad * shard.cp.ranks)  # type: ignore[no-untyped-call]
-    return whole
+    values = shard.unshard(local, loss="same").contiguous()  # models take views of their logits
+    if values.requires_grad:
+        values.register_hook(lambda grad: grad * shard.cp.ranks)  # type: ignore[no-untyped-call]
+    return values
 
 
 def gather_outputs(output: MutableMapping[str, Any], shard: SequenceShard) -> None:
