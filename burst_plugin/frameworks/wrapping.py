@@ -60,11 +60,11 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     that it does not take.
     """
     signature = inspect.signature(function)
-    given = dict(signature.bind(*args, **kwargs).arguments)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return {name: value for name, value in given.items() if value is not None}
+            arguments |= arguments.pop(name, {})
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def announce(cp: ContextParallel, **asked: str) -> None:
@@ -85,13 +85,13 @@ def hooks_of_others(module: torch.nn.Module, harmless: tuple[str, ...]) -> list[
 
     `harmless` are the beginnings of the names of Python modules, such as "burst_plugin.".
     """
-    found = []
+    descriptions = []
     for kind in _KINDS:
         for hook in getattr(module, f"_{kind}_hooks").values():
             home, name = _origin(hook)
             if not home.startswith(harmless):
-                found.append(f"{kind} hook {home}.{name}")
-    return found
+                descriptions.append(f"{kind} hook {home}.{name}")
+    return descriptions
 
 
 def _origin(hook: Any) -> tuple[str, str]:

@@ -193,10 +193,10 @@ def attend_in_tree(
         signature = dict if mine is None else (lambda: mine[1].signature)
         return cp.agreement.before_forward(signature, problem, cp.agreement.name_of_next_call(tag))
 
-    (call, own), which = prepared_together(prepared, agree)
+    (call, attention), which = prepared_together(prepared, agree)
     q, sink, layer = call.asked.q, call.asked.sink, call.rows.layer
     out, lse = merge.run(
-        lambda: own.of(q, layer.store, layer.shared_store), which, {"device": q.device, **own.signature}
+        lambda: attention.of(q, layer.store, layer.shared_store), which, {"device": q.device, **attention.signature}
     )
     if sink is not None:
         out, _ = add_sink(out, lse, sink)
@@ -229,7 +229,7 @@ def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
     features = features_of(shapes, asked.scores, deterministic, Extras(selection=asked.selection is not None))
     kernel = kernel_for(strategy, asked.q.device, shapes, features, new_tiles=True)
     how, selection = (mask, asked.scores, kernel, deterministic), OfQueries.of(None, asked.selection).selection
-    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared, selection)
+    attention = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared, selection)
     if layer.shared:
-        own.check_shared()
-    return own
+        attention.check_shared()
+    return attention

@@ -234,7 +234,7 @@ class KVCache:
         """
         appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, **extras).without_gradient())
         tag = f"turn {self._turns - 1}", f"layer {layer}"
-        before, attended = [each.store.state for each in self._layers], self._attended
+        before, attended = [layer_cache.store.state for layer_cache in self._layers], self._attended
         try:
             with torch.no_grad():
                 if self._turn is not None and not self._turn.replicated:
@@ -243,8 +243,8 @@ class KVCache:
                 else:
                     out = attend_in_tree(self.cp, appended, tag, self._merge)
         except BaseException:
-            for each, state in zip(self._layers, before, strict=True):
-                each.store.undo(state)
+            for layer_cache, state in zip(self._layers, before, strict=True):
+                layer_cache.store.undo(state)
             self._attended = attended
             raise
         assert self._turn is not None

@@ -129,7 +129,7 @@ class Columns:
 
     @cached_property
     def _route(self) -> _Route:
-        turn, count, mine = self.turn, self.count, self.turn.rank
+        turn, count, own_rank = self.turn, self.count, self.turn.rank
         computed, stored, sources, targets = [], [], [], []
         for row, (start, length) in enumerate(zip(turn.starts, turn.lengths, strict=True)):
             token = torch.arange(length, device="cpu")
@@ -141,9 +141,9 @@ class Columns:
             computed.append(row * count + column % count)
             stored.append(row * turn.size + (token - first) // turn.ranks)
         source, target, column, slot = map(torch.cat, (sources, targets, computed, stored))
-        leaves, comes = source == mine, target == mine
+        leaves, comes = source == own_rank, target == own_rank
         to_store, to_compute = (
-            torch.bincount(each, minlength=turn.ranks).tolist() for each in (target[leaves], source[comes])
+            torch.bincount(peers, minlength=turn.ranks).tolist() for peers in (target[leaves], source[comes])
         )
         by_target, by_source = target[leaves].argsort(stable=True), source[comes].argsort(stable=True)
         return _Route(column[leaves][by_target], slot[comes][by_source], to_store, to_compute)
@@ -189,15 +189,15 @@ class Columns:
         sent = torch.cat([_as_bytes(x.flatten(0, 1)[leaving.to(device)]) for x in xs], 1)
         received = torch.empty((sum(from_ranks), sent.shape[1]), dtype=torch.uint8, device=device)
         dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.cp.group)
-        found, at = [], 0
+        results, at = [], 0
         for x in xs:
             width = x.shape[2:].numel() * x.element_size()
             part = received[:, at : at + width].clone(memory_format=torch.contiguous_format).view(x.dtype)
-            whole = torch.zeros((rows * size, *x.shape[2:]), dtype=x.dtype, device=device)
-            whole[arriving.to(device)] = part.view(len(part), *x.shape[2:])
-            found.append(whole.view(rows, size, *x.shape[2:]))
+            places = torch.zeros((rows * size, *x.shape[2:]), dtype=x.dtype, device=device)
+            places[arriving.to(device)] = part.view(len(part), *x.shape[2:])
+            results.append(places.view(rows, size, *x.shape[2:]))
             at += width
-        return found
+        return results
 
     def gather(self, x: Tensor, *, last: int | None = None) -> Tensor:
         """Return new tokens [B, n, ...] on every rank, from each rank's columns; collective.
@@ -210,9 +210,9 @@ class Columns:
         size = max(self.turn.lengths) if last is None else last
         self._compare(f"the last {size} tokens of columns", (x,))
         ends = x[:, -size:]
-        whole = ends if self.cp.ranks == 1 else torch.cat(of_ranks(self.cp, ends), 1)
-        first = whole.shape[1] - torch.tensor(self.turn.lengths, device="cpu").clamp(max=size).unsqueeze(1)
-        return _taken(whole, (first + torch.arange(size, device="cpu")).clamp(max=whole.shape[1] - 1))
+        table = ends if self.cp.ranks == 1 else torch.cat(of_ranks(self.cp, ends), 1)
+        first = table.shape[1] - torch.tensor(self.turn.lengths, device="cpu").clamp(max=size).unsqueeze(1)
+        return _taken(table, (first + torch.arange(size, device="cpu")).clamp(max=table.shape[1] - 1))
 
     def with_tokens_before(self, x: Tensor, width: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return this rank's columns after the `width` tokens before them, and rows' last `width` tokens; collective.

@@ -89,13 +89,13 @@ class OwnAttention(NamedTuple):
             out [B, T, Hq, Dv] and lse [B, Hq, T]; out 0 and lse -inf where this rank has no keys. Padding has any
             values.
         """
-        own = self._of_own(q, store)
+        result = self._of_own(q, store)
         if shared is not None and shared.lengths[0]:
             out, lse = self._computed(q.flatten(0, 1).unsqueeze(0), shared.row(0), None)
             batch, tokens = q.shape[:2]
             by_row = lse[0].view(-1, batch, tokens).transpose(0, 1).contiguous()
-            merge_(own.out, own.lse, [(out[0].view(own.out.shape), by_row)])
-        return own
+            merge_(result.out, result.lse, [(out[0].view(result.out.shape), by_row)])
+        return result
 
     def _of_own(self, q: Tensor, store: RowStore) -> Partial:
         """Return attention to what rows have for themselves."""
@@ -103,12 +103,12 @@ class OwnAttention(NamedTuple):
             return self._of_rows(q, store.batch(), 0)
         batch, tokens, heads, _ = q.shape
         shape, wide = (batch, tokens, heads, self.shapes.v_dim), self.shapes.sum_dtype
-        whole = Partial(q.new_zeros(shape, dtype=wide), q.new_full((batch, heads, tokens), -torch.inf, dtype=wide))
+        result = Partial(q.new_zeros(shape, dtype=wide), q.new_full((batch, heads, tokens), -torch.inf, dtype=wide))
         for row, new in enumerate(self.turn.lengths):
             if new:
-                found = self._of_rows(q[row : row + 1, :new], store.row(row), row)
-                whole.out[row, :new], whole.lse[row, :, :new] = found.out[0], found.lse[0]
-        return whole
+                of_row = self._of_rows(q[row : row + 1, :new], store.row(row), row)
+                result.out[row, :new], result.lse[row, :, :new] = of_row.out[0], of_row.lse[0]
+        return result
 
     def _of_rows(self, q: Tensor, kv: tuple[Tensor, Tensor], row: int) -> Partial:
         """Return attention of rows that are as long as `row`, and have its mask."""
@@ -144,12 +144,12 @@ class OwnAttention(NamedTuple):
             keys = keys * self.turn.ranks + first  # in the row; where queries are does not matter
             rows, positions = OfQueries.of(None, selected), VisitPositions(queries, keys, keys)
         part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), rows, (q,), kv)
-        own = BlockAccumulators(specs, q.device, [part], "q")
+        accumulators = BlockAccumulators(specs, q.device, [part], "q")
         for tile in tiles:
-            own.parts[0].make_room()
+            accumulators.parts[0].make_room()
             contribution, _ = part.compute((q,), kv, tile, positions)
-            own.parts[0].add(tile, "q", contribution)
-        return Partial(*own.finished(False))
+            accumulators.parts[0].add(tile, "q", contribution)
+        return Partial(*accumulators.finished(False))
 
     def _tiles(self, row: int, batch: int) -> tuple[list[int] | None, Sequence[Tile]]:
         """Return the tiles of a row, and the order of its queries in them; None if that is as they come.

@@ -73,37 +73,37 @@ def gathered_ends(cp: ContextParallel, turn: Turn, x: Tensor, counts: Sequence[i
     """
     starts = tuple(stop - count for stop, count in zip(turn.stops, counts, strict=True))
     ends = replace(turn, starts=starts, known={})
-    own = x.new_zeros(len(x), ends.size, *x.shape[2:])
+    own_ends = x.new_zeros(len(x), ends.size, *x.shape[2:])
     for row, (stop, count) in enumerate(zip(turn.counts, ends.counts, strict=True)):
-        own[row, :count] = x[row, stop - count : stop]
-    return own if ends.replicated else gathered(cp, ends, own, last=False)
+        own_ends[row, :count] = x[row, stop - count : stop]
+    return own_ends if ends.replicated else gathered(cp, ends, own_ends, last=False)
 
 
 def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
     """Return all new tokens, gathered from the ranks that have some each."""
-    owns = [turn.own_of(rank) for rank in range(turn.ranks)]
+    slices_of_ranks = [turn.own_of(rank) for rank in range(turn.ranks)]
     most = max(max(turn.counts_of(rank)) for rank in range(turn.ranks))
     padded = x.new_zeros(len(x), most, *x.shape[2:])
     padded[:, : x.shape[1]] = x
-    whole = x.new_zeros(len(x), max(turn.lengths), *x.shape[2:])
-    for theirs, own in zip(of_ranks(cp, padded), owns, strict=True):
-        for row, mine in enumerate(own):
-            count = len(range(mine.start, mine.stop, mine.step))
-            whole[row, mine] = theirs[row, :count]
-    return whole
+    result = x.new_zeros(len(x), max(turn.lengths), *x.shape[2:])
+    for theirs, slices in zip(of_ranks(cp, padded), slices_of_ranks, strict=True):
+        for row, selection in enumerate(slices):
+            count = len(range(selection.start, selection.stop, selection.step))
+            result[row, selection] = theirs[row, :count]
+    return result
 
 
 def of_ranks(cp: ContextParallel, x: Tensor) -> list[Tensor]:
     """Gather a tensor that has one shape on all ranks; return every rank's tensor, in rank order; collective."""
-    found = [torch.empty_like(x) for _ in range(cp.ranks)]
-    dist.all_gather([as_sent(each) for each in found], as_sent(x.contiguous()), group=cp.group)
-    return found
+    tensors = [torch.empty_like(x) for _ in range(cp.ranks)]
+    dist.all_gather([as_sent(each) for each in tensors], as_sent(x.contiguous()), group=cp.group)
+    return tensors
 
 
 def _last(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Return the last of this rank's tokens of each row, [B, ...]; 0 for rows without any."""
-    each = zip(x, counts, strict=True)
-    return torch.stack([row[count - 1] if count else row.new_zeros(row.shape[1:]) for row, count in each])
+    pairs = zip(x, counts, strict=True)
+    return torch.stack([row[count - 1] if count else row.new_zeros(row.shape[1:]) for row, count in pairs])
 
 
 def _without_padding(x: Tensor, turn: Turn) -> Tensor:
@@ -153,8 +153,8 @@ class TreeMerge:
             transport = self._transport if log is None else log.watch(self._transport)
             label = self._label(which, signature, device)
             with nullcontext() if log is None else log.timed("kernel"):
-                mine = compute()
-            return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
+                own_result = compute()
+            return lockstep([merge_in_tree(transport, state.topology, state.rank, own_result, label)])[0]
 
     def _label(self, which: CallId, signature: Mapping[str, object], device: torch.device) -> Tensor | None:
         """Return the label of messages on CPUs, made of call and signature; None on other devices."""

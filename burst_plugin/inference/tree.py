@@ -95,10 +95,10 @@ def decode_bytes(
         dtype: the type of its queries; float64 is merged in float64.
         labelled: whether messages have a label of 16 bytes, as on CPUs.
     """
-    found = dict.fromkeys((link.value for link in Link), 0)
-    for each in merge_rounds(topology, rank):
-        found[each.link.value] += message(shape, dtype, labelled).nbytes * each.sends
-    return found
+    sent = dict.fromkeys((link.value for link in Link), 0)
+    for part in merge_rounds(topology, rank):
+        sent[part.link.value] += message(shape, dtype, labelled).nbytes * part.sends
+    return sent
 
 
 def merge_in_tree(
@@ -122,38 +122,38 @@ def merge_in_tree(
     """
     here = Partial(mine.out.contiguous(), mine.lse.contiguous())
     packing = message(here.out.shape, here.out.dtype, here.out.device.type == "cpu")
-    for number, each in enumerate(merge_rounds(topology, rank)):
+    for number, part in enumerate(merge_rounds(topology, rank)):
         sent, arriving = (transport.pool.lease(packing.nbytes, here.out.device) for _ in range(2))
-        if each.sends:
+        if part.sends:
             for view, tensor in zip(sent.views(packing), here, strict=True):
                 view.copy_(tensor)
             sent.put_label(label)
         try:
-            yield from _swap(transport, each, sent, arriving)
-            if each.receives and not arriving.has_label(label):
-                raise PeerLostError(each.peer, _LOST)
+            yield from _swap(transport, part, sent, arriving)
+            if part.receives and not arriving.has_label(label):
+                raise PeerLostError(part.peer, _LOST)
         except PeerLostError as lost:
             raise lost_peer_error(transport, rank, f"round {number} of the merge", lost) from lost
-        if each.receives:
+        if part.receives:
             theirs = Partial(*(x.clone() for x in arriving.views(packing)))
-            here = theirs if each.is_final else _merged(*((here, theirs) if rank < each.peer else (theirs, here)))
+            here = theirs if part.is_final else _merged(*((here, theirs) if rank < part.peer else (theirs, here)))
         for buffer in (sent, arriving):
             transport.pool.release(buffer)
     return here
 
 
-def _swap(transport: Transport, each: Round, sent: Buffer, arriving: Buffer) -> Generator[None, None, None]:
+def _swap(transport: Transport, part: Round, sent: Buffer, arriving: Buffer) -> Generator[None, None, None]:
     """Send and receive the messages of a round."""
-    channel = Channel(Traffic.REDUCE, each.link)
-    sends = [Message(each.peer, channel, sent.data)] if each.sends else []
-    recvs = [Message(each.peer, channel, arriving.data)] if each.receives else []
+    channel = Channel(Traffic.REDUCE, part.link)
+    sends = [Message(part.peer, channel, sent.data)] if part.sends else []
+    recvs = [Message(part.peer, channel, arriving.data)] if part.receives else []
     posted = transport.post(sends, recvs)
     yield
     for pending in posted:
         pending.wait()
 
 
-def _merged(one: Partial, other: Partial) -> Partial:
+def _merged(first: Partial, second: Partial) -> Partial:
     """Return both merged, in this order, in the tensors of the first."""
-    merge_(one.out, one.lse, [other])
-    return one
+    merge_(first.out, first.lse, [second])
+    return first

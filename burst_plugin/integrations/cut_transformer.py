@@ -58,14 +58,14 @@ class CutTransformer:
     @between_graphs
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that all ranks are given the same, and nothing for whole tokens; collective."""
-        given = by_name(model.forward, args, kwargs)
+        arguments = by_name(model.forward, args, kwargs)
         registries = [module._diffusers_hook for module in model.modules() if hasattr(module, "_diffusers_hook")]
         hooks = {name for registry in registries for name in registry.hooks if not name.startswith(_HARMLESS)}
-        problems = [f"the argument {name}" for name in self.family.whole if name in given]
+        problems = [f"the argument {name}" for name in self.family.whole if name in arguments]
         problems += [f"diffusers' hook {name}" for name in sorted(hooks)]
         problems += ["enable_parallelism()"] if model._parallel_config is not None else []
         refusal = f"{type(model).__name__} on a ring has whole tokens nowhere; leave out {', '.join(problems)}"
-        fingerprints = {name: tree_map(_fingerprint, value) for name, value in given.items()}
+        fingerprints = {name: tree_map(_fingerprint, value) for name, value in arguments.items()}
         self.cp.agree(fingerprints, refusal if problems else "", of="the inputs of a transformer")
         self._lengths = {}
         checkpoint = model._gradient_checkpointing_func

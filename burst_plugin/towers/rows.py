@@ -56,15 +56,15 @@ def row_plan(state: RankState, encoded: Sequence[Tensor], held: Sequence[Tensor]
     for other, (here, there) in enumerate(zip(encoded, held, strict=True)):
         encoder[here], holder[there] = other, other
     place[held[rank]] = torch.arange(len(held[rank]), device="cpu")
-    mine, wanted = encoded[rank], held[rank]
-    sends = {peer: torch.nonzero(holder[mine] == peer).flatten() for peer in range(len(held))}
+    own_rows, wanted = encoded[rank], held[rank]
+    sends = {peer: torch.nonzero(holder[own_rows] == peer).flatten() for peer in range(len(held))}
     # Rows of a message are in the sender's order.
     recvs = {peer: place[rows[holder[rows] == rank]] for peer, rows in enumerate(encoded)}
     return RowPlan(
         state,
         {peer: rows for peer, rows in sends.items() if len(rows)},
         {peer: rows for peer, rows in recvs.items() if len(rows)},
-        len(mine),
+        len(own_rows),
         len(wanted),
     )
 
@@ -135,24 +135,24 @@ def counts_of_all(
         ValueError: on every rank, if `prepare` raises on any.
     """
     passes = OfOneRank(cp)
-    (prepared, mine), call = passes.agree(
+    (prepared, own_numbers), call = passes.agree(
         prepare, lambda _: {"call": "numbers of features", "sizes": list(sizes)}, None
     )
-    device = mine.device
+    device = own_numbers.device
     (state,) = passes.states
     messages = Messages(state, device, "numbers of features", "forward", call)
 
     def program() -> Generator[None, None, list[list[int]]]:
         others = range(len(sizes))
-        sends = {p: [mine] for p in others if p != state.rank and len(mine)}
-        specs = {p: [((sizes[p],), mine.dtype)] for p in others if p != state.rank and sizes[p]}
+        sends = {p: [own_numbers] for p in others if p != state.rank and len(own_numbers)}
+        specs = {p: [((sizes[p],), own_numbers.dtype)] for p in others if p != state.rank and sizes[p]}
         received = yield from messages.exchange(sends, specs)
-        nothing = mine.new_empty(0)
-        found = [mine if p == state.rank else received[p][0] if p in received else nothing for p in others]
-        return [each.tolist() for each in found]
+        nothing = own_numbers.new_empty(0)
+        parts = [own_numbers if p == state.rank else received[p][0] if p in received else nothing for p in others]
+        return [each.tolist() for each in parts]
 
-    (found,) = passes.run("forward", call, [program()], device)
-    return prepared, found
+    (numbers_of_ranks,) = passes.run("forward", call, [program()], device)
+    return prepared, numbers_of_ranks
 
 
 class _ToHolders(torch.autograd.Function):
@@ -190,12 +190,12 @@ def move_rows(
     """Return `rows` rows of one rank, which come from ranks as `recvs` says, of x, whose rows go as `sends` says."""
     messages = Messages(state, x.device, "features of towers", direction, call)
     leaving = {peer: [x[numbers.to(x.device)]] for peer, numbers in sends.items()}
-    own = leaving.pop(state.rank, None)
+    own_rows = leaving.pop(state.rank, None)
     specs = {peer: [((len(numbers), x.shape[1]), x.dtype)] for peer, numbers in recvs.items() if peer != state.rank}
     received = yield from messages.exchange(leaving, specs)
-    if own is not None:
-        received[state.rank] = own
-    found = x.new_empty((rows, x.shape[1]))
+    if own_rows is not None:
+        received[state.rank] = own_rows
+    result = x.new_empty((rows, x.shape[1]))
     for peer, (arrived,) in received.items():
-        found[recvs[peer].to(x.device)] = arrived
-    return found
+        result[recvs[peer].to(x.device)] = arrived
+    return result

@@ -13,12 +13,12 @@ def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
     the rank with least work so far: no rank has more than 4/3 of the best possible maximum (Graham 1969).
     """
     least = [(0.0, rank) for rank in range(ranks)]
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(work)), key=lambda n: (-work[n], n)):
         done, rank = heapq.heappop(least)
-        found[rank].append(number)
+        shares[rank].append(number)
         heapq.heappush(least, (done + work[number], rank))
-    return [sorted(numbers) for numbers in found]
+    return [sorted(numbers) for numbers in shares]
 
 
 def work_of(patches: int, width: int) -> float:
