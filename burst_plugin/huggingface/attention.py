@@ -340,7 +340,7 @@ def _dropout(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str
 
 
 def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
-    """Return dropout's seed: the same on all ranks and in recomputation, different for each forward and layer."""
+    """Return dropout's seed: equal on all ranks and in recomputation, different for each forward and layer."""
     if shard.seed is None:
         raise ValueError(
             f"{type(module).__name__} drops attention probabilities in a checkpoint around the whole model, and its "
@@ -382,7 +382,7 @@ def _whole(
 
 
 def _check_blocks(module: torch.nn.Module, choice: Any, recipe: MaskRecipe) -> None:
-    """Raise ValueError where the blocks of a whole batch cannot be had of the layer's indexer."""
+    """Raise ValueError where the layer's indexer cannot select blocks of a whole batch."""
     name = type(module).__name__
     if not isinstance(choice, BlockChoice):
         raise ValueError(f"{name} passes block_indices: call burst_plugin.huggingface.prepare(model) first")

@@ -59,7 +59,7 @@ class HeldStates:
 
 @dataclass
 class _Counted:
-    """What the latest choice for a model on a ring has counted, and what its forwards have turned out to be.
+    """What the latest choice for a model on a ring counted, and what the model's forwards then did.
 
     tokens: the tokens of a rank that were counted; 0 before the first choice.
     whole_logits: whether logits of all tokens at once were counted.
@@ -166,7 +166,7 @@ def recomputes(model: Any) -> bool:
 
 
 def _skips_layers(model: Any) -> bool:
-    """Return whether checkpoints leave layers out, as with every_n_layers: a plan counts that as without them."""
+    """Return whether checkpoints leave layers out, as every_n_layers does; a plan then counts no checkpoints."""
     layers = [each for each in text_modules(model) if isinstance(each, GradientCheckpointingLayer)]
     return len({layer.gradient_checkpointing for layer in layers}) > 1
 
@@ -268,7 +268,7 @@ def missing_states(model: Any, states: HeldStates) -> float:
 
 
 def _share_of_gathered(model: Any) -> float:
-    """Return this rank's share of parameters that are whole now: 1, or, since FSDP has gathered them, the others'.
+    """Return this rank's share of parameters that are whole now: 1, or its share of the others if FSDP gathered them.
 
     FSDP gathers the weights of the outermost unit before hooks of its forward, and nothing public has their shares.
     """
@@ -291,12 +291,12 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _compiled(model: Any) -> bool:
-    """Return whether a compiler takes the model, whose graph an MLP in chunks would break once more per layer."""
+    """Return whether the model is compiled: an MLP in chunks would break its graph once more per layer."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _say(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> None:
-    """Print on rank 0 what is on, why, and how to change it."""
+    """Print on rank 0 which options are on, why, and how to change them."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("burst_plugin: memory " + "\n  ".join(_lines(cp, model, step, tokens, chunk)), flush=True)
 
@@ -320,7 +320,7 @@ def _lines(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, 
 
 
 def _chosen(cp: ContextParallel, model: Any, step: NextStep | None, tokens: int, chunk: int) -> Iterator[str]:
-    """Return a line for each option that is on and matters for this many tokens."""
+    """Yield a line for each option that is on and matters for this many tokens."""
     strategy, config = cp.strategy, model.config.get_text_config()
     if chunk and tokens > chunk and model.get_output_embeddings() is not None:
         vocabulary = getattr(config, "vocab_size", 0)

@@ -75,7 +75,7 @@ class BlockChoice:
     def in_cache(self, cache: RingCache, mask: Mask) -> Tensor:
         """Return the keys that new tokens select, positions in rows, int32 [B, groups, n, keys]; collective.
 
-        cache: which keeps the keys of the indexer. mask: the layer's own mask, in positions of a row.
+        cache: keeps the keys of the indexer. mask: the layer's own mask, in positions of a row.
         """
         module, (q, k) = self._module, self._queries_and_keys()
         kind = torch.promote_types(q.dtype, k.dtype)

@@ -2,8 +2,8 @@
 
     ids [B, n]  ->  this rank's  ->  layers, which attend on the ring  ->  hidden [B, of all, H]  ->  head  ->  logits
 
-The body's output is gathered, and not the logits: it is smaller, and every rank then computes the same logits of
-those tokens that were asked for. Padding is left out, so that rows of the cache are as long as their texts.
+The body's output is gathered, and not the logits: it is smaller, and every rank then computes the same logits, of the
+tokens that were asked for. Padding is left out, so that rows of the cache are as long as their texts.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def watch_turns(model: PreTrainedModel) -> None:
 
 
 class _NewTokens(NamedTuple):
-    """What a forward brings.
+    """The new tokens of a forward.
 
-    given: its arguments by name.
+    given: the arguments of the forward by name.
     real: which of the tokens are no padding, [B, n], bool on the CPU.
     longest: the largest position in a row.
     """
@@ -72,7 +72,7 @@ class _NewTokens(NamedTuple):
         # Gemma 3 has types of the whole text.
         arguments = {name: x[:, -tokens.shape[1] :] if name in _TYPES else x for name, x in arguments.items()}
         mask = arguments.get("attention_mask")
-        if mask is None and len(cache.seen) and is_recurrent_alone(model):  # which generate leaves out
+        if mask is None and len(cache.seen) and is_recurrent_alone(model):  # generate leaves the mask out
             mask = torch.nn.functional.pad(cache.seen, (0, tokens.shape[1]), value=True)
         real = _real(mask, tokens, cache.seen)
         _check_padding(model, torch.cat([cache.seen, real], 1) if len(cache.seen) else real)
@@ -159,7 +159,7 @@ def _problem(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str:
 
 
 def _windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """Return how many tokens before itself each attending layer's tokens attend to, by layer; None for all."""
+    """Return by layer how many tokens before itself a token attends to, None for all; only layers that attend."""
     config = model.config.get_text_config()
     if is_recurrent_alone(model):
         return {}
@@ -272,7 +272,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _new_ones(arguments: dict[str, Any], cache: RingCache) -> dict[str, Any]:
-    """Return the arguments of a forward without tokens that the cache has, where `generate` hands on all of them."""
+    """Return the arguments of a forward without the tokens that the cache has, if `generate` hands on all tokens."""
     seen, mask = cache.seen.shape[1], arguments.get("attention_mask")
     tokens = next((arguments[name] for name in _TOKENS[:2] if arguments.get(name) is not None), None)
     if not (cache.gets_all_tokens and seen and isinstance(mask, Tensor) and tokens is not None):
@@ -292,7 +292,7 @@ def _named(arguments: dict[str, Any], cache: RingCache, parameters: Collection[s
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _bring_together(body: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output of a model's body with the hidden states of those tokens whose logits are asked for."""
+    """Return the output of a model's body with the hidden states of the tokens whose logits are asked for."""
     cache = cache_of_forward()
     if cache is None or cache.turn is None:
         return None

@@ -1,6 +1,6 @@
 """Images in a forward with a `RingCache`: features of this rank's tokens, and groups of tokens in whole rows.
 
-`generate` encodes images before the first forward, on every rank all of them; each rank keeps the rows of its tokens.
+`generate` encodes all images on every rank before the first forward; each rank keeps the rows of its tokens.
 """
 
 from __future__ import annotations

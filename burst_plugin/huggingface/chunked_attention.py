@@ -177,7 +177,7 @@ class ChunkedAttention(ReplacedForward):
             size = getattr(module, name).out_features // chunks
             rows = slice(number * size, (number + 1) * size)
             scales = [*_scales(getattr(module, name), rows)]
-            cut = [owner for owner, _ in scales]  # whose weights are those of these rows already
+            cut = [owner for owner, _ in scales]  # whose weights are cut to these rows already
             for linear in _rows_of(getattr(module, name)):
                 left = slice(None) if any(linear is owner for owner in cut) else rows
                 stack.enter_context(in_place_of(linear, {"forward": _projection(linear, left, project)}))

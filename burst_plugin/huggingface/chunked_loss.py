@@ -1,4 +1,4 @@
-"""The head and the loss of a causal language model in chunks of tokens, for any model that computes as these do:
+"""The head and the loss of a causal language model in chunks of tokens, for any model that computes them like this:
 
     hidden = self.model(...)
     logits = self.lm_head(hidden)  # perhaps scaled or capped
@@ -46,7 +46,7 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     of one rank, and for a model that cannot compute its loss in chunks, if the user has set `loss_chunk`.
     """
     shard = kwargs.get(SHARD_KEY)
-    if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
+    if hasattr(model, _STATE):  # the loss of the forward has been chosen
         return
     _check_divisor(model, kwargs)
     if shard is None or not model.training or not torch.is_grad_enabled() or not _takes_chunks(model, shard, kwargs):

@@ -24,12 +24,12 @@ _EXPERTS = ("experts", "router")  # of attributes of MLPs with experts
 # a model that it loaded. Elsewhere, as in Liger, they are one kernel, which keeps nothing but its input.
 _NORMS = re.compile(r"\w*RMSNorm|Cohere\w*LayerNorm")
 _PLAIN_CODE = ("transformers", "transformers_modules")
-leave_out_hooks("deepspeed.")  # whose profiler has some on one rank, which go before the backward pass
-_CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which something runs in chunks: of tokens, of heads
+leave_out_hooks("deepspeed.")  # whose profiler has hooks on one rank, and removes them before the backward pass
+_CHUNKS = "_burst_plugin_chunks"  # of every module of a model that runs in part in chunks: of tokens, of heads
 
 
 def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool = False) -> list[torch.nn.Module]:
-    """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return chunked modules.
+    """Run modules of `model` in the chunks that `strategy` sets, or at once if it sets none; return chunked modules.
 
     Args:
         model: a model of transformers.
@@ -168,8 +168,8 @@ class _ChunkedNorm(ReplacedForward):
         wide = {name: each.to(wide_dtype(each.dtype)) for name, each in self.module.named_parameters()}
 
         def run(piece: Tensor) -> Tensor:
-            # What is computed again takes weights in float32, which 16 bits are as well. Their gradients would be
-            # rounded for each chunk otherwise, and not once: that makes errors up to 1.5 times as large.
+            # Recomputation takes weights in float32, also those of 16 bits: otherwise their gradients would be
+            # rounded for each chunk, and not once, which makes errors up to 1.5 times as large.
             with in_place_of(self.module, wide if torch.is_grad_enabled() else {}):
                 of_piece: Tensor = self.earlier(piece)
             return of_piece

@@ -6,9 +6,9 @@
           -> attention(..., keys of tokens and entries)  `attention.forward` asks for what queries attend to
 
 transformers counts windows from the first slot of a row, and compares them with position_ids. On a ring they begin
-anew with every document and after padding, so that each text has the entries that it would have alone. What keys of
-entries a query attends to, transformers would add to a mask tensor; there is none here, so it is held on the
-compressor from one call to the other.
+anew with every document and after padding, so that each text has the entries that it would have alone. transformers
+would add to a mask tensor which entries a query attends to; there is no mask tensor here, so the compressor holds
+them from one call to the other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _USED_BY_INDEXER = (*_USED, "q_b_proj", "scorer", "index_topk")
 
 
 class _LayerCall(NamedTuple):
-    """What the layer of a compressor is given."""
+    """The shard and the mask that the layer of a compressor is given."""
 
     shard: SequenceShard | None
     recipe: Any
@@ -155,7 +155,7 @@ def use_compressors(pretrained: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a compressor what its layer is given, also where a checkpoint computes it again."""
+    """Tell a compressor the shard and the mask of its layer, also where a checkpoint computes the layer again."""
     recipe = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRecipe)), None)
     setattr(layer.compressor, _CALL, _LayerCall(shard_among(args, kwargs), recipe))
 
@@ -214,7 +214,7 @@ def _compress(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs
 
 
 def _check_whole_batch(name: str, recipe: MaskRecipe) -> None:
-    """Raise ValueError for a whole batch that a compressor of transformers does not compute as it is meant."""
+    """Raise ValueError for a whole batch that a compressor of transformers would compute wrongly."""
     if cache_of_forward() is not None:
         raise ValueError(
             f"{name} makes entries of the tokens of all ranks, which a RingCache does not hold; generate with a "

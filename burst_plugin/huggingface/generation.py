@@ -29,7 +29,7 @@ from burst_plugin.huggingface.ring_cache import CACHES, OWN_NAME, RingCache, rin
 from burst_plugin.ring.agreement import prepared_together
 
 _MARK = "_burst_plugin_wrapped"
-_MODES = {  # that are right on a ring, and whether they may draw random numbers
+_MODES = {  # the modes that are right on a ring, and whether they may draw random numbers
     GenerationMode.GREEDY_SEARCH: False,
     GenerationMode.SAMPLE: True,
     GenerationMode.BEAM_SEARCH: False,
@@ -87,7 +87,7 @@ def _generate_on_ring(
     original: Callable[..., Any], cache: RingCache, model: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call `generate` with a `RingCache` that is among its arguments, and compare settings and results of ranks."""
-    # Releases call it differently, and warn of what others call it.
+    # Releases name this argument differently, and warn of the names of other releases.
     name_here = name_of_cache(type(model))
     kwargs = {name_here if x is cache else name: x for name, x in kwargs.items()}
     arguments = by_name(original, (model, *args), kwargs)
@@ -112,7 +112,7 @@ def _generate_on_ring(
 
 
 def _prepare_inputs(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Replace a class's `prepare_inputs_for_generation`: put a `RingCache` that the model leaves out back, emptied.
+    """Replace a class's `prepare_inputs_for_generation`: put back a `RingCache` that the model leaves out, emptied.
 
     Phi-3 leaves it out where a text becomes longer than `original_max_position_embeddings`, to compute it again with
     other rotary embeddings. Raises ValueError if the beginning of the text is not there.
@@ -122,7 +122,7 @@ def _prepare_inputs(original: Callable[..., Any], model: Any, *args: Any, **kwar
     if cache is None or ring_cache_of(inputs.values()) is not None:
         return inputs
     positions = inputs.get("position_ids")
-    if positions is not None and bool(positions[..., :1].any()):  # the first token has another one than 0
+    if positions is not None and bool(positions[..., :1].any()):  # the first token is not at 0
         raise ValueError(
             f"{type(model).__name__}.generate with a RingCache: the model leaves its cache to compute a text of this "
             "length again, with other rotary embeddings, but did not get its beginning; give generate input_ids of "

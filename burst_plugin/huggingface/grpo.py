@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer and RLOOTrainer on a ring: rollouts of all ranks are folded before the model computes them.
 
-Folded rollouts are one sequence, in which tokens at the beginning that rollouts share are there once. Ranks of a ring
-stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss of its own, and
+Folded rollouts are one sequence, in which beginnings that rollouts share occur once. Ranks of a ring stay
+data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss of its own, and
 gradients are averaged over all of them. Log-probabilities of completions are computed by the ring, for the rollouts
 of all its ranks at once.
 """
@@ -29,7 +29,7 @@ from burst_plugin.ring.agreement import prepared_together
 Trainer = TypeVar("Trainer")
 
 _METHOD = "_get_per_token_logps_and_entropies"
-# Of TRL 1.16, beside those of images, which are refused in a call.
+# The parameters in TRL 1.16, except for images, which are refused in a call.
 _PARAMETERS = (
     "model",
     "input_ids",

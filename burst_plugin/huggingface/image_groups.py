@@ -104,7 +104,7 @@ def group_mask(shard: SequenceShard | MarkedTurn, rule: GroupRule, left: int | N
 
 
 def groups_agree(shard: SequenceShard | MarkedTurn, rule: GroupRule, blocks: Tensor) -> bool:
-    """Return whether a model puts those tokens of this rank in groups that `rule` puts in groups.
+    """Return whether a model puts the same tokens of this rank in groups as `rule` does.
 
     If the rule makes one group of all, the model must have numbered it 0 everywhere.
 

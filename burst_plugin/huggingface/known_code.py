@@ -1,4 +1,4 @@
-"""Classes of transformers whose code is known: whether it is that of known releases, and how it is replaced."""
+"""Known classes of transformers: whether their code is from a known release, and how it is replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARK = "_burst_plugin_replaced_by"  # of a function that has been replaced: the
 
 
 def problem_of_code(kind: type, used: Iterable[str]) -> str:
-    """Return why the code of a module's class is not known: names it does not use; "" if its `forward` uses them all.
+    """Return which names in `used` the `forward` of a module's class does not use, as a problem; "" if it uses all.
 
     used: names of functions, modules and attributes that the code of known releases uses.
     """
@@ -24,7 +24,7 @@ def problem_of_code(kind: type, used: Iterable[str]) -> str:
 
 
 def lacks(kind: type, missing: Iterable[str]) -> str:
-    """Return the text of a problem of a class whose code does not use the names in `missing`; "" for no name."""
+    """Return the problem of a class whose code does not use the names in `missing`; "" if no name is missing."""
     names = ", ".join(missing)
     known = "as in the releases of transformers that are known; use one of these"
     return f"its {kind.__name__} does not use {names}, {known}" if names else ""

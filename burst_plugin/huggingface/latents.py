@@ -106,7 +106,7 @@ def up_weight(layer: Any, c: Tensor) -> Tensor:
     layer: has `kv_b_proj`. c: latents [..., C]; only their dtype, device and C matter.
 
     The layer itself computes it from an identity matrix, so that hooks gather parameters, and adapters add their
-    weights. These hooks go by inputs that need gradients.
+    weights. These hooks look at whether inputs need gradients.
     """
     identity = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
     identity.requires_grad_(

@@ -64,8 +64,8 @@ def log_likelihood(
         ValueError: on every rank, for arguments or a model that are not as described, or if ranks differ.
 
     Example:
-        found = log_likelihood(model, torch.cat([question, answer], 1), cp, context=question.shape[1])
-        found.total, found.is_greedy  # what lm_eval's `loglikelihood` returns
+        result = log_likelihood(model, torch.cat([question, answer], 1), cp, context=question.shape[1])
+        result.total, result.is_greedy  # what lm_eval's `loglikelihood` returns
     """
     try:
         pretrained = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
@@ -113,7 +113,7 @@ def _scored(ids: Tensor, mask: Tensor | None, context: int | Sequence[int]) -> T
 
 
 class _Scores(ChunkedLoss):
-    """Takes the place of a loss, and keeps log-probabilities. found: these, and where they are not the highest, 1."""
+    """Takes the place of a loss. found: log-probabilities of labels, and 1 for labels that are not the likeliest."""
 
     found: Tensor | None = None
 

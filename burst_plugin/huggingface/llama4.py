@@ -59,7 +59,7 @@ def with_temperature(module: torch.nn.Module, query: Tensor, shard: SequenceShar
 
 
 def _temperature(module: torch.nn.Module, places: Tensor) -> Tensor:
-    """Return by what queries at these places in a row are multiplied."""
+    """Return the factors of queries at these places in a row."""
     every, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
     factor: Tensor = torch.log1p(torch.floor((places.double() + 1.0) / every)) * scale + 1.0
     return factor

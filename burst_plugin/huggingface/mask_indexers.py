@@ -91,7 +91,7 @@ def use_mask_indexers(pretrained: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give a layer something with the type of a mask in place of a recipe: on a whole batch, a mask."""
+    """Give a layer a mask in place of a recipe: on a shard a `ShardMask`, which has a mask's type."""
     recipe = kwargs.get("attention_mask")
     if not isinstance(recipe, MaskRecipe):
         return None
@@ -129,7 +129,7 @@ def _select(module: Any, given_mask: ShardMask, arguments: Mapping[str, Any]) ->
 
 
 def _queries_and_raw_keys(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return queries [B, S, H, D], what keys are made of [B, S, D], and the cosines and sines of tokens."""
+    """Return queries [B, S, H, D], raw keys [B, S, D], and the cosines and sines of tokens."""
     hidden, (cos, sin) = arguments["hidden_states"], arguments["position_embeddings"]
     heads, size = module.index_n_heads, module.index_head_dim
     q, raw = module.index_qk_proj(hidden).split([heads * size, size], -1)

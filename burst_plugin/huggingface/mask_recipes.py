@@ -37,10 +37,9 @@ _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
-_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # made of positions by transformers, then always
-_IN_DOCUMENTS = (
-    "remap_positions_for_packed_sequence.<locals>.inner_mask"  # together with this; by models of ids of their own
-)
+# transformers makes _DOCUMENTS of positions, always together with _IN_DOCUMENTS; models make it of ids of their own.
+_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"
+_IN_DOCUMENTS = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 _EITHER = "or_masks.<locals>.or_mask"
 _IN_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
 _OF_ALL_HEADS = [str(index) for index in ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))]
@@ -171,7 +170,7 @@ class MaskRecipe:
         self._made: dict[bool, Tensor | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, saying what is wrong with a model that takes its mask for a tensor."""
+        """Raise AttributeError, with the reason, for a model that takes its mask for a tensor."""
         raise AttributeError(
             f"a model reads {name} of its attention mask, as if that were a tensor; with "
             'attn_implementation="burst" the mask is a description without values: use a model that only hands its '
@@ -249,7 +248,7 @@ class MaskRecipe:
     def _groups(self) -> _Groups | None:
         """Return the groups of tokens that attend to each other both ways; None if there are none that a ring knows.
 
-        A rank may have no token of any group where another one has.
+        A rank may have no token of any group where another rank has some.
         """
         groups, rule, shard = list(_groups(self._asked["mask_function"])), self._group_rule, self._marked
         if not self._has_groups or len(groups) != 1:
@@ -261,7 +260,7 @@ class MaskRecipe:
 
     @cached_property
     def _has_groups(self) -> bool:
-        """Return whether the model has groups of tokens, and the batch marks; other ranks may have all of them."""
+        """Return whether the model groups tokens, and the batch has marks; other ranks may have all marked tokens."""
         shard, rule = self._marked, self._group_rule
         is_marked = shard is not None and rule is not None and rule.name in shard.token_types
         return is_marked and any(True for _ in _groups(self._asked["mask_function"]))
@@ -366,9 +365,9 @@ def has_documents(mask: Mask | None) -> bool:
 
 
 def _parts(rule: Callable[..., Any], has_empty: bool = False) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of all functions that a rule is made of, with what each encloses, and of callables in it.
+    """Yield the names of all functions and other callables in a rule, with the values that each encloses.
 
-    What lets no token attend to any is left out where another rule does the same without, unless `has_empty`.
+    Alternatives that let no token attend to any are left out, unless `has_empty`.
     """
     name, enclosed, rules = _opened(rule)
     if name == _EITHER and not has_empty:
@@ -422,7 +421,7 @@ def _is_empty(rule: Callable[..., Any]) -> bool:
 def _names_by_code() -> dict[CodeType | None, str]:
     """Return the names of the rules that functions of transformers make, by their code.
 
-    In Python 3.10 a rule that PyTorch's compiler has made again says nothing of the function that it is made by.
+    In Python 3.10 a rule that PyTorch's compiler has made again does not name the function that makes it.
     """
     from transformers import masking_utils
 

@@ -71,7 +71,7 @@ _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same funct
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
 _OF_ENCODERS = ("encoder_hidden_states", "encoder_outputs")
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls before it, of attention and others
-_MIXING = {  # options by which ranks compute otherwise than one would
+_MIXING = {  # options with which ranks compute something other than one rank would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
     "layerdrop": "leaves out whole layers at random, and on every rank others",

@@ -103,7 +103,7 @@ def _attend(family: _Family, original: Callable[..., Any], module: Any, /, *args
     cache = next((x for x in arguments.values() if isinstance(x, Cache)), None)
     if cache is not None:
         k, v = cache.update(k, v, module.layer_idx if hasattr(module, "layer_idx") else module.layer_id)
-    if is_whole:  # PyTorch's attention has as many heads of keys
+    if is_whole:  # PyTorch's attention takes as many heads of keys as of queries
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if getattr(module, "attention_type", None) == "local":
         recipe = recipe.within(module.config.window_size)
@@ -121,7 +121,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _interleaved(x: Tensor, groups: int, heads: int) -> _Heads:
-    """Return the heads of a projection that has `groups` times so many query heads, then a key and a value."""
+    """Return the heads of a projection that has `groups` times `heads` query heads, then a key and a value."""
     x = x.reshape(*x.shape[:2], groups, heads + 2, -1)
     return x[..., :-2, :].flatten(2, 3).transpose(1, 2), x[..., -2, :].transpose(1, 2), x[..., -1, :].transpose(1, 2)
 

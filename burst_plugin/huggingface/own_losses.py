@@ -52,7 +52,7 @@ def _check_loss(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[s
 def _problem(model: PreTrainedModel, output: Any, labels: Any, divisor: Any, *, is_first: bool) -> str:
     """Return the reason why a loss is wrong; "" for none, or where nothing can be compared. Warn of other losses.
 
-    given: what the sum over labels is divided by; None for their number.
+    divisor: the number that the sum over labels is divided by; None for the number of labels.
     """
     logits: Any = getattr(output, "logits", None)
     loss, name = output.loss, type(model).__name__

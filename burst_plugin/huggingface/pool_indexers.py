@@ -39,11 +39,11 @@ _MAKES_MASK = "build_attention_mask_from_topk"
 
 
 class PoolChoice:
-    """The pools of keys, so many consecutive tokens each, that the queries of a shard select; layers may share it.
+    """The pools, runs of equally many consecutive keys, that the queries of a shard select; layers may share it.
 
     starts: where the selected pools start in the whole sequence, int32 [B, S_local, n], -1 for none.
     keys_of: takes `starts`, and returns the positions of all keys that queries attend to, int32 [B, S_local, m], -1
-        for none: those of the selected pools, and those of a query's own, unfinished pool.
+        for none: the keys of the selected pools, and of a query's own, unfinished pool.
     """
 
     def __init__(self, starts: Tensor, keys_of: Callable[[Tensor], Tensor]) -> None:
@@ -105,7 +105,7 @@ def use_pool_indexers(pretrained: PreTrainedModel) -> None:
 
 
 def _hand_on(original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Make no mask of a shard's selection: it goes to attention as it is; others go to the original function."""
+    """Hand a shard's selection to attention as it is, without a mask; give other selections to the original."""
     arguments = by_name(partial(original, layer), args, kwargs)
     choice = arguments["topk_indices"]
     return choice if isinstance(choice, PoolChoice) else original(layer, **arguments)

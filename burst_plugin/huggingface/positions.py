@@ -49,7 +49,7 @@ def counts_unknown(pretrained: PreTrainedModel) -> bool:
 
 
 def _counts_otherwise(kind: type[torch.nn.Module]) -> bool:
-    """Return whether modules of a kind count positions as none does that is known."""
+    """Return whether modules of a kind count positions in a way that is not known."""
     if _is_one(kind, _ANEW):
         return True
     parameters = inspect.signature(kind.forward).parameters
@@ -67,8 +67,7 @@ def _is_one(kind: type, names: re.Pattern[str]) -> bool:
 def watch_positions(pretrained: PreTrainedModel) -> None:
     """Note how a model counts positions, for `with_positions`, and add hooks to its tables of positions.
 
-    Repeated calls change nothing. Hooked tables return the embeddings of a shard's positions in place of those of a
-    count from 0.
+    Repeated calls change nothing. Hooked tables return the embeddings of a shard's positions, not of a count from 0.
     """
     modules: dict[re.Pattern[str], torch.nn.Module] = {}
     for module in text_modules(pretrained):

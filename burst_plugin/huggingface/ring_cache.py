@@ -74,7 +74,7 @@ class RingCache(Cache):
         self._seen = torch.ones(0, 0, dtype=torch.bool, device="cpu")
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
-        self._last, self._is_whole = 0, False  # what is asked of the turn, and whether that is brought together
+        self._last, self._is_whole = 0, False  # how many last columns are asked for, and whether they are gathered
         self.marked: MarkedTurn | None = None  # types of the turn's tokens, by which masks are made
         self._in_groups: frozenset[int] = frozenset()  # rows that end in a group, the rest of which must not follow
         self._ending_in_groups = self._in_groups  # after the turn
@@ -284,8 +284,8 @@ class RingCache(Cache):
         self._attended += 1
         return out if columns is None else columns.from_storage(out)
 
-    # States of layers are kept by the code of transformers, but for convolutions of the tokens that a rank has a part
-    # of; MiniMax and xLSTM ask for states in their own ways.
+    # The code of transformers keeps states of layers, except for convolutions where ranks share the tokens; MiniMax
+    # and xLSTM ask for states in their own ways.
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
@@ -339,7 +339,7 @@ class RingCache(Cache):
 
     @staticmethod
     def _in_columns_of_forward(rows: Tensor, new: Tensor) -> Tensor:
-        """Return [B, columns, ...] of the rows of their tokens, [B, T, ...]; 0 for padding."""
+        """Return rows of tokens, [B, T, ...], in the columns of the forward, [B, columns, ...]; 0 for padding."""
         if bool(new.all()):
             return rows
         columns = rows.new_zeros(*new.shape, *rows.shape[2:])
@@ -413,7 +413,7 @@ class RingCache(Cache):
             self._kv.finish()
 
     def __deepcopy__(self, memo: Any) -> RingCache:
-        """Return a copy that goes on by itself, for several answers to one prompt; the same on every rank."""
+        """Return a copy that goes on by itself, for several answers to one prompt; for every rank to call."""
         copy = RingCache(self.cp, **self._options)
         if self._kv is not None:
             copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
@@ -441,7 +441,7 @@ class RingCache(Cache):
             self.states.select(rows)
 
     def _set_states(self, states: LayerStates | None) -> None:
-        """Have these states, which transformers finds in `layers`."""
+        """Set the states, which transformers finds in `layers`."""
         self.states = states
         self.layers = [] if states is None else states.layers
 

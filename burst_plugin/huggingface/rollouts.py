@@ -1,6 +1,6 @@
 """Log-probabilities of rollouts, folded into one sequence that a model of transformers computes over a ring.
 
-In a folded sequence, tokens at the beginning that rollouts share are there once.
+In a folded sequence, beginnings that rollouts share occur once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary embeddings that depend on the longest position of a batch: dynamic NTK, and the two sets of longrope.
 
-A rank has the positions of its own tokens. So these embeddings get one more, the longest of the whole batch, behind
-the positions of the rank's tokens, and the embedding of that one is dropped.
+A rank has the positions of its own tokens. So these embeddings get the longest position of the whole batch as well,
+behind the positions of the rank's tokens, and its embedding is dropped.
 """
 
 from __future__ import annotations

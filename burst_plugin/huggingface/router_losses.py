@@ -143,7 +143,7 @@ def _on_rings(original: Callable[..., Any]) -> Callable[..., Any]:
             return taken.take(gate_logits, num_experts, top_k, shard)
         weights = None if shard.real is None else shard.real.flatten().float()[None]
         sums = _sums(gate_logits, num_experts, top_k, weights)
-        # The mean over ranks of gradients is that of the whole, so each has as many times its own as there are ranks.
+        # Gradients are averaged over ranks, so each rank multiplies its own by the number of ranks.
         return _of_groups(sums, num_experts, shard.cp, shard.cp.ranks)[0]
 
     return load_balancing_loss_func
@@ -205,7 +205,7 @@ def _of_groups(own_sums: Tensor, experts: int, cp: ContextParallel, times: int) 
 
 
 def _loss(total_sums: Tensor, own_sums: Tensor, experts: int) -> Tensor:
-    """Return the share of the probabilities in `mine` in the loss of each group [G]; other sums are in `whole`."""
+    """Return the share of `own_sums` in the loss of each group [G], whose sums over all ranks are `total_sums`."""
     counts, probabilities, rows = total_sums[:, :experts], own_sums[:, experts:-1], total_sums[:, -1:].clamp(min=1)
     return (experts * counts * probabilities / rows**2).sum(1)
 

@@ -1,4 +1,4 @@
-"""Models that also take images, audio or video, on text alone: modules that text does not pass are left as they are.
+"""Models that also take images, audio or video, on text alone: modules off the path of text stay as they are.
 
 Model  ->  projector, towers: of images, audio, video; never run on a shard, so neither examined nor switched
        ->  language model: examined, and on the ring

@@ -135,7 +135,7 @@ def partition_group(model: torch.nn.Module, with_replicas: bool) -> dist.Process
 
 
 def _members(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """Return the global ranks of a group; of None this process's alone."""
+    """Return the global ranks of a group; for None this process's rank alone."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 MODALITIES = ("image", "video", "audio")
 PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 _PUTS = ("get_placeholder_mask", "inputs_merger")  # methods of modules that put features in the places of tokens
-# Names under which configurations tell whose places features take.
+# Names under which configurations have the placeholder tokens of features.
 _TOKENS = ("{}_token_id", "{}_token_index")
 _VIDEOS_AS_IMAGES = (
     "glm4v",

@@ -117,7 +117,7 @@ def _width(module: PreTrainedModel, modality: str) -> int:
 
 
 def _placeholders(module: PreTrainedModel, modality: str, shard: SequenceShard) -> Tensor:
-    """Return which tokens of the whole batch features take the place of, bool [B, S] on the CPU."""
+    """Return which tokens of the whole batch are placeholders of features, bool [B, S] on the CPU."""
     ids = shard.whole.get("input_ids")
     if ids is None:
         raise ValueError("a batch with images is cut by its input_ids; give these in place of inputs_embeds")
@@ -126,7 +126,7 @@ def _placeholders(module: PreTrainedModel, modality: str, shard: SequenceShard) 
 
 
 def _runs(placeholders: Tensor) -> list[int]:
-    """Return the lengths of runs of tokens that features take the place of, [B, S], row by row."""
+    """Return the lengths of runs of placeholder tokens in bool [B, S], row by row."""
     padded = torch.nn.functional.pad(placeholders, (1, 1)).int().diff(dim=1)
     starts, ends = (padded == 1).nonzero(), (padded == -1).nonzero()
     lengths: list[int] = (ends - starts)[:, 1].tolist()
@@ -140,7 +140,7 @@ def numbers_of_rows(
     placeholders: Tensor,
     shard: SequenceShard,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows that each rank has encoded, and those whose tokens it holds.
+    """Return for each rank the rows that it has encoded, and the rows whose tokens it holds.
 
     shares: for each rank the numbers of its images; counts: how many rows these have, -1 if that cannot be told.
     """

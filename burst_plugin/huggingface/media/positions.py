@@ -17,7 +17,7 @@ from burst_plugin.batch import SHARD_KEY, SequenceShard
 
 METHOD = "compute_3d_position_ids"
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-_GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_lengths")  # arguments that tell its sizes
+_GRIDS = ("grid_thw", "target_sizes", "target_sizes_videos", "audio_feature_lengths")  # arguments with sizes of media
 
 
 def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:

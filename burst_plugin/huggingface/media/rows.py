@@ -14,7 +14,7 @@ from burst_plugin.huggingface.media.families import by_row, known_token, modalit
 from burst_plugin.huggingface.media.units import units_of
 
 _PIXELS = "pixel_values"
-_VALUES = (_PIXELS, "input_features", "input_values")  # how names of entries begin that a tower encodes
+_VALUES = (_PIXELS, "input_features", "input_values")  # beginnings of the names of entries that a tower encodes
 
 
 def is_of_media(name: str) -> bool:

@@ -143,7 +143,7 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
     """
     mixer_kinds = {type(module): known for module, known in mixers(pretrained)}
     told = [problem for kind, known in mixer_kinds.items() for problem in _problems_of_code(kind, known)]
-    # Others matter to gradients by way of exponents, which have none on a ring.
+    # Other values change gradients by way of exponents, which have no gradient on a ring.
     cells: list[Any] = [module for module, _ in mixers(pretrained) if type(module).__name__ == "xLSTMBackend"]
     added = {cell.config.eps for cell in cells}
     told += [

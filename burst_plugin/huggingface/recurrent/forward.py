@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from burst_plugin.huggingface.recurrent.states import LayerStates
 
 _ON_SHARD = "_burst_plugin_on_shard"  # of a mixer: whether its last forward had a shard
-# What computes a function, and again in backward: of transformers' layers, and of PyTorch's `checkpoint_wrapper`.
+# Attributes with functions that recompute in backward: of transformers' layers, of PyTorch's `checkpoint_wrapper`.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def shard_of(kwargs: Mapping[str, Any]) -> SequenceShard | None:
-    """Return the shard that a layer or function is called on; None for a whole batch, which it computes as ever.
+    """Return the shard that a layer or function is called on; None for a whole batch, which it computes as usual.
 
     It is found among the keyword arguments, or belongs to the model's forward in progress, or to the turn of its
     `RingCache`. On a ring of one rank, None is returned as well, unless documents are packed: these have states of
@@ -187,7 +187,7 @@ def watch_mixer(mixer: torch.nn.Module) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the shard that a layer is given outside of a forward; it may hand on to its functions nothing of it.
+    """Note the shard that a layer is given outside of a forward, since it may not hand the shard on to its functions.
 
     Raises ValueError for a layer that is computed again without the shard that it had, as if on a whole batch.
     """
@@ -206,5 +206,5 @@ def _before(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after(mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Note the end of what `_before` has noted the begin of, also where the layer failed."""
+    """Note the end of a forward whose begin `_before` has noted, also if the layer failed."""
     leave_forward(mixer)

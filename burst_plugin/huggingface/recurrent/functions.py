@@ -149,7 +149,7 @@ def _rwkv(original: _Original, shard: SequenceShard, arguments: _Given) -> tuple
 
 
 def _nothing(original: _Original, shard: SequenceShard, arguments: _Given) -> None:
-    """Compute nothing in one go on a shard: the mixer then calls convolution and scan one by one."""
+    """Return None on a shard: the mixer then calls convolution and scan one by one."""
 
 
 def _without_padding(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
@@ -180,7 +180,7 @@ def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _finish(out: Tensor, x: Tensor, skip: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Return the output of a scan with what passes it by, and with its gate."""
+    """Return the output of a scan with its skip connection and its gate."""
     kind = torch.promote_types(out.dtype, torch.float32)
     result = out if skip is None else out.to(kind) + skip.to(kind) * x.to(kind)
     if gate is not None:
@@ -202,4 +202,4 @@ FUNCTIONS: dict[str, _Original] = {
     **{name: partial(_take_over, "", _nothing) for name in ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")},
     "create_recurrent_attention_mask": mask_of_padding,
 }
-"""What takes the place of each function, by its name. It gets the original, and then its arguments."""
+"""The replacements of functions, by name; each gets the original function, and then its arguments."""

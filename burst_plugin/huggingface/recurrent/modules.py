@@ -210,7 +210,7 @@ def _with_cached(module: Any, states: LayerStates, qk: Tensor, hidden: Tensor) -
     delayed = module.v_proj_delayed(hidden)
     if layer.is_recurrent_states_initialized[0]:
         before = layer.recurrent_states[0].unsqueeze(1)
-    else:  # what comes of a token of zeros
+    else:  # the value of a token of zeros
         before = module.v_proj_delayed(hidden.new_zeros(len(hidden), 1, hidden.shape[2]))
     delayed, last = states.with_tokens_before(delayed, 1, before)
     layer.update_recurrent_state(last[:, 0], state_idx=0)
