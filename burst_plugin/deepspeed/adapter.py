@@ -85,8 +85,8 @@ class Adapter:
         if is_transformers(model):
             choose_chunks(cp, model)
         for module in chunk_modules(model, cp.strategy, is_chosen="mlp_chunk" in cp.chosen):
-            # So that ZeRO-3 gathers the parameters of a module once, rather than for every chunk. Those of a norm are
-            # its own; and gradients of leaves are reduced once that of the input is there, perhaps before theirs are.
+            # So that ZeRO-3 gathers the parameters of a module once, rather than for every chunk. A norm has its own
+            # parameters only; and gradients of leaves are reduced once the input's is there, perhaps before they are.
             set_z3_leaf_module(module, any(True for _ in module.children()))
         called = model
         if is_transformers(model):
@@ -231,7 +231,7 @@ def _hook_lazy_logits(original: Callable[..., None], hooks: Any, outputs: Any, f
 
 
 def _states(config: Mapping[str, Any], is_trained: bool) -> HeldStates:
-    """Return who holds the states of a model that is trained by a configuration, as ZeRO shares them out."""
+    """Return where the states of a model trained by a configuration are held, as ZeRO shares them out."""
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     offload = zero.get("offload_optimizer")

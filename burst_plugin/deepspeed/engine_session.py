@@ -321,7 +321,7 @@ class Session:
         return float(total)
 
     def _with_mean_value(self, local: Tensor, group: Any) -> Tensor:
-        """Return `local` with the gradient it has, and the value of its mean over `group`."""
+        """Return `local` with its own gradient, and the value of its mean over `group`."""
         mean = local.detach().double().to(group_device(self.world))
         if group is not None:
             dist.all_reduce(mean, group=group)

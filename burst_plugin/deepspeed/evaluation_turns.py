@@ -1,4 +1,4 @@
-"""Evaluation by Trainer and TRL on a ring: batches of its ranks in turn, of the last one the rows that count.
+"""Evaluation by Trainer and TRL on a ring: batches of its ranks in turn, the last one without rows that do not count.
 
     5 rows, 2 ranks, batches of 2    rank 0   rank 1
     first batch of all ranks         0 1      2 3     turns 0 and 1
@@ -28,10 +28,10 @@ from burst_plugin.huggingface.media.rows import is_of_media, media_of_rows
 
 
 def predict_in_turns(session: Session, step: Callable[[Any], Any], trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Evaluate the batches of all ranks of a ring one after another; return the result for this rank's; collective.
+    """Evaluate batches of all ranks of a ring one after another; return the result for this rank's batch; collective.
 
-    Turns in which no ring has a row that counts are left out; ranks with such a batch get the result of turn 0, of
-    which Trainer uses nothing.
+    Turns in which no ring has a row that counts are left out; ranks with such a batch get the result of turn 0, which
+    Trainer does not use.
 
     Args:
         session: the session of the trainer's engine.
@@ -105,7 +105,7 @@ class _LastBatch:
 
 
 def _last_batch(state: Any, session: Session) -> _LastBatch | None:
-    """Return the end of Accelerate's loader; None before it, or if all its rows count, or their number is unknown."""
+    """Return the last batch of Accelerate's loader; None before it, if all its rows count, or if that is unknown."""
     if not state.end_of_dataloader or state.remainder <= 0:
         return None
     per_rank = getattr(state.active_dataloader, "total_batch_size", 0) // session.ranks
@@ -113,11 +113,10 @@ def _last_batch(state: Any, session: Session) -> _LastBatch | None:
 
 
 def first_rows(model: torch.nn.Module, batch: Mapping[str, Any], count: int, rows: int) -> Mapping[str, Any]:
-    """Return the first `count` of `rows` samples of a batch, in which several sequences of a sample may follow.
+    """Return the first `count` of `rows` samples of a batch; a sample may have several sequences.
 
     Preferences have the chosen answers of all samples first, then the rejected ones. A batch is returned as it is if
-    it has tensors of other sizes, positions of several axes (mRoPE), or media of which it cannot be told which rows
-    they belong to.
+    it has tensors of other sizes, positions of several axes (mRoPE), or media that cannot be assigned to rows.
     """
     lengths = {len(x) for name, x in batch.items() if name.endswith("input_ids")} | {rows}
     by_row = {name: x for name, x in batch.items() if not is_of_media(name)}
@@ -151,7 +150,7 @@ def _filled_up(x: Any, first: Any, rows: int) -> Any:
 
 @contextmanager
 def _not_at_its_end(state: Any) -> Iterator[None]:
-    """Hide the end of the loader, at which TRL leaves all but some of the rows that it gathers from ranks out."""
+    """Hide the end of the loader, at which TRL leaves out all but some of the rows that it gathers from ranks."""
     loader = state.active_dataloader
     if not getattr(loader, "end_of_dataloader", False):
         yield

@@ -77,7 +77,7 @@ class OwnLosses:
         return _with(output, place, whole)
 
     def _of_whole_batch(self, loss: Tensor, labels: Tensor, logits: Tensor | None) -> Tensor:
-        """Return the loss of the whole batch; of a loss of another kind the mean over ranks, with a warning."""
+        """Return the loss of the whole batch; for another kind of loss its mean over ranks, with a warning."""
         count = float((labels != IGNORED_LABEL).sum())
         total, ranks = self._sum_and_ranks(count)
         if not self._is_mean:
@@ -155,7 +155,7 @@ def _floats(output: Any) -> dict[Any, Tensor]:
 
 
 def _place_of_loss(floats: Mapping[Any, Tensor]) -> Any:
-    """Return the place of the loss: of that name, else the first single number with a gradient; None if none is."""
+    """Return the place of the loss: "loss", else of the first single number with a gradient; None without any."""
     losses = [place for place, x in floats.items() if x.numel() == 1 and x.requires_grad]
     return "loss" if "loss" in losses else next(iter(losses), None)
 
@@ -224,7 +224,7 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
 
 
 class _ForReadingOnly(torch.autograd.Function):
-    """A tensor as it is, but its backward pass is refused."""
+    """The identity, whose backward pass is refused."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

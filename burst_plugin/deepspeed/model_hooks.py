@@ -35,10 +35,8 @@ class ModelHooks:
     def __init__(self, session: Session, model: torch.nn.Module, around: torch.nn.Module) -> None:
         self._session = session
         self._cuts_batch = False  # whether the batch of this forward came whole
-        self._gathering: SequenceShard | None = (
-            None  # of this forward, if what it returns is to be that of all tokens
-        )
-        self._is_body = False  # whether that is for a layer after the model
+        self._gathering: SequenceShard | None = None  # of this forward, if its outputs are to be gathered
+        self._is_body = False  # whether a layer after the model takes its outputs
         self._calls_before = 0  # of attention, when the model's forward began
         self._checked_losses = 0  # of forwards in training
         self._has_warned = False
@@ -169,7 +167,7 @@ class ModelHooks:
             )
 
     def _ring_of(self, kwargs: Mapping[str, Any]) -> RankState:
-        """Return the ring of the batch, which is another engine's if that has cut it."""
+        """Return the ring of the batch: another engine's, if that engine has cut it."""
         shard, cp = kwargs.get(SHARD_KEY), self._session.cp
         if not isinstance(shard, SequenceShard):
             return cp.rank_state

@@ -74,7 +74,7 @@ def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: Sequen
 
 
 def with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:
-    """Return `x` with as many times its gradient as a ring has ranks; by a hook, which leaves -inf as it is."""
+    """Return `x`, its gradient multiplied by the number of ranks of a ring; by a hook, which leaves -inf as it is."""
     if not x.requires_grad:
         return x
     found, ranks = x.clone(), session.cp.ranks

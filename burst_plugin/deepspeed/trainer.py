@@ -154,9 +154,9 @@ def leave_block_alone(original: Callable[..., Any], plugin: Any, ds_key_long: st
 
 
 def _init_trainer(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Trainer.__init__`, which takes no model with sequence parallelism for one that divides by a count.
+    """Wrap `Trainer.__init__`, which assumes that no model divides its loss by a count with sequence parallelism.
 
-    On a ring models do, so that Trainer leaves a loss, and what is added to it, as it does without a ring.
+    On a ring models do, so that Trainer leaves a loss, and additions to it, unchanged, as it does without a ring.
     """
     original(trainer, *args, **kwargs)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
@@ -443,7 +443,7 @@ def _generate(
 
 
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """Replace `skip_first_batches`, by which a run resumes in the middle of an epoch."""
+    """Replace `skip_first_batches`, which resumes a run in the middle of an epoch."""
     if isinstance(dataloader, ShardedLoader):
         return dataloader.skip_first(num_batches)
     return original(dataloader, num_batches)

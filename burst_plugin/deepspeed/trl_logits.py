@@ -74,7 +74,7 @@ def _concatenated_forward(
 def _of_next_tokens(logits: Tensor, ids: Tensor, shard: SequenceShard) -> Tensor:
     """Return log-probabilities of next tokens and means of logits, [B, S, 2], of logits [B, S_local, V]; collective.
 
-    The last token of a row has none next, and the log-probability of an arbitrary one.
+    The last token of a row has no next token, and gets the log-probability of an arbitrary one.
     """
     targets = _cut(ids.roll(-1, 1), shard, 0)
     flat, labels_of_all, parts = logits.flatten(0, 1), targets.flatten(), []
@@ -120,7 +120,7 @@ def _distillation_loss(
 
 
 def _cut(x: Tensor, shard: SequenceShard, fill: int) -> Tensor:
-    """Return this rank's part of whole numbers [B, S], filled up to the length that ranks share evenly."""
+    """Return this rank's part of integers [B, S], filled up to the length that ranks share evenly."""
     padded = torch.nn.functional.pad(x, (0, shard.tokens.length - x.shape[1]), value=fill)
     return shard.cp.shard(padded, 1, shard.tokens)
 

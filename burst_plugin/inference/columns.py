@@ -32,7 +32,7 @@ _FEWEST = 2  # columns of a rank: layers take one token with a state for a step 
 
 
 class _Route(NamedTuple):
-    """Tokens that one rank computes and another one stores, of all pairs of them with this rank.
+    """This rank's part of the exchange of tokens between the ranks that compute them and the ranks that store them.
 
     computed, stored: where its tokens are among [B * columns] and [B * size], in the order of the other rank.
     to_store, to_compute: how many tokens go to each rank, and come from it.
@@ -183,7 +183,7 @@ class Columns:
         from_ranks: list[int],
         size: int,
     ) -> list[Tensor]:
-        """Return tensors [B, size, ...] with what comes at the places `arriving`, 0 elsewhere; collective."""
+        """Return tensors [B, size, ...] with the received tokens at the places `arriving`, else 0; collective."""
         self._compare("an exchange of columns", xs)
         device, rows = xs[0].device, len(self.turn.starts)
         sent = torch.cat([_as_bytes(x.flatten(0, 1)[leaving.to(device)]) for x in xs], 1)
@@ -242,12 +242,12 @@ class Columns:
         return torch.cat([halo, filled], 1), last
 
     def _filled(self, before: Tensor, numbers: Tensor) -> Tensor:
-        """Return the tokens `numbers` [B, n] of those before, which end with -1; anything for other numbers."""
+        """Return the tokens `numbers` [B, n] of `before`, the last of which is -1; anything for other numbers."""
         width = before.shape[1]
         return _taken(before, (numbers + width).clamp(0, width - 1))
 
     def _compare(self, of: str, xs: Sequence[Tensor]) -> None:
-        """Have ranks agree on the sizes that they exchange; a rank that failed before ends all of them."""
+        """Have ranks agree on the sizes that they exchange; a rank that failed before makes all of them fail."""
         self.cp.agree({"sizes": [list(x.shape[2:]) for x in xs], "dtype": [x.dtype for x in xs]}, of=of)
 
 

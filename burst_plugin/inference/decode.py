@@ -98,7 +98,7 @@ class OwnAttention(NamedTuple):
         return result
 
     def _of_own(self, q: Tensor, store: RowStore) -> Partial:
-        """Return attention to what rows have for themselves."""
+        """Return attention to the rows' own keys."""
         if self.turn.is_uniform and self.mask.rows is None and len(set(self.first_keys)) == 1:
             return self._of_rows(q, store.batch(), 0)
         batch, tokens, heads, _ = q.shape
@@ -152,9 +152,9 @@ class OwnAttention(NamedTuple):
         return Partial(*accumulators.finished(False))
 
     def _tiles(self, row: int, batch: int) -> tuple[list[int] | None, Sequence[Tile]]:
-        """Return the tiles of a row, and the order of its queries in them; None if that is as they come.
+        """Return the tiles of a row, and the order of its queries in them, None for their own order.
 
-        Tiles are of runs of one stride: so of more queries than ranks every n-th make a run, n being their number.
+        Tiles are of runs of one stride: of more queries than ranks every n-th make a run, n being the ranks' number.
         """
         key = ("tiles", self.mask, row, batch, self.first_keys[row], self.kernel.features, self.selection is None)
         if key not in self.turn.known:

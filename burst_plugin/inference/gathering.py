@@ -80,7 +80,7 @@ def gathered_ends(cp: ContextParallel, turn: Turn, x: Tensor, counts: Sequence[i
 
 
 def _whole(cp: ContextParallel, turn: Turn, x: Tensor) -> Tensor:
-    """Return all new tokens, gathered from the ranks that have some each."""
+    """Return all new tokens, gathered from the ranks that share them."""
     slices_of_ranks = [turn.own_of(rank) for rank in range(turn.ranks)]
     most = max(max(turn.counts_of(rank)) for rank in range(turn.ranks))
     padded = x.new_zeros(len(x), most, *x.shape[2:])
@@ -111,7 +111,7 @@ def _without_padding(x: Tensor, turn: Turn) -> Tensor:
     return x.where(valid, 0)
 
 
-_TAG = 20241  # of these messages, beside those of comparisons and of others on the same group
+_TAG = 20241  # of these messages, beside comparisons and other messages on the same group
 
 
 class TreeMerge:

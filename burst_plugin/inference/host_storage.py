@@ -60,7 +60,7 @@ class HostRowStore(RowStore):
         super().append(k, v)
         if self.device.type == "cuda":  # the host may move what it stores next
             torch.cuda.current_stream(self.device).synchronize()
-        if stored and stored[0] is not self._tensors()[0]:  # there are larger ones
+        if stored and stored[0] is not self._tensors()[0]:  # they have moved to larger tensors
             self.release()
         if self._fetched:
             after, self.lengths = self.lengths, before

@@ -199,7 +199,7 @@ class LayerCache:
 
 
 def _loose(left: int) -> int:
-    """Return how many tokens may be dropped before they are."""
+    """Return how many tokens that are not needed may stay before they are dropped."""
     return max(_LEAST_LOOSE, left // 4)
 
 

@@ -171,7 +171,7 @@ class Everywhere(Tokens):
 
     @property
     def own_layout(self) -> Layout:
-        """Return the layout by which every rank has all tokens, every n-th one after another, n being the ranks."""
+        """Return the layout that gives every rank all tokens, every n-th one after another, n being the ranks."""
         return EVERYWHERE
 
 

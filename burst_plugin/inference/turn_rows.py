@@ -119,7 +119,7 @@ class TurnRows(NamedTuple):
         return Documents((0, *accumulate(self.bounds[2])))
 
     def _shifted(self, selected: Tensor, sign: int) -> Tensor:
-        """Return positions moved by the lengths of the rows before theirs; -1 remains."""
+        """Return positions moved by the lengths of the rows before their own row; -1 remains."""
         before: Sequence[int] = [0, *accumulate(self.turn.stops)][:-1]
         counts = torch.tensor(self.turn.counts, device=selected.device)
         shift = torch.tensor(before, dtype=selected.dtype, device=selected.device).repeat_interleave(counts)

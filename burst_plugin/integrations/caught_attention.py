@@ -84,7 +84,7 @@ class CaughtAttention(TorchFunctionMode):
 
 
 def _key_padding(attn_mask: Tensor, batch: int, length: int) -> Mask:
-    """Return a mask of PyTorch's, bool [1 or batch, 1, 1, length]. Raise ValueError for any other."""
+    """Return PyTorch's mask, bool [1 or batch, 1, 1, length], as a `Mask`. Raise ValueError for any other."""
     if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or tuple(attn_mask.shape[1:]) != (1, 1, length):
         raise ValueError(
             f"attn_mask {list(attn_mask.shape)} of {attn_mask.dtype} is not known on a ring; expected the padding of "

@@ -57,7 +57,7 @@ class CutTransformer:
 
     @between_graphs
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that all ranks are given the same, and nothing for whole tokens; collective."""
+        """Check that all ranks get equal inputs, and none for whole tokens; collective."""
         arguments = by_name(model.forward, args, kwargs)
         registries = [module._diffusers_hook for module in model.modules() if hasattr(module, "_diffusers_hook")]
         hooks = {name for registry in registries for name in registry.hooks if not name.startswith(_HARMLESS)}
@@ -73,7 +73,7 @@ class CutTransformer:
             model._gradient_checkpointing_func = partial(self._checkpointed, checkpoint)
 
     def _checkpointed(self, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
-        """Run a block in a checkpoint; where it is computed again, it has the lengths of this call."""
+        """Run a block in a checkpoint; recomputation uses the lengths of this call."""
 
         def run(lengths: dict[str, int], *args: Any) -> Any:
             self._lengths = lengths
@@ -122,7 +122,7 @@ class CutTransformer:
 
 
 def _fingerprint(value: object) -> object:
-    """Return a value that differs where ranks have different ones; of tensors by their shape, type and bits."""
+    """Return a value to compare between ranks; for a tensor a text with its shape, type and sum of bits."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str) else type(value).__name__
     bits = value.detach().contiguous().view(_INTEGERS[value.element_size()])

@@ -187,7 +187,7 @@ def move_rows(
     recvs: Mapping[int, Tensor],
     rows: int,
 ) -> Generator[None, None, Tensor]:
-    """Return `rows` rows of one rank, which come from ranks as `recvs` says, of x, whose rows go as `sends` says."""
+    """Send rows of x to ranks as `sends` says, and return the `rows` rows that come from ranks as `recvs` says."""
     messages = Messages(state, x.device, "features of towers", direction, call)
     leaving = {peer: [x[numbers.to(x.device)]] for peer, numbers in sends.items()}
     own_rows = leaving.pop(state.rank, None)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def shared_out(work: Sequence[float], ranks: int) -> list[list[int]]:
     """Divide items among ranks by their work; return for each rank the numbers of its items, ascending.
 
-    `work` has a number for each item, in any unit. Items are given out one by one, that with most work first, each to
-    the rank with least work so far: no rank has more than 4/3 of the best possible maximum (Graham 1969).
+    `work` has a number for each item, in any unit. Items are given out one by one, the largest first, each to the
+    rank with the least work so far: no rank has more than 4/3 of the best possible maximum (Graham 1969).
     """
     least = [(0.0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
