@@ -109,9 +109,9 @@ def agree_on_block(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple
             raise ValueError("; ".join(problems))
         return block, size
 
-    def agree(mine: tuple[Block, int] | None, problem: str) -> None:
+    def agree(own_values: tuple[Block, int] | None, problem: str) -> None:
         said: list[Any] = [None] * dist.get_world_size()
-        lines = [] if mine is None else [f"context_parallel_size={mine[1]}", str(mine[0])]
+        lines = [] if own_values is None else [f"context_parallel_size={own_values[1]}", str(own_values[0])]
         dist.all_gather_object(said, fingerprint(lines, problem))
         raise_if_unlike(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
 

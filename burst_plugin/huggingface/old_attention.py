@@ -127,7 +127,7 @@ def _interleaved(x: Tensor, groups: int, heads: int) -> _Heads:
 
 
 def _rotated(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return queries or keys with a rotary embedding on as many dims as the given angles have."""
+    """Return queries or keys with a rotary embedding on as many dims as the angles have."""
     cos, sin = (angle.unsqueeze(1) for angle in arguments["position_embeddings"])
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     left, right = turned.chunk(2, -1)
@@ -191,7 +191,7 @@ _FAMILIES = {
     "FalconAttention": _Family(
         project=_falcon,
         terms=lambda module: {"scaling": module.inv_norm_factor},  # without dropout
-        finish=lambda module, out, given: (module.dense(out), None),
+        finish=lambda module, out, arguments: (module.dense(out), None),
     ),
     "BloomAttention": _Family(
         project=_bloom,
@@ -210,22 +210,22 @@ _FAMILIES = {
             "dropout": module.attn_dropout_p,
             "alibi_slopes": _slopes(module.n_heads),
         },
-        finish=lambda module, out, given: (module.out_proj(out), None),
+        finish=lambda module, out, arguments: (module.out_proj(out), None),
         mask=lambda mask, dtype: ~mask,
     ),
     "GPTNeoSelfAttention": _Family(
         project=_separate,
         terms=lambda module: {"scaling": 1.0, "dropout": module.attn_dropout.p},
-        finish=lambda module, out, given: (module.resid_dropout(module.out_proj(out)), None),
+        finish=lambda module, out, arguments: (module.resid_dropout(module.out_proj(out)), None),
     ),
     "XGLMAttention": _Family(
         project=_separate,
         terms=lambda module: {"scaling": module.scaling, "dropout": module.dropout},
-        finish=lambda module, out, given: (module.out_proj(out), None),
+        finish=lambda module, out, arguments: (module.out_proj(out), None),
     ),
     "GPTNeoXJapaneseAttention": _Family(
         project=_neox_japanese,
         terms=lambda module: {"scaling": 1 / module.norm_factor, "dropout": module.attention_dropout.p},
-        finish=lambda module, out, given: (module.dense(out), None, module.dense_bias),
+        finish=lambda module, out, arguments: (module.dense(out), None, module.dense_bias),
     ),
 }

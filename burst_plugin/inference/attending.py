@@ -189,8 +189,8 @@ def attend_in_tree(
         cp.connections.check_device(call.asked.q.device)
         return call, own_attention(call, cp.strategy)
 
-    def agree(mine: tuple[LayerCall, OwnAttention] | None, problem: str) -> CallId:
-        signature = dict if mine is None else (lambda: mine[1].signature)
+    def agree(own_call: tuple[LayerCall, OwnAttention] | None, problem: str) -> CallId:
+        signature = dict if own_call is None else (lambda: own_call[1].signature)
         return cp.agreement.before_forward(signature, problem, cp.agreement.name_of_next_call(tag))
 
     (call, attention), which = prepared_together(prepared, agree)
