@@ -106,6 +106,14 @@ class Memory:
         self.nbytes, self.device = nbytes, device
         self._buffers: dict[int, Buffer] = {}
 
+    def give_up(self) -> None:
+        """Keep the allocator from handing out this memory before the current stream, which may use it, is done.
+
+        The memory was allocated on the stream of another pass where passes run on streams of their own.
+        """
+        if self.device.type == "cuda":
+            self._whole.record_stream(torch.cuda.current_stream(self.device))
+
     def buffer(self, nbytes: int) -> Buffer:
         """Return a `Buffer` of the first `nbytes` bytes, mostly the one that was returned for this length before."""
         buffer = self._buffers.get(nbytes)
@@ -149,7 +157,9 @@ class BufferPool:
         if best is not None:
             return free.pop(best)
         if free:
-            self.allocated_bytes -= free.pop().nbytes
+            memory = free.pop()
+            memory.give_up()
+            self.allocated_bytes -= memory.nbytes
         self.allocated_bytes += nbytes
         return Memory(nbytes, device)
 

@@ -116,7 +116,8 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
     scale = tl.where(nothing, 1.0, scale)
     unit = dout / scale[:, None]
     factor = tl.sum(out * dout, 1) / tl.where(nothing, 1.0, scale * tl.sum(unit * unit, 1)) / scale
-    factor = tl.minimum(tl.maximum(factor, -3.4028234e38), 3.4028234e38)
+    within = tl.minimum(tl.maximum(factor, -3.4028234e38), 3.4028234e38)
+    factor = tl.where(factor == factor, within, factor)  # NaN, which minimum and maximum drop
     tl.store(_at_rows(tensors[2], strides[2], batch, tokens, head), factor, mask=there)
 
 

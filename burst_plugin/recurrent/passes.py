@@ -150,9 +150,10 @@ class OfOneRank(Passes):
         if direction == "backward":
             check_derivative()
             self.cp.agreement.before_backward(call)
-        ends = ExitStack()
-        ends.enter_context(state.one_pass(direction, call, device))
-        wait = self._on_stream(program, inputs) if device.type == "cuda" else self._in_thread(program)
+        with ExitStack() as stack:  # a program that fails at once ends the pass, and other ranks are told
+            stack.enter_context(state.one_pass(direction, call, device))
+            wait = self._on_stream(program, inputs) if device.type == "cuda" else self._in_thread(program)
+            ends = stack.pop_all()
 
         def results() -> list[Any]:
             with ends:

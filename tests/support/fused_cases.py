@@ -176,6 +176,9 @@ def _check_delta_and_factor(case: _Case) -> None:
         factor, wanted = fused.row_factor(case.out, scaled), softmax.row_factor(case.out.double(), scaled.double())
         assert float((factor.double() - wanted).norm()) <= 2e-6 * float(wanted.norm())
         assert bool((factor.transpose(1, 2)[(scaled == 0).all(-1)] == 0).all())
+    spoilt = case.out.clone()
+    spoilt[0, 0, 0, 0] = torch.nan
+    assert fused.row_factor(spoilt, dout).isnan().nonzero().tolist() == [[0, 0, 0]]
 
 
 if __name__ == "__main__":

@@ -89,10 +89,14 @@ class _Memory:
     nbytes: int
     write: _Access | None = None
     reads: dict[Stream, _Access] = field(default_factory=dict)  # since that write, the last one of each stream
-    waited_for: set[Stream] = field(default_factory=set)  # what the allocator waits for before it gives it away again
+    # What the allocator waits for before it gives it away again: streams, and what was before them when they were named.
+    waited_for: dict[Stream, Counter[Stream]] = field(default_factory=dict)
 
     def before_reading(self) -> list[_Access]:
         return [] if self.write is None else [self.write]
+
+    def is_waited_for(self, access: _Access) -> bool:
+        return access.stream in self.waited_for or any(map(access.is_before, self.waited_for.values()))
 
     def before_writing(self) -> list[_Access]:
         return [*self.before_reading(), *self.reads.values()]
@@ -183,12 +187,12 @@ class Gpus:
         for key in [key for key, memory in self._lent.items() if memory.storage.expired()]:
             memory = self._lent.pop(key)
             self.frees += 1
-            others = [access for access in memory.before_writing() if access.stream not in memory.waited_for]
+            others = [access for access in memory.before_writing() if not memory.is_waited_for(access)]
             self._check(memory, others, None, "given back to it", memory.home)
 
     def record_stream(self, x: Tensor, stream: Stream) -> None:
         """Do what `torch.Tensor.record_stream` does."""
-        self._of(x).waited_for.add(stream)
+        self._of(x).waited_for[stream] = stream.clock.copy()
 
     def _check(
         self, memory: _Memory, before: Sequence[_Access], here: _Access | None, what: str, stream: Stream
