@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.kernels.delta_rule import DeltaChunks, delta_chunks
+from burst_plugin.recurrent.segments import in_segments
 from burst_plugin.recurrent.staged import Pair, Stages, pair_by_stages
 from burst_plugin.recurrent.ways import Kernel, state_type
 
@@ -59,5 +60,5 @@ def pair_by_kernel(
     wide = torch.cat([v, v.new_zeros((*v.shape[:3], dim))], -1)
     state = torch.zeros((count, heads, dim, width + dim), dtype=state_type(v), device=v.device)
     state[..., width:] = torch.eye(dim, dtype=state.dtype, device=v.device)
-    _, final = kernel(q, k, wide, g, beta, state)
+    _, final = in_segments(kernel)(q, k, wide, g, beta, state)
     return final[..., width:], final[..., :width], None

@@ -30,6 +30,7 @@ from burst_plugin.recurrent.kernels import state_space as spaces
 from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.placement import Placement
+from burst_plugin.recurrent.segments import in_segments
 from burst_plugin.recurrent.staged import Pair
 from burst_plugin.recurrent.ways import (
     Exponential,
@@ -164,7 +165,7 @@ def gated_delta_rule(
         return {"heads": heads, "qk_dim": dim, "v_dim": v.shape[3], "dtype": v.dtype, "decays": list(g.shape[3:])}
 
     call = place.call("gated_delta_rule", tensors, check)
-    rule: Kernel = kernel or delta_rule
+    rule: Kernel = in_segments(kernel) if kernel else delta_rule
     pairs: Any = pair or (partial(pair_by_kernel, kernel) if kernel else pair_by_rule)
 
     def of_heads(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> TwoPasses:
@@ -220,7 +221,7 @@ def state_space(
         return {"sizes": [list(each.shape[2:]) for each in tensors.values()], "dtype": x.dtype}
 
     call = place.call("state_space", tensors, check, (A,))
-    run, dtype = kernel or spaces.state_space, state_type(x)
+    run, dtype = in_segments(kernel) if kernel else spaces.state_space, state_type(x)
     A = A.to(dtype)  # whose gradients are added up before they are rounded
 
     def of_heads(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> OnePass | InStages:

@@ -26,7 +26,7 @@ from burst_plugin.types import Direction, Spec
 if TYPE_CHECKING:
     from burst_plugin.context import ContextParallel
 
-_TRANSPORTS: WeakKeyDictionary[RankState, Transport] = WeakKeyDictionary()
+TRANSPORTS: WeakKeyDictionary[RankState, Transport] = WeakKeyDictionary()
 
 
 def connect(cp: ContextParallel) -> None:
@@ -36,14 +36,14 @@ def connect(cp: ContextParallel) -> None:
     the process group. Does nothing if that has been done, or if there is no process group.
     """
     state = cp.rank_state
-    if cp.group is None or state in _TRANSPORTS:
+    if cp.group is None or state in TRANSPORTS:
         return
     cp.connections.connect(())
     group, ring = cp.connections.communicators.whole, state.transport
     channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
     transport = DistributedTransport(channels, cp.connections.global_ranks, ring.board)
     transport.pool, transport.sent_bytes = ring.pool, ring.sent_bytes
-    _TRANSPORTS[state] = transport
+    TRANSPORTS[state] = transport
 
 
 class Messages:
@@ -60,7 +60,7 @@ class Messages:
 
     def __init__(self, state: RankState, device: torch.device, what: str, direction: Direction, call: CallId) -> None:
         self.state, self.device = state, device
-        self.transport = _TRANSPORTS.get(state, state.transport)
+        self.transport = TRANSPORTS.get(state, state.transport)
         self.log = None if state.profile is None else state.profile.begin_pass("exchange", device)
         if self.log is not None:
             self.transport = self.log.watch(self.transport)

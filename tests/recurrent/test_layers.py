@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
-from burst_plugin.recurrent import heads
+from burst_plugin.recurrent import heads, segments
 from burst_plugin.recurrent.kernels.decay import DecayChunks
+from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.state_space import state_space
 from burst_plugin.recurrent.pieces import START
 from burst_plugin.sequence.mask import Mask
@@ -180,6 +181,31 @@ def test_gradients_of_parameters_are_rounded_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(LAYERS, "state_space", in_one_pass)
 
     assert _worst("state_space", VirtualRing(Topology(2, 4)), None, (0, 400), dtype=torch.bfloat16) < 1.4 * own
+
+
+KERNELS = {"delta_rule": delta_rule, "delta_rule_by_channel": delta_rule, "state_space": state_space}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_long_pieces_are_computed_in_segments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of libraries count elements in 32 bits, which pieces of some hundred thousand tokens exceed."""
+    elements, tokens = [], []
+
+    def kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
+        xs = [x for x in arguments[:-1] if x.dim() > 1]
+        elements.extend(x.shape[1] * x.stride(1) for x in xs)
+        tokens.append(xs[0].shape[1])
+        assert all(x.shape[0] == 1 or x.shape[0] * x.stride(0) < segments.OFFSETS for x in xs)
+        return KERNELS[kind](*arguments)
+
+    monkeypatch.setattr(segments, "STEP", 4)
+    monkeypatch.setattr(segments, "OFFSETS", 1000)
+    monkeypatch.setitem(LAYERS, kind, partial(LAYERS[kind], kernel=kernel))
+
+    assert _worst(kind, VirtualRing(Topology(1, 1)), None, (0, 70)) < 1e-11
+    assert _worst(kind, VirtualRing(Topology(2, 2)), Documents((0, 20, 400)), (0, 20, 400)) < 1e-11
+    assert max(elements) < segments.OFFSETS
+    assert len(tokens) > 50
 
 
 def _drawn_case(number: int) -> float:

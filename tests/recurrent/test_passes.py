@@ -66,7 +66,7 @@ def _growing_messages() -> None:
                 arrived = yield from messages.exchange({1: [x[:size]]}, {1: [((size,), torch.float32)]})
             return arrived[1][0]
 
-        with mock.patch.dict(recurrent_messages._TRANSPORTS, {state: transport}):
+        with mock.patch.dict(recurrent_messages.TRANSPORTS, {state: transport}):
             wait = OfOneRank(cp).start("forward", CallId(1), [program()], [x], beside=True)
         torch.empty(4, device=GPU).fill_(2)  # meanwhile
         (result,) = wait()

@@ -89,7 +89,7 @@ class _Memory:
     nbytes: int
     write: _Access | None = None
     reads: dict[Stream, _Access] = field(default_factory=dict)  # since that write, the last one of each stream
-    # What the allocator waits for before it gives it away again: streams, and what was before them when they were named.
+    # What the allocator waits for before it gives it away again: streams, and what was before them then.
     waited_for: dict[Stream, Counter[Stream]] = field(default_factory=dict)
 
     def before_reading(self) -> list[_Access]:
