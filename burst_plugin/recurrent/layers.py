@@ -30,7 +30,7 @@ from burst_plugin.recurrent.kernels import state_space as spaces
 from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.linear_unit import linear_unit
 from burst_plugin.recurrent.placement import Placement
-from burst_plugin.recurrent.segments import in_segments
+from burst_plugin.recurrent.segments import in_segments, looking_back
 from burst_plugin.recurrent.staged import Pair
 from burst_plugin.recurrent.ways import (
     Exponential,
@@ -81,7 +81,7 @@ def with_tokens_before(
     rows = [call.held.flat(y) for y in xs]
     extended, keep = call.with_tokens_before(rows, width)
     inputs = [y.unsqueeze(0) for y in extended]
-    out = function(inputs[0] if isinstance(x, Tensor) else inputs)
+    out = looking_back(lambda ys: function(ys[0] if isinstance(x, Tensor) else ys), inputs, width)
     return call.held.unflat(out[0][keep])
 
 

@@ -2,10 +2,13 @@
 
 mamba-ssm, and flash-linear-attention before 0.6, count elements of a tensor in int32: from 2**31 elements on, which a
 piece of some hundred thousand tokens has, they read and write elsewhere (state-spaces/mamba#1015,
-fla-org/flash-linear-attention#1080). A segment goes on from the state that the one before it leaves.
+fla-org/flash-linear-attention#1080). causal-conv1d counts in uint32. A segment goes on from the state that the one
+before it leaves, or takes the tokens before it along.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +47,23 @@ def in_segments(kernel: Kernel) -> Kernel:
         return torch.cat(outputs), torch.cat(states)  # type: ignore[arg-type]
 
     return run
+
+
+def looking_back(function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor], width: int) -> Tensor:
+    """Return function(xs), [1, T, ...], computed on as many tokens at a time as offsets of kernels reach.
+
+    function: causal, looks back at most `width` tokens. xs: [1, T, ...].
+    """
+    tokens = xs[0].shape[1]
+    most = max(1, ((OFFSETS - 1) // max(x.stride(1) for x in xs) - width) // STEP) * STEP
+    if tokens <= most:
+        return function([*xs])
+    outputs = []
+    for start in range(0, tokens, most):
+        before = min(start, width)
+        out = function([x[:, start - before : start + most] for x in xs])
+        outputs.append(out[:, before:])
+    return torch.cat(outputs, 1)
 
 
 def _segment(x: Tensor | None, row: int, start: int, stop: int) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent import heads, segments
+from burst_plugin.recurrent.kernels.convolution import causal_convolution
 from burst_plugin.recurrent.kernels.decay import DecayChunks
 from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.state_space import state_space
@@ -206,6 +207,27 @@ def test_long_pieces_are_computed_in_segments(kind: str, monkeypatch: pytest.Mon
     assert _worst(kind, VirtualRing(Topology(2, 2)), Documents((0, 20, 400)), (0, 20, 400)) < 1e-11
     assert max(elements) < segments.OFFSETS
     assert len(tokens) > 50
+
+
+def test_long_convolutions_are_computed_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    xs = _drawn("causal_convolution", 0, 2, 41)
+    x, weight = xs["x"], xs["weight"]
+    place = recurrent.Placement(VirtualRing(Topology(1, 2)), mask=Documents((0, 2, 30, 41)))
+    lengths = []
+
+    def convolve(x: Tensor) -> Tensor:
+        lengths.append(x.shape[1])
+        return causal_convolution(x, weight)
+
+    expected = recurrent.with_tokens_before(convolve, x, weight.shape[-1] - 1, place)
+    monkeypatch.setattr(segments, "STEP", 4)
+    monkeypatch.setattr(segments, "OFFSETS", 20 * x.shape[2])
+    lengths.clear()
+    out = recurrent.with_tokens_before(convolve, x, weight.shape[-1] - 1, place)
+
+    assert len(lengths) > 4
+    assert max(lengths) < 20
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
 
 
 def _drawn_case(number: int) -> float:
