@@ -150,7 +150,9 @@ class ChunkedAttention(ReplacedForward):
         if not is_on_ring(args, kwargs):
             return self.earlier(*args, **kwargs)
         heads, (hidden, *positional), options = _heads(module), args, _without_cache(module, kwargs)
-        _refuse_gradients(module, (*positional, *options.values()))
+        # Keys and values that a layer leaves to others: it reads none of them, see `_refused`.
+        read = [value for name, value in options.items() if name != "shared_kv_states"]
+        _refuse_gradients(module, (*positional, *read))
         others: list[Any] = []
 
         def attend(number: int, x: Tensor, linear: Linear) -> Tensor:

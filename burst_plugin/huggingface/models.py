@@ -28,6 +28,7 @@ from burst_plugin.huggingface.compressors import (
     problems_of_compressors,
     use_compressors,
 )
+from burst_plugin.huggingface.forward_checks import check_forward
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
 from burst_plugin.huggingface.indexers import layer_types_of_indexers, problems_of_indexers, use_indexers
@@ -168,6 +169,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     given_kwargs = kwargs
     if shard is not None:
         if not shard.as_given:
+            check_forward(model, kwargs)
             check_media(model, args, kwargs)
             _check_encoder(model, args, kwargs)
             _check_labels(model, kwargs)

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest position of a batch: dynamic NTK, and the two sets of longrope.
+"""Rotary embeddings that depend on the longest position of a batch: dynamic NTK, longrope's two sets, and PhiMoE's.
 
 A rank has the positions of its own tokens. So these embeddings get the longest position of the whole batch as well,
 behind the positions of the rank's tokens, and its embedding is dropped.
@@ -50,8 +50,14 @@ def _dependent(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in text_modules(model):
         kinds = getattr(module, "rope_type", None)
         names = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if any(kind in str(name) for name in names for kind in _KINDS):
+        if any(kind in str(name) for name in names for kind in _KINDS) or _has_two_scales(module):
             yield module
+
+
+def _has_two_scales(module: torch.nn.Module) -> bool:
+    """Return whether an embedding has one scale up to a length and another beyond it, as PhiMoE's of any kind."""
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    return hasattr(module, "rope_type") and "long_mscale" in rope and rope.get("rope_type", "default") != "default"
 
 
 def _rope_types(config: Any, is_fixed: bool) -> set[str]:

@@ -115,7 +115,7 @@ def _is_known(function: Callable[..., Any]) -> bool:
     original = inspect.unwrap(function)
     try:
         for attention_mask, weights in ((None, None), (mask, mask.flatten().float()[None])):
-            sums = _sums(logits, 5, 2, weights)
+            sums = router_sums(logits, 5, 2, weights)
             expected = _loss(sums, sums, 5)[0]
             if not abs(float(original(logits, 5, 2, attention_mask)) - float(expected)) <= _TOLERANCE:
                 return False
@@ -142,7 +142,7 @@ def _on_rings(original: Callable[..., Any]) -> Callable[..., Any]:
         if taken is not None:
             return taken.take(gate_logits, num_experts, top_k, shard)
         weights = None if shard.real is None else shard.real.flatten().float()[None]
-        sums = _sums(gate_logits, num_experts, top_k, weights)
+        sums = router_sums(gate_logits, num_experts, top_k, weights)
         # Gradients are averaged over ranks, so each rank multiplies its own by the number of ranks.
         return _of_groups(sums, num_experts, shard.cp, shard.cp.ranks)[0]
 
@@ -179,7 +179,7 @@ class RouterLosses:
         """
         padded = torch.nn.functional.pad(self._weights, (0, shard.tokens.length - self._weights.shape[1]))
         weights = shard.cp.shard(padded, 1, shard.tokens).to(gate_logits[0].device)
-        self._experts, self._sums = experts, _sums(gate_logits, experts, top_k, weights)
+        self._experts, self._sums = experts, router_sums(gate_logits, experts, top_k, weights)
         return gate_logits[0].new_zeros(())
 
     def of_groups(self, cp: ContextParallel) -> Tensor:
@@ -192,7 +192,7 @@ class RouterLosses:
 
 
 def _of_groups(own_sums: Tensor, experts: int, cp: ContextParallel, times: int) -> Tensor:
-    """Return the loss of each group of rows [G] from this rank's sums, as `_sums` returns them; collective.
+    """Return the loss of each group of rows [G] from this rank's sums, as `router_sums` returns them; collective.
 
     The gradient goes to this rank's own probabilities, `times` over.
     """
@@ -210,7 +210,7 @@ def _loss(total_sums: Tensor, own_sums: Tensor, experts: int) -> Tensor:
     return (experts * counts * probabilities / rows**2).sum(1)
 
 
-def _sums(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, weights: Tensor | None) -> Tensor:
+def router_sums(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, weights: Tensor | None) -> Tensor:
     """Return selections and probabilities by expert, and rows, over tokens and layers: [G, 2 * experts + 1], float64.
 
     weights: how often each token of a layer's logits [N, experts] counts, for each group, [G, N]; None for once.
@@ -220,7 +220,8 @@ def _sums(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, weights: Te
         scores = torch.softmax(logits.flatten(0, -2), -1)
         selected = torch.zeros_like(scores, dtype=torch.float32).scatter_(1, scores.topk(top_k, -1).indices, 1.0)
         per_token = torch.cat([selected, scores.float(), selected.new_ones(len(selected), 1)], 1)
-        here = per_token.sum(0, keepdim=True) if weights is None else weights.to(per_token) @ per_token
+        with torch.autocast(logits.device.type, enabled=False):  # which would round numbers of tokens to 8 bits
+            here = per_token.sum(0, keepdim=True) if weights is None else weights.to(per_token) @ per_token
         total = total + here.double().to(gate_logits[0].device)
     assert isinstance(total, Tensor), "a model with routers has a layer with one"
     return total

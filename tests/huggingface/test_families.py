@@ -156,6 +156,23 @@ def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         check(list(hybrids()), 2, BATCH, {"head_chunk": 2, "keep_attention": "all"})
 
 
+@pytest.mark.skipif(not NEWER, reason="other releases have other configurations")
+def test_heads_in_chunks_of_layers_that_leave_keys_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's last layer of each kind does, whether or not there is one that takes them."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma4TextConfig(
+        **{**shape(), "num_hidden_layers": 4},
+        head_dim=8,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        sliding_window=9,
+        layer_types=kinds,
+        per_layer_config={},
+    )
+    monkeypatch.setitem(FAMILIES, "gemma4_text", config)
+    check(["gemma4_text"], 2, BATCH, {"head_chunk": 2, "keep_attention": "all"})
+
+
 def _dropping(rank: int) -> str:
     register()
     cp = ContextParallel(dist.group.WORLD, head_chunk=2)

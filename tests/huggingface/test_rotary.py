@@ -58,6 +58,30 @@ BATCHES = {
 }
 
 
+def logits_of_phimoe(rank: int, ring: bool) -> torch.Tensor:
+    """Logits in evaluation mode (experts are drawn in training), of a text longer than the first shard."""
+    scales = {"short_mscale": 1.0, "long_mscale": 1.5, "original_max_position_embeddings": _TRAINED}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, **scales}
+    config = transformers.PhimoeConfig(
+        **shape(), num_local_experts=4, rope_parameters=rope, eos_token_id=1, bos_token_id=1
+    )
+    model = build(Run(model=config), attention="eager").eval()
+    ids = BATCHES["long"]["input_ids"]
+    with torch.no_grad():
+        if not ring:
+            return model(input_ids=ids).logits
+        cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+        local = shard_batch({"input_ids": ids}, cp)
+        local.pop("shift_labels", None)
+        return cp.unshard(prepare(model)(**local).logits, 1, local["burst"].tokens)
+
+
+def test_scales_of_phimoe_follow_the_longest_position() -> None:
+    expected = logits_of_phimoe(0, False)
+    for logits in run_ranks(logits_of_phimoe, 2, True):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_as_on_one_rank(monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str) -> None:

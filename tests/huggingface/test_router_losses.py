@@ -12,7 +12,7 @@ import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
-from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface import prepare, router_losses
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Batch, Run, build, draw, worst
 from tests.support.families import shape
@@ -123,6 +123,37 @@ def on_text_alone(rank: int, ring: bool) -> dict[str, torch.Tensor]:
 def test_of_a_model_that_also_takes_images() -> None:
     error, where = worst(run_ranks(on_text_alone, 2, True)[0], on_text_alone(0, False))
     assert error < 1e-5, where
+
+
+def test_sums_are_exact_under_autocast() -> None:
+    """A product of matrices in bfloat16 would round even the number of tokens."""
+    logits = torch.randn(4096, 64)
+    real = (torch.rand(1, 4096) < 0.9).float()
+    expected = router_losses.router_sums((logits,), 64, 2, real)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(router_losses.router_sums((logits,), 64, 2, real), expected)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["router loss", "shared keys and values"])
+def test_reentrant_checkpoints_that_lose_gradients_are_refused(shares: bool) -> None:
+    """They lose them in transformers as well, without a ring."""
+    model = prepare(build(Run(model=config("mixtral", output_router_logits=not shares))), averages_gradients=True)
+    model.config.num_kv_shared_layers = int(shares)
+    batch = shard_batch(BATCHES["uneven"], ContextParallel())
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    lost = "keys and values of other layers" if shares else "router logits"
+    with pytest.raises(ValueError, match=f"use_reentrant=True, which gives no gradient to {lost}"):
+        model(**batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model(**batch)
+
+
+def test_logits_of_the_last_tokens_of_a_shard_are_refused() -> None:
+    model = prepare(build(Run(model=config("mixtral", output_router_logits=False))))
+    batch = shard_batch(BATCHES["plain"], ContextParallel())
+    model(**batch, logits_to_keep=0)
+    with pytest.raises(ValueError, match="got logits_to_keep with a shard, of which every rank would keep its own"):
+        model(**batch, logits_to_keep=2)
 
 
 def unknown_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:
