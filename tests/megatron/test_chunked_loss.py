@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_plugin import Strategy
 from burst_plugin.activations.deferred_logits import DeferredLogits
-from burst_plugin.megatron.memory.output_layer import LanguageModelLoss
+from burst_plugin.megatron.memory.output_layer import LanguageModelLoss, output_layer_problems
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
 from tests.support.megatron_gpt import (
@@ -185,6 +185,9 @@ def _refused(rank: int, directory: str) -> tuple[list[str], list[int]]:
     later.__module__ = "megatron.core.transformer.linear_cross_entropy"  # of newer releases
     with mock.patch.object(gpt_model.tensor_parallel, "ColumnParallelLinear", later):
         wrapped = build(run)
+    wrapped.module.output_layer.gtp_remat_size = 2  # as in core 0.19 with weights in shards
+    messages += output_layer_problems(wrapped.module)
+    del wrapped.module.output_layer.gtp_remat_size
     with pytest.raises(ValueError, match="burst-loss-chunk") as error:
         BertModel(
             transformer_config(run), 0, None, run.vocab, 8, position_embedding_type="rope", add_binary_head=False
@@ -216,6 +219,7 @@ def test_what_cannot_be_cut_is_refused_when_the_model_is_built(tmp_path: Path) -
         "--burst-loss-chunk 7 cannot cut the loss of GPTModel:\n  cross_entropy_loss_fusion=True: it computes",
         f"config_logger_dir={directory!r}: it saves whole logits",
         "its output layer is a _Another",
+        "one of them alone: drop tensor_parallel_num_weight_shards",
         "--burst-loss-chunk 7 is not supported with BertModel",
         "GPTModel: it asks its output layer for runtime_gather_output; drop it",
     ]

@@ -115,6 +115,10 @@ def _layer(kind: str = "ColumnParallelLinear", **changes: Any) -> Any:
         ),
         (_layer("TEColumnParallelLinear", num_attention_heads_per_partition=1), "a rank has one head"),
         (_layer("TEColumnParallelLinear", config=SimpleNamespace(fp8="hybrid")), "is quantised"),
+        (
+            _layer("TEColumnParallelLinear", config=SimpleNamespace(fp8=None, gtp_weight_remat_size=2)),
+            "holds a shard of its weight (tensor_parallel_num_weight_shards)",
+        ),
         (_layer("TEColumnParallelLinear", recompute_up_proj=True), "recompute_modules has mla_up_proj"),
     ],
 )

@@ -202,13 +202,22 @@ def _layer(mlp: Any = None, **config: Any) -> Any:
     return types.SimpleNamespace(mlp=mlp, config=types.SimpleNamespace(**given))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp4", "delay_wgrad_compute", "tp_comm_overlap"])
-def test_options_that_do_not_go_together_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp8", True),
+        ("fp4", True),
+        ("delay_wgrad_compute", True),
+        ("tp_comm_overlap", True),
+        ("gtp_weight_remat_size", 2),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_by_name(name: str, value: Any) -> None:
     from burst_plugin.megatron.memory.chunked_mlp import chunk_mlp
 
-    with pytest.raises(ValueError, match=rf"{name}=True: .*a layer has NoneType as its MLP"):
-        chunk_mlp(_layer(**{name: True}), Strategy(mlp_chunk=4))
-    chunk_mlp(_layer(**{name: True}), Strategy())
+    with pytest.raises(ValueError, match=rf"{name}={value}: .*a layer has NoneType as its MLP"):
+        chunk_mlp(_layer(**{name: value}), Strategy(mlp_chunk=4))
+    chunk_mlp(_layer(**{name: value}), Strategy())
 
 
 def test_the_flag_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
     assert chosen(14).keep_attention == "none", "no GPU is as small"
     assert chosen(80, num_experts=8).keep_attention == "none", "whose memory depends on who has them"
     assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
+    assert chosen(80, tensor_parallel_num_weight_shards=4) == roomy, "as many as tensor-parallel ranks"
     assert chosen(None).keep_attention == "all", "on CPUs"
     assert chosen(80, multi_latent_attention=True).keep_attention == "none", "which the planner does not know here"
     set_by_hand = Strategy(loss_chunk=99, keep_attention=0.5)
@@ -134,6 +135,7 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
         ({"recompute_num_layers": 2}, "--recompute-method uniform --recompute-num-layers 2"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
         ({"num_experts": 8}, "--num-experts 8"),
+        ({"tensor_parallel_num_weight_shards": 8}, "--tensor-parallel-num-weight-shards 8"),
     ],
 )
 def test_flags_of_megatron_that_are_not_counted_keep_nothing_and_are_named(

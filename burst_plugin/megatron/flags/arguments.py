@@ -32,6 +32,7 @@ _UNLIKE: Mapping[str, str] = MappingProxyType(
         "cpu_offloading": "--cpu-offloading-num-layers",
         "fp4": "--fp4-format {}",
         "fp8": "--fp8-format {}",
+        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",  # their number over that of ranks
         "use_inference_optimized_layers": "--transformer-impl inference_optimized",
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank {}",
     }

@@ -102,6 +102,8 @@ def problem_of_latents(layer: Any) -> str:
         return f"linear_kv_up_proj of {name} has a bias"
     if config.fp8 or getattr(config, "fp4", None):
         return "the up-projection of latents is quantised"
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        return f"linear_kv_up_proj of {name} holds a shard of its weight (tensor_parallel_num_weight_shards)"
     if getattr(layer, "recompute_up_proj", False):
         return "recompute_modules has mla_up_proj, whose checkpoint does not see latents"
     if layer.num_attention_heads_per_partition == 1:

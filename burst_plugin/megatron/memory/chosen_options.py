@@ -36,9 +36,11 @@ _UNKNOWN = (  # arguments with which the planner's model of the memory is not ri
     *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
+_SHARDS = "tensor_parallel_num_weight_shards"  # since 0.19; as many as tensor-parallel ranks, or more
 _SIZES = (
     *_NEEDED,
     *_UNKNOWN,
+    _SHARDS,
     *("num_query_groups", "global_batch_size", "swiglu", "untie_embeddings_and_output_weights"),
     *("optimizer_cpu_offload", "use_distributed_optimizer", "bf16", "fp16", "sequence_parallel"),
     *("recompute_method", "recompute_num_layers"),
@@ -140,6 +142,9 @@ def _uncounted(sizes: dict[str, Any]) -> list[str]:
     """Return the flags of a run for which the planner's model of its memory is not right."""
     flags = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
     tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
+    shards = sizes[_SHARDS] or tensor
+    if shards > tensor:
+        flags.append(flag_of(_SHARDS, shards))
     if tensor > 1 and not sizes["sequence_parallel"]:
         flags.append(f"--tensor-model-parallel-size {tensor} without --sequence-parallel")
     method, at_once = sizes["recompute_method"], sizes["recompute_num_layers"] or 1

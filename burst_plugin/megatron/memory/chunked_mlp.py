@@ -26,6 +26,7 @@ _REFUSED = {
     "delay_wgrad_compute": Rule(off, "it expects one computation of each weight's gradient"),
     "tp_comm_overlap": Rule(off, "its buffers have the size of all tokens"),
     "overlap_moe_expert_parallel_comm": Rule(off, "it takes layers apart"),
+    "gtp_weight_remat_size": Rule(lambda shards: shards <= 1, "each chunk would gather shards of weights by itself"),
 }
 
 

@@ -33,6 +33,7 @@ from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.frameworks.wrapping import bind, hooks_of_others, wrap
 from burst_plugin.megatron.batches.documents import hybrid_model
+from burst_plugin.megatron.flags.arguments import option_of
 from burst_plugin.megatron.registry import Registry
 
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
@@ -115,6 +116,11 @@ def output_layer_problems(model: Any) -> list[str]:
         )
     elif layer.gather_output and layer.tp_group.size() > 1:
         reasons.append("parallel_output=False: it gathers logits over the vocabulary; use True")
+    if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
+        reasons.append(
+            f"its output layer gathers shards of its weight, and chunks would use one of them alone: drop "
+            f"{option_of('tensor_parallel_num_weight_shards')}"
+        )
     changes = hooks_of_others(layer, _HARMLESS) + ["a forward of its own"] * ("forward" in vars(layer))
     if changes:
         reasons.append(f"its output layer has what would not get logits ({', '.join(changes)}): remove that")
