@@ -145,6 +145,30 @@ def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> Non
         assert losses.isfinite().all()
 
 
+def _cut_elsewhere_later(rank: int) -> str:
+    """Return what is said of documents in zigzag after one document, which "auto" would cut in zigzag as well."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = build(replace(over(TWO_LAYERS, "auto", cp=2), microbatch_size=1))
+
+    def run(*starts: int) -> None:
+        rows, offsets = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts))), torch.tensor(starts).int()
+        held = rows - offsets[torch.searchsorted(offsets, rows, right=True) - 1]
+        params = PackedSeqParams("thd", *[offsets] * 4, 64, 64)
+        model(rows[None], held[None], None, labels=rows[None], packed_seq_params=params)
+
+    run(0, 64)
+    run(0, 64)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run(0, 8, 16, 40, 48, 64)
+    return str(error.value)
+
+
+def test_a_batch_that_auto_cuts_in_zigzag_too_does_not_vouch_for_later_ones() -> None:
+    for said in run_ranks(_cut_elsewhere_later, 2):
+        assert "this batch has been cut in zigzag, but layout='auto'" in said
+
+
 def _not_cut(rank: int, kind: str) -> str:
     """Return what is said of a batch that was cut in no way, or into consecutive tokens."""
     model = build(replace(over(TWO_LAYERS, "zigzag", cp=2), microbatch_size=1))

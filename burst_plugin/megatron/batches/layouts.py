@@ -69,7 +69,8 @@ class LayoutHooks:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._has_looked = False
+        self._has_looked = False  # at the tokens of a first batch
+        self._cut_is_known = False  # from a batch that zigzag and the layout cut into unlike positions
 
     def _apply_to(self, group: Any) -> bool:
         return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
@@ -202,44 +203,58 @@ class LayoutHooks:
     def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `GPTModel._preprocess`, or a hybrid model, and count the call.
 
-        Raises ValueError if the first batch was not cut, or in zigzag or contiguously for another layout.
+        Raises ValueError if the first batch was not cut, or contiguously for another layout, and for the first batch
+        whose positions tell it if it was cut in zigzag for another layout.
         """
         arguments = bind(original, model, *args, **kwargs).arguments
         held, group = arguments.get("position_ids"), _group(arguments)
         self._registry.identity.model_calls += 1
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
-        is_new = not self._has_looked and group is not None and group.size() > 1
-        if is_new and isinstance(held, Tensor) and held.dim() == 2:
-            self._has_looked = True
-            if arguments.get("packed_seq_params") is None and asks_for_burst(model.config):
+        if group is not None and group.size() > 1 and isinstance(held, Tensor) and held.dim() == 2:
+            packed, is_first, self._has_looked = arguments.get("packed_seq_params"), not self._has_looked, True
+            if is_first and packed is None and asks_for_burst(model.config):
                 _refuse_uncut(arguments.get("input_ids"), held[0].tolist(), self._registry.layout, group)
-            if self._apply_to(group) and self._are_of_zigzag(held[0], arguments.get("packed_seq_params"), group):
-                raise ValueError(
-                    f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
-                    "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
-                    "packed_indices, which follow the layout; or use --burst-layout zigzag"
-                )
+            if not self._cut_is_known and self._apply_to(group):
+                self._refuse_zigzag(held[0], packed, group)
         return original(model, *args, **kwargs)
 
-    def _are_of_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> bool:
-        """Return whether positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
+    def _refuse_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> None:
+        """Raise ValueError if positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
+        is_of_zigzag, is_of_layout = self._fits(held, packed, group)
+        if is_of_zigzag and not is_of_layout:
+            raise ValueError(
+                f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
+                "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
+                "packed_indices, which follow the layout; or use --burst-layout zigzag"
+            )
+        self._cut_is_known = not (is_of_zigzag and is_of_layout)  # with "auto" one document is cut in zigzag, too
+
+    def _fits(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> tuple[bool, bool]:
+        """Return whether positions [S/CP] are those that this rank holds in zigzag, and whether in the layout."""
         length, is_packed = len(held) * group.size(), packed is not None and packed.qkv_format == "thd"
         starts = _starts(packed) if is_packed else torch.tensor([0, length])
         offsets = tuple(starts.flatten().tolist())
         if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
-            return False
+            return False, False
         if is_packed:
             ours = self._documents(starts, length, group)
         else:
             ours = self._registry.tokens_of_batch(length, group.size())
+
+        zigzag = by_document(offsets, group.size())
+        rows, rows_of_zigzag = (
+            positions(layout_of(tokens).runs(group.rank(), group.size(), tokens), "cpu") for tokens in (ours, zigzag)
+        )
+        if torch.equal(rows, rows_of_zigzag):
+            return True, True  # or neither; it tells nothing, and a GPU is not waited for
 
         def fit(tokens: Tokens) -> bool:
             """Return whether `tokens` have these positions, in the whole sequence or in their documents."""
             sequence = torch.tensor([0, length])
             return any(held.tolist() == _in_documents(tokens, ends, group).tolist() for ends in (sequence, starts))
 
-        return fit(by_document(offsets, group.size())) and not fit(ours)
+        return fit(zigzag), fit(ours)
 
     def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tables of multi-latent attention's fused rotary embedding.
