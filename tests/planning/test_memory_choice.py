@@ -111,6 +111,7 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
     assert chosen(80, num_experts=8).keep_attention == "none", "whose memory depends on who has them"
     assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
     assert chosen(80, tensor_parallel_num_weight_shards=4) == roomy, "as many as tensor-parallel ranks"
+    assert chosen(80, tensor_parallel_num_weight_shards=8) == Strategy(), "neither is possible with shards"
     assert chosen(None).keep_attention == "all", "on CPUs"
     assert chosen(80, multi_latent_attention=True).keep_attention == "none", "which the planner does not know here"
     set_by_hand = Strategy(loss_chunk=99, keep_attention=0.5)
@@ -148,6 +149,32 @@ def test_flags_of_megatron_that_are_not_counted_keep_nothing_and_are_named(
     asked = with_chosen(NOTHING_SET, args)
     assert asked.keep_attention == "none"
     assert in_words(NOTHING_SET, asked, args).count(f"since its memory is not counted with {flags}. To change") == 1
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"config_logger_dir": "logs"}, "--config-logger-dir logs"),
+    ],
+)
+def test_whole_logits_are_counted_where_flags_of_megatron_keep_them(
+    changes: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from burst_plugin.megatron.memory.chosen_options import in_words, with_chosen
+
+    _set_gpu(monkeypatch, 80)
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, "seq_length": 2**18, "global_batch_size": 8}
+    args = argparse.Namespace(**ARGUMENTS | sizes)
+    assert with_chosen(NOTHING_SET, args) == Strategy(loss_chunk=2048, keep_attention="all")
+    vars(args).update(changes)
+    asked = with_chosen(NOTHING_SET, args)
+    assert asked == Strategy(), "attention that is kept as well would need 86 GiB"
+    assert f"logits stay whole, since the loss is not cut into chunks with {flag}." in in_words(
+        NOTHING_SET, asked, args
+    )
 
 
 @pytest.mark.megatron

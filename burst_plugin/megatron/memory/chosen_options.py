@@ -8,12 +8,15 @@ run leaves room for it. Without recomputation attention is kept anyway, and noth
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from burst_plugin.activations.kept_attention import attention_can_be_kept
+from burst_plugin.frameworks.options import Rule, broken_rules, off
 from burst_plugin.megatron.cpu.redirection import is_enabled
 from burst_plugin.megatron.flags.arguments import flag_of
 from burst_plugin.megatron.planning import space
@@ -36,11 +39,24 @@ _UNKNOWN = (  # arguments with which the planner's model of the memory is not ri
     *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
+# Fields of TransformerConfig, and flags, that need whole logits, or take part in the output layer's gradient.
+WHOLE_LOGITS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "cross_entropy_loss_fusion": Rule(
+            off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"
+        ),
+        "defer_embedding_wgrad_compute": Rule(
+            off, "it keeps the inputs of whole logits; drop --defer-embedding-wgrad-compute"
+        ),
+        "config_logger_dir": Rule(off, "it saves whole logits; drop --config-logger-dir"),
+    }
+)
 _SHARDS = "tensor_parallel_num_weight_shards"  # since 0.19; as many as tensor-parallel ranks, or more
 _SIZES = (
     *_NEEDED,
     *_UNKNOWN,
     _SHARDS,
+    *WHOLE_LOGITS,
     *("num_query_groups", "global_batch_size", "swiglu", "untie_embeddings_and_output_weights"),
     *("optimizer_cpu_offload", "use_distributed_optimizer", "bf16", "fp16", "sequence_parallel"),
     *("recompute_method", "recompute_num_layers"),
@@ -73,7 +89,7 @@ def _sizes(args: Any) -> dict[str, Any]:
 def _chosen(strategy: Strategy, values: tuple[tuple[str, Any], ...], gpu_bytes: float | None) -> Strategy:
     sizes, options = dict(values), dict[str, Any]()
     vocabulary, tokens = sizes["padded_vocab_size"], _local_tokens(sizes)
-    if not strategy.loss_chunk and vocabulary and tokens:
+    if not strategy.loss_chunk and vocabulary and tokens and not _that_keep_logits_whole(sizes):
         of_rank = -(-vocabulary // sizes["tensor_model_parallel_size"])
         chunk = loss_chunk(of_rank, None if gpu_bytes is None else _REFERENCE_BYTES)
         options["loss_chunk"] = chunk if chunk < tokens else 0
@@ -141,10 +157,8 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
 def _uncounted(sizes: dict[str, Any]) -> list[str]:
     """Return the flags of a run for which the planner's model of its memory is not right."""
     flags = [flag_of(name, sizes[name]) for name in _UNKNOWN if sizes[name]]
+    flags += _of_shards(sizes)
     tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
-    shards = sizes[_SHARDS] or tensor
-    if shards > tensor:
-        flags.append(flag_of(_SHARDS, shards))
     if tensor > 1 and not sizes["sequence_parallel"]:
         flags.append(f"--tensor-model-parallel-size {tensor} without --sequence-parallel")
     method, at_once = sizes["recompute_method"], sizes["recompute_num_layers"] or 1
@@ -154,11 +168,22 @@ def _uncounted(sizes: dict[str, Any]) -> list[str]:
     return flags
 
 
+def _that_keep_logits_whole(sizes: dict[str, Any]) -> list[str]:
+    """Return the flags of a run with which its loss cannot be computed in chunks."""
+    return [flag_of(name, value) for name, value, _ in broken_rules(WHOLE_LOGITS, sizes)] + _of_shards(sizes)
+
+
+def _of_shards(sizes: dict[str, Any]) -> list[str]:
+    """Return the flag of a run whose weights are cut into more shards than there are tensor-parallel ranks."""
+    shards, tensor = sizes[_SHARDS] or 1, sizes["tensor_model_parallel_size"] or 1
+    return [flag_of(_SHARDS, shards)] if shards > tensor else []
+
+
 def in_words(given: Strategy, asked: Strategy, args: Any) -> str:
     """Return text for the user on the memory options that were chosen: which, why, and how to change them.
 
-    It names flags with which attention is not kept, since its memory is not known then. It is "" if nothing was to be
-    chosen.
+    It names flags with which logits stay whole, and flags with which attention is not kept, since its memory is not
+    known then. It is "" if nothing was to be chosen.
 
     Args:
         given: the options before the choice.
@@ -170,8 +195,11 @@ def in_words(given: Strategy, asked: Strategy, args: Any) -> str:
         said.append(f"loss in chunks of {asked.loss_chunk:,} tokens")
     if asked.kept_share != given.kept_share:
         said.append(f"attention is not computed again: keep_attention={asked.keep_attention!r}")
-    is_open = given.memory == AUTO and not asked.kept_share and not given.offload
-    if is_open and getattr(args, "recompute_granularity", None) == "full" and (flags := _uncounted(_sizes(args))):
+    chooses = given.memory == AUTO and getattr(args, "recompute_granularity", None) == "full"
+    if chooses and not asked.loss_chunk and (flags := _that_keep_logits_whole(_sizes(args))):
+        said.append(f"logits stay whole, since the loss is not cut into chunks with {', '.join(flags)}")
+    is_open = chooses and not asked.kept_share and not given.offload
+    if is_open and (flags := _uncounted(_sizes(args))):
         said.append(f"attention is computed again, since its memory is not counted with {', '.join(flags)}")
     if not said:
         return ""

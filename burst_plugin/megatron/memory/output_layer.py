@@ -30,21 +30,15 @@ from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
-from burst_plugin.frameworks.options import Rule, broken_rules, off
+from burst_plugin.frameworks.options import broken_rules
 from burst_plugin.frameworks.wrapping import bind, hooks_of_others, wrap
 from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.flags.arguments import option_of
+from burst_plugin.megatron.memory.chosen_options import WHOLE_LOGITS
 from burst_plugin.megatron.registry import Registry
 
 _HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
 _ACCEPTED = "_compute_mtp_acceptance_counts"  # since core 0.19
-_REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
-    "cross_entropy_loss_fusion": Rule(off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"),
-    "defer_embedding_wgrad_compute": Rule(
-        off, "it keeps the inputs of whole logits; drop --defer-embedding-wgrad-compute"
-    ),
-    "config_logger_dir": Rule(off, "it saves whole logits; drop --config-logger-dir"),
-}
 
 
 def hook_losses(registry: Registry) -> str:
@@ -96,7 +90,7 @@ def output_layer_problems(model: Any) -> list[str]:
 
     [] if it can be. model: a GPT or hybrid model, without wrappers.
     """
-    reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, model.config)]
+    reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(WHOLE_LOGITS, model.config)]
     loss = model.compute_language_model_loss
     function = getattr(loss, "__func__", loss)
     home = str(getattr(function, "__globals__", {}).get("__name__"))
