@@ -74,7 +74,14 @@ def build(run: GptRun, *, frozen: bool = False, longest: int = 64, **options: An
 
 
 def llava_model(
-    run: GptRun, config: Any, *, longest: int = 64, vision_ranks: int = 1, tower: str = "internvit", **options: Any
+    run: GptRun,
+    config: Any,
+    *,
+    longest: int = 64,
+    vision_ranks: int = 1,
+    tower: str = "internvit",
+    cp_comm_type: str | None = None,
+    **options: Any,
 ) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
@@ -85,6 +92,7 @@ def llava_model(
     vision.vision_model_type, vision.context_parallel_size = tower, vision_ranks
     vision.normalization, vision.gated_linear_unit, vision.add_bias_linear = "LayerNorm", False, True
     projection = transformer_config(replace(alone, hidden=run.hidden))
+    vision.cp_comm_type = projection.cp_comm_type = cp_comm_type
     layer, text = get_vit_layer_with_local_spec(), get_gpt_layer_local_spec(normalization="RMSNorm")
     mlp = layer.submodules.mlp  # a partial class from 0.18 on
     if run.core is not None:
@@ -183,8 +191,14 @@ def test_what_megatron_truncates_is_not_sent() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"frozen": True}, {"drop_vision_class_token": False}, {"pixel_shuffle": True}, {"tower": "radio"}],
-    ids=["frozen tower", "class tokens", "pixel shuffle", "places at random"],
+    [
+        {"frozen": True},
+        {"drop_vision_class_token": False},
+        {"pixel_shuffle": True},
+        {"tower": "radio"},
+        {"cp_comm_type": "burst"},  # in a copy of the text's, as of pretrain_vlm.py
+    ],
+    ids=["frozen tower", "class tokens", "pixel shuffle", "places at random", "configuration of text"],
 )
 def test_other_towers(options: dict[str, Any]) -> None:
     step_of = partial(one_step, **options)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.batches.packed import is_packed, layout_of
-from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid
+from burst_plugin.megatron.flags.config import asks_for_burst, is_hybrid, kinds_of, spreads_sequences
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.towers.rows import to_holders
@@ -43,9 +43,12 @@ class _TileShares(NamedTuple):
 def hook_llava(registry: Registry) -> str:
     """Have Megatron's `LLaVAModel` share images between the ranks of a ring, and cut sequences by its layout.
 
-    Building Megatron's `MimoModel` for a ring raises ValueError from now on. registry: the rings. Returns a line for
-    the report of `install()`.
+    Building Megatron's `MimoModel` for a ring raises ValueError from now on, and vision towers stay off the ring.
+    registry: the rings. Returns a line for the report of `install()`.
     """
+    towers = _imported("megatron.core.models.common.vision_module.vision_module")
+    if towers is not None:
+        wrap(towers.VisionModule, "__init__", _build_tower)
     mimo = _imported("megatron.core.models.mimo.model.base")
     if mimo is not None:
         wrap(mimo.MimoModel, "__init__", _refuse_mimo)
@@ -67,6 +70,14 @@ def _imported(name: str) -> ModuleType | None:
             return import_module(name)
         except ImportError:
             return None
+
+
+def _build_tower(original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a vision tower, off the ring also where its configuration is a copy of the language model's."""
+    config = bind(original, tower, *args, **kwargs).arguments["config"]
+    if not spreads_sequences(config) and "burst" in kinds_of(config.cp_comm_type):
+        config.cp_comm_type = None
+    original(tower, *args, **kwargs)
 
 
 def _build(module: ModuleType, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
