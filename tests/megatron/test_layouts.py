@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import types
 from collections.abc import Iterator
 from copy import copy
@@ -19,6 +20,7 @@ from burst_plugin import Causal, Documents, Strategy, Topology
 from burst_plugin.assignment import balance
 from burst_plugin.megatron import cpu, install, packed_indices
 from burst_plugin.megatron.batches import layouts
+from burst_plugin.megatron.layers import building
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
@@ -475,16 +477,14 @@ def _refused(rank: int) -> list[str]:
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.layers.building import refuse_other_attention, refuse_other_mixers
-
     run = over(TWO_LAYERS, "striped", cp=2)
     build(run)
     config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type=["p2p", "burst"])
     mixer = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
     found = []
     for call in (
-        lambda: refuse_other_attention(config, "striped"),
-        lambda: refuse_other_mixers(config, "striped", mixer),
+        lambda: building.refuse_other_attention(config, "striped"),
+        lambda: building.refuse_other_mixers(config, "striped", mixer),
         lambda: cut_batch(next(batches(random_tokens(replace(run, seq_length=33))))),
         lambda: YarnRotaryEmbedding(8).get_cached_cos_sin(8, packed_seq=True),
         lambda: packed_indices((0, 5, 7), 2, rank),
@@ -492,8 +492,8 @@ def _refused(rank: int) -> list[str]:
         with pytest.raises(ValueError) as error:  # noqa: PT011
             call()
         found.append(str(error.value))
-    refuse_other_attention(config, "zigzag")
-    refuse_other_mixers(config, "zigzag", mixer)
+    building.refuse_other_attention(config, "zigzag")
+    building.refuse_other_mixers(config, "zigzag", mixer)
     return found
 
 
@@ -504,6 +504,17 @@ def test_what_relies_on_zigzag_is_refused_by_name() -> None:
         assert "tokens [2, 33] has 33 tokens, expected a multiple of 2 " in found[2]
         assert "apply_rope_fusion=True of multi-latent attention is not supported with packed documents" in found[3]
         assert found[4].startswith("packed documents of 7 tokens are not a multiple of context_parallel_size=2")
+
+
+def test_other_mixers_are_refused_where_documents_are_cut_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = types.SimpleNamespace(self_attention=torch.nn.Linear)
+    config = types.SimpleNamespace(hybrid_context_parallel=False)
+    args = types.SimpleNamespace(dataloader_inter_document_masking=True, sft=True)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=args))
+    building.refuse_other_mixers(config, "zigzag", mixer)
+    args.sft = False
+    with pytest.raises(ValueError, match="Linear layers are not supported with --dataloader-inter-document-masking"):
+        building.refuse_other_mixers(config, "zigzag", mixer)
 
 
 def _announced(rank: int, layout: str) -> str:

@@ -20,9 +20,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from burst_plugin.frameworks.wrapping import bind, wrap
 from burst_plugin.megatron.batches.layouts import MEGATRONS_OWN
 from burst_plugin.megatron.flags.arguments import (
+    PACKS,
     RESETS,
     burst_is_possible,
     burst_is_requested,
+    cuts_documents_as_one,
     flag_of,
     option_of,
     resets_attention_mask,
@@ -253,6 +255,9 @@ def _refuse_mixer(mixer: Any, config: Any, layout: str) -> None:
         option, tokens, instead = f"layout={layout!r}", "those of zigzag", "--burst-layout zigzag"
     elif resets_attention_mask():
         option, tokens, instead = flag_of(RESETS), "those of one document", "packed_seq_params"
+    elif cuts_documents_as_one():
+        option, tokens = flag_of(PACKS), "those of documents that are each cut in zigzag"
+        instead = "packed_seq_params of a forward_step of your own, cut by burst_plugin.megatron.packed_indices"
     else:
         return
     name = getattr(kind, "__name__", kind)
