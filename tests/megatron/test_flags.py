@@ -58,6 +58,7 @@ def test_without_megatrons_parser_nothing_is_looked_at() -> None:
         {"cp_comm_type": ["p2p"], "batch_invariant_mode": True},
         {"context_parallel_size": 1, "batch_invariant_mode": True, "burst_backward": "q"},
         {"cp_comm_type": ["p2p", "burst"]},
+        {"cp_comm_type": "burst", "burst_layout": "striped"},  # from --yaml-cfg
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from burst_plugin.megatron.flags.config import (
     REFUSED_LATER,
     brings_groups,
     is_hybrid,
+    kinds_of,
     misspelt_kind,
     problems_of_changing_groups,
     spreads_sequences,
@@ -154,8 +155,8 @@ def _warn(text: str) -> None:
 
 
 def _kinds(args: Any) -> list[str]:
-    """Return the kinds of context parallelism of all layers, each once."""
-    return sorted(set(args.cp_comm_type or ["p2p"]))
+    """Return the kinds of context parallelism of all layers, each once; `--yaml-cfg` may give one without a list."""
+    return sorted(set(kinds_of(args.cp_comm_type or "p2p")))
 
 
 def _warn_of_square_masks(args: Any) -> None:
