@@ -12,10 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 
 from burst_plugin import Strategy
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.batches import llava
+from burst_plugin.megatron.layers.building import refuse_own_cuts
+from burst_plugin.megatron.registry import Registry
 from tests.support.core_attentions import OneRankBurst
 from tests.support.megatron_gpt import (
     GptRun,
@@ -373,6 +376,55 @@ def test_mrope_equals_one_rank(layout: str) -> None:
     (reference,) = run_ranks(_mrope, 1, MROPE)
     ring = replace(MROPE, cp=2, cp_comm_type="burst", strategy=Strategy(layout=layout))
     check_equal(run_ranks(_mrope, 2, ring), reference)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed", "is_possible"),
+    [
+        ("zigzag", False, True),
+        ("zigzag", True, True),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("striped", False, False),
+    ],
+)
+def test_models_that_cut_their_embeddings_themselves_need_zigzag(
+    layout: str, packed: bool, is_possible: bool
+) -> None:
+    """Those of Megatron-Bridge, which have a rotary embedding of their own."""
+
+    def preprocess(model: Any, position_ids: torch.Tensor, packed_seq_params: Any = None) -> str:
+        return "ran"
+
+    def run(rotary: Any, axes: int) -> str:
+        config = SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
+        model = SimpleNamespace(rotary_pos_emb=rotary, config=config)
+        where = torch.zeros([3, 2, 8][3 - axes :])
+        registry = Registry(Strategy(layout=layout))
+        documents = SimpleNamespace(qkv_format="thd") if packed else None
+        return str(refuse_own_cuts(registry, preprocess, model, where, documents))
+
+    own = type("OwnRotaryEmbedding", (MultimodalRotaryEmbedding,), {})
+    assert run(own.__new__(own), 2) == "ran"
+    assert run(MultimodalRotaryEmbedding.__new__(MultimodalRotaryEmbedding), 3) == "ran", "Megatron's follows"
+    if is_possible:
+        assert run(own.__new__(own), 3) == "ran"
+    else:
+        with pytest.raises(
+            ValueError, match=f"layout='{layout}' is not supported with OwnRotaryEmbedding of positions"
+        ):
+            run(own.__new__(own), 3)
+
+
+def _own_rotary_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    model.module.rotary_pos_emb.__class__ = type("OwnRotaryEmbedding", (MultimodalRotaryEmbedding,), {})
+    return mrope_step(data, model)
+
+
+def test_a_model_that_cuts_its_embeddings_itself_is_refused_in_its_forward() -> None:
+    ring = replace(MROPE, cp=2, cp_comm_type="burst", strategy=Strategy(layout="striped"))
+    with pytest.raises(RankError, match="layout='striped' is not supported with OwnRotaryEmbedding of positions"):
+        run_ranks(_mrope, 2, ring, _own_rotary_step)
 
 
 def test_positions_of_mrope_that_were_cut_are_refused() -> None:

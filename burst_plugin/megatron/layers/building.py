@@ -59,6 +59,7 @@ def hook_building(registry: Registry) -> str:
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", refuse_packed_mrope)
     wrap(GPTModel, "_preprocess", _refuse_cut_mrope)
+    wrap(GPTModel, "_preprocess", partial(refuse_own_cuts, registry))
     return 'layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says'
 
 
@@ -325,4 +326,25 @@ def _refuse_cut_mrope(original: Callable[..., Any], model: Any, *args: Any, **kw
                 f"{[3, ids.shape[0], ids.shape[1] * ranks]}: Megatron makes rotary embedding of them, and cuts that; "
                 "get_batch_on_this_cp_rank leaves them whole"
             )
+    return original(model, *args, **kwargs)
+
+
+def refuse_own_cuts(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `GPTModel._preprocess`, or raise ValueError for a model with images that cuts embeddings by itself.
+
+    Those of Megatron-Bridge do so in zigzag, and have a rotary embedding of their own, of positions [3, B, S].
+    """
+    arguments = bind(original, model, *args, **kwargs).arguments
+    axes: Any = arguments.get("position_ids")
+    rotary = type(getattr(model, "rotary_pos_emb", None))
+    has_axes = axes is not None and axes.dim() == 3
+    by_documents = arguments.get("packed_seq_params") is not None or resets_attention_mask()
+    layout = registry.layout if by_documents else registry.layout_of_sequences
+    cuts_itself = has_axes and rotary is not MultimodalRotaryEmbedding and asks_for_burst(model.config)
+    if cuts_itself and layout != MEGATRONS_OWN:
+        raise ValueError(
+            f"layout={layout!r} is not supported with {rotary.__name__} of positions {list(axes.shape)}: models that "
+            "bring it cut their embeddings in zigzag by themselves, and labels would follow the layout; use "
+            "--burst-layout zigzag (layout='zigzag')"
+        )
     return original(model, *args, **kwargs)
