@@ -18,12 +18,12 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from burst_plugin import ContextParallel
+from burst_plugin import ContextParallel, recurrent
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
-from tests.support.deepspeed_run import Batch, draw, worst
+from tests.support.deepspeed_run import Batch, draw, llama, worst
 from tests.support.hybrids import build, hybrids, waiting
 from tests.support.ranks import run_ranks
 from tests.support.wrappers import class_name
@@ -310,6 +310,58 @@ def test_layers_that_are_not_those_of_transformers_are_refused() -> None:
     layer = next(mixers(unknown))[0]
     layer.__class__ = type("Mixer", (torch.nn.Module,), {"forward": lambda self, x, **kwargs: x})
     assert "it carries a state along the sequence (in Mixer)" in "; ".join(problems(unknown))
+
+
+class _Own(torch.nn.Module):
+    """A layer behind an MLP: of a module of PyTorch, of two in a row, or of one that it gives the tokens before."""
+
+    def __init__(self, module: torch.nn.Module, place: recurrent.Placement | None = None) -> None:
+        super().__init__()
+        self.module, self.place = module, place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return recurrent.with_tokens_before(self.module, x, 3, self.place)  # type: ignore[arg-type]
+
+
+class _Plain(_Own):
+    forward = torch.nn.Module.forward
+
+
+def _with_own_layer(layer: torch.nn.Module) -> Any:
+    model = transformers.LlamaForCausalLM(llama(num_hidden_layers=2))
+    for each in model.model.layers:
+        each.mlp = torch.nn.Sequential(each.mlp, layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(kind(32, 32) for kind in (torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN)),
+        *(kind(32, 32, 4) for kind in (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)),
+        *(kind(32, 32, 4) for kind in (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d)),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_own_layers_of_modules_that_mix_tokens_are_refused_by_name(module: torch.nn.Module) -> None:
+    """In a model that says neither that it is stateful nor of what type its layers are."""
+    name = rf"its layers\.0\.mlp\.1\.module \({type(module).__name__}\)"
+    with pytest.raises(ValueError, match=rf"{name} would join neighbouring tokens, .*call burst_plugin\.recurrent"):
+        prepare(_with_own_layer(_Plain(module)))
+
+
+def test_own_layers_that_mix_no_tokens_or_call_the_ring_are_accepted() -> None:
+    for module in (torch.nn.GRUCell(32, 32), torch.nn.Conv1d(32, 32, 1)):
+        assert problems(_with_own_layer(_Plain(module))) == []
+    own = _Own(torch.nn.Sequential(torch.nn.Conv1d(32, 32, 4, groups=32)), recurrent.Placement(ContextParallel()))
+    assert problems(_with_own_layer(own)) == []
+    stateful = _with_own_layer(own)
+    stateful.config.layer_types = ["linear_attention", "full_attention"]
+    assert problems(stateful) == []
+    stateful.model.layers[1].mlp = _Plain(torch.nn.GRU(32, 32))
+    assert "carries a state along the sequence (in _Plain) in a way that is not known" in "; ".join(
+        problems(stateful)
+    )
 
 
 def test_layers_that_call_other_functions_than_is_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

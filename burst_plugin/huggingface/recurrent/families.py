@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from burst_plugin import recurrent
 from burst_plugin.huggingface.known_code import lacks, replace_once
 from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
 from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
-from burst_plugin.huggingface.text_only import text_modules
+from burst_plugin.huggingface.text_only import named_text_modules, text_modules, text_part
 
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
@@ -32,6 +33,9 @@ LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", 
 _MASKS = "create_recurrent_attention_mask"
 _CONV = "causal_conv1d_fn"
 _EPS = 1e-6  # what `recurrent.mlstm` adds to denominators
+_ALONG_THE_SEQUENCE = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.ConvTranspose1d)
+_ALONG_SEVERAL = (torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
+_CALLS_OF_A_RING = dict(inspect.getmembers(recurrent, inspect.isfunction))
 
 
 class Mixer(NamedTuple):
@@ -150,8 +154,18 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
         f"its mLSTM adds eps={eps} to denominators, and on a ring {_EPS}; set eps to that" for eps in added - {_EPS}
     ]
     unknown = _unknown(pretrained, kinds, bool(mixer_kinds))
+    mixing = _unknown_mixing(pretrained)
     if unknown:
-        told.append(f"it carries a state along the sequence (in {unknown}); use a model of attention layers only")
+        told.append(
+            f"it carries a state along the sequence (in {unknown}) in a way that is not known; use a family that "
+            "docs/families.md accepts, or call burst_plugin.recurrent in a layer of your own (docs/your_own.md)"
+        )
+    elif mixing:
+        others = f" and {len(mixing) - 1} more like it" if mixing[1:] else ""
+        told.append(
+            f"its {mixing[0]}{others} would join neighbouring tokens, which another rank may have; call "
+            "burst_plugin.recurrent there (docs/your_own.md), or move it out of the language model"
+        )
     return told
 
 
@@ -178,15 +192,60 @@ def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> s
     is_stateful = getattr(pretrained, "_is_stateful", False)
     if not (is_stateful or kinds & set(LAYER_TYPES)):
         return ""
+    handled = _handled_parts(pretrained)
     names = {
         type(module).__name__
         for module in text_modules(pretrained)
-        if any(isinstance(child, torch.nn.Conv1d) for child in module.children()) and _known(type(module)) is None
+        for child in module.children()
+        if isinstance(child, torch.nn.Conv1d | torch.nn.RNNBase) and id(child) not in handled
     }
     names_layers = bool(getattr(pretrained.config.get_text_config(), "layer_types", None))
-    if not names and not has_known and (kinds or not names_layers):
+    if not names and not has_known and not handled and (kinds or not names_layers):
         names = {type(pretrained).__name__}
     return ", ".join(sorted(names))
+
+
+def _unknown_mixing(pretrained: PreTrainedModel) -> list[str]:
+    """Return the modules of PyTorch that mix tokens in layers that are not known: their names and classes.
+
+    Models inside of `pretrained` are left out, which are examined by themselves; in a model around a language model,
+    so are convolutions in two or three dimensions, which are of images.
+    """
+    kinds = _ALONG_THE_SEQUENCE if text_part(pretrained.config) else (*_ALONG_THE_SEQUENCE, *_ALONG_SEVERAL)
+    inner = [module for module in text_modules(pretrained) if isinstance(module, PreTrainedModel)]
+    left_out = {id(part) for model in inner if model is not pretrained for part in model.modules()}
+    left_out |= _handled_parts(pretrained)
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in named_text_modules(pretrained)
+        if isinstance(module, kinds) and id(module) not in left_out and not _is_of_single_tokens(module)
+    ]
+
+
+def _handled_parts(pretrained: PreTrainedModel) -> set[int]:
+    """Return the `id` of each module in a layer that carries its state over a ring, known or by code of its own."""
+    parts: set[int] = set()
+    calling = {kind for kind in {type(module) for module in text_modules(pretrained)} if _calls_ring(kind)}
+    for module in text_modules(pretrained):
+        if is_mixer(module) or type(module) in calling:
+            parts |= {id(part) for part in (module.children() if module is pretrained else module.modules())}
+    return parts
+
+
+def _is_of_single_tokens(module: torch.nn.Module) -> bool:
+    """Return whether a module is a convolution of one token each, which is a linear layer."""
+    return set(getattr(module, "kernel_size", ())) == {1}
+
+
+def _calls_ring(kind: type) -> bool:
+    """Return whether the code of a class of modules calls functions of burst_plugin.recurrent."""
+    for _, member in inspect.getmembers(kind, inspect.isfunction):
+        function: Any = inspect.unwrap(member)
+        names = function.__code__.co_names
+        for name in _CALLS_OF_A_RING.keys() & set(names):
+            if "recurrent" in names or function.__globals__.get(name) is _CALLS_OF_A_RING[name]:
+                return True
+    return False
 
 
 def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
