@@ -155,7 +155,8 @@ def edge_log_probs(
 
     Example:
         log_probs, entropy = edge_log_probs(hidden, Head(model.lm_head, chunk=1024), edges)
-        loss = -sum((advantage * x.exp()).mean() for advantage, x in zip(advantages, unfold(log_probs, edges)))
+        answers = [x[len(prompt) - 1 :] for x in unfold(log_probs, edges)]
+        loss = -sum((advantage * x.exp()).mean() for advantage, x in zip(advantages, answers))
     """
     if cp is None or cp.ranks == 1:
         _check(hidden, edges)

@@ -182,7 +182,8 @@ def rollout_log_probs(
 
     Example:
         log_probs, entropies, _ = burst_plugin.deepspeed.rollout_log_probs(rollouts)
-        engine.backward(-sum((advantage * x).mean() for advantage, x in zip(advantages, log_probs)))
+        answers = [x[len(prompt) - 1 :] for x in log_probs]
+        engine.backward(-sum((advantage * x).mean() for advantage, x in zip(advantages, answers)))
     """
     from burst_plugin.deepspeed.rollouts import rollout_log_probs
 

@@ -85,7 +85,8 @@ def rollout_log_probs(
 
     Example:
         log_probs, entropies, _ = rollout_log_probs(model, rollouts, cp)
-        loss = -sum((advantage * x).mean() for advantage, x in zip(advantages, log_probs))
+        answers = [x[len(prompt) - 1 :] for x in log_probs]
+        loss = -sum((advantage * x).mean() for advantage, x in zip(advantages, answers))
         loss.backward()  # then gradients are added up over the ranks of cp
     """
     pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)

@@ -67,9 +67,9 @@ def edge_log_probs(
         ValueError: for models and rollouts that do not fit, on every rank of a ring.
 
     Example:
-        def loss_of(folded, advantages, output):
+        def loss_of(folded, prompt, advantages, output):
             log_probs = unfold(output[0], folded.edges)
-            loss = -sum((a * x).mean() for a, x in zip(advantages, log_probs))
+            loss = -sum((a * x[len(prompt) - 1 :]).mean() for a, x in zip(advantages, log_probs))
             return loss, {"loss": loss.detach()}
     """
     config, bare = get_model_config(model), unwrap_model(model)

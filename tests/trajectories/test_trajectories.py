@@ -128,6 +128,9 @@ def test_a_batch_with_a_tree_is_cut_over_ranks_and_exact(ranks: int, layout: str
         assert given.error(truth) < 1e-12
 
 
+PROMPT = [1, 2, 3]
+
+
 def _as_on_the_page(rank: int, rollouts: list[list[int]]) -> tuple[float, Tensor]:
     page = (Path(__file__).parents[2] / "docs" / "prefix_trees.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
@@ -137,7 +140,13 @@ def _as_on_the_page(rank: int, rollouts: list[list[int]]) -> tuple[float, Tensor
         return tiny(ids, position_ids, lambda q, k, v, sink, layer: attend(q, k, v))
 
     model.head = tiny.head  # type: ignore[attr-defined]
-    names: dict[str, Any] = {"rollouts": rollouts, "cp": cp, "model": model, "advantages": [1.0, -2.0]}
+    names: dict[str, Any] = {
+        "rollouts": rollouts,
+        "cp": cp,
+        "model": model,
+        "prompt": PROMPT,
+        "advantages": [1.0, -2.0],
+    }
     exec(example, names)
     names["loss"].backward()
     assert tiny.embedding.weight.grad is not None
@@ -146,7 +155,7 @@ def _as_on_the_page(rank: int, rollouts: list[list[int]]) -> tuple[float, Tensor
 
 
 def test_the_example_of_the_page_is_exact() -> None:
-    rollouts, model = [[1, 2, 3, 4, 5], [1, 2, 3, 6]], TinyModel()
+    rollouts, model = [[*PROMPT, 4, 5], [*PROMPT, 6]], TinyModel()
     loss = torch.zeros(())
     for ids, advantage in zip(rollouts, (1.0, -2.0), strict=True):
 
@@ -154,8 +163,8 @@ def test_the_example_of_the_page_is_exact() -> None:
             return attention(Problem(q, k, v, q), Causal(), Scores())
 
         hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], attend)
-        of_all = model.head(hidden[0, :-1]).log_softmax(-1)
-        loss = loss - advantage * of_all.gather(1, torch.tensor(ids[1:])[:, None]).mean()
+        of_all = model.head(hidden[0, len(PROMPT) - 1 : -1]).log_softmax(-1)  # of the answer's tokens alone
+        loss = loss - advantage * of_all.gather(1, torch.tensor(ids[len(PROMPT) :])[:, None]).mean()
     loss.backward()
     for found, grad in run_ranks(_as_on_the_page, 2, rollouts):
         assert found == pytest.approx(float(loss.detach()), abs=1e-12)
@@ -228,3 +237,13 @@ def test_log_probabilities_may_come_first_without_training() -> None:
     sum(x.sum() for x in unfold(values, edges)).backward()  # type: ignore[union-attr]
     assert values.grad is not None
     assert values.grad.tolist() == edges.counts.tolist()
+
+
+def test_losses_on_pages_and_in_docstrings_leave_the_prompt_out() -> None:
+    root = Path(__file__).parents[2]
+    modules = ("trajectories", "huggingface/rollouts", "deepspeed/__init__", "megatron/trees")
+    paths = ("docs/prefix_trees.md", *(f"burst_plugin/{module}.py" for module in modules))
+    for path in paths:
+        text = (root / path).read_text()
+        losses = len(re.findall(r"-sum\(\(a\w* \* x", text))
+        assert 0 < losses == text.count("x[len(prompt) - 1 :]"), path
