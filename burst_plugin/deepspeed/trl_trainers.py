@@ -8,7 +8,9 @@ of whole sequences: their loader leaves batches whole, their model cuts them and
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -32,11 +34,14 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
     """Set up a trainer, and its model, for rings of `size` ranks by the kind of its loss.
 
     Models of TRL's trainers with losses of whole sequences are to return outputs of whole sequences. SFTTrainer and
-    transformers' Trainer go on from the model's loss, and stay as they are.
+    transformers' Trainer go on from the model's loss, and stay as they are. Warns on rank 0 if TRL's `max_length` is
+    left at its default.
 
     Raises ValueError for other trainers of TRL, whose losses are not known on rings.
     """
     owner = _owner_of_loss(type(trainer))
+    if owner:
+        _warn_of_cut_texts(trainer.args)
     if owner in ("", _OF_SHARDS):
         adapter.gathering.discard(trainer.model)  # which an earlier trainer may have had
         return
@@ -55,6 +60,18 @@ def follow_trainer(adapter: Adapter, trainer: Any, size: int) -> None:
     ):
         if hasattr(trainer, name) and (name != "training_step" or hasattr(trainer, "generate_on_policy_outputs")):
             setattr(trainer, name, partial(around, getattr(trainer, name)))
+
+
+def _warn_of_cut_texts(args: Any) -> None:
+    """Warn on rank 0 if texts are cut to the `max_length` that TRL has by default, which is short for a ring."""
+    by_name = {field.name: field.default for field in dataclasses.fields(args)}
+    length = getattr(args, "max_length", None)
+    if isinstance(length, int) and length == by_name.get("max_length") and not args.process_index:
+        warnings.warn(
+            f"{type(args).__name__}(max_length={length}) is TRL's default: each text is cut to {length:,} tokens "
+            "before ranks share it; set max_length to the tokens of your longest text, or to None",
+            stacklevel=3,
+        )
 
 
 def _owner_of_loss(kind: type) -> str:

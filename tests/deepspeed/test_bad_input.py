@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import re
 import sys
 import types
@@ -736,9 +737,14 @@ def test_trainers_of_trl_with_other_losses_are_refused_by_name() -> None:
     from burst_plugin.deepspeed.adapter import Adapter
     from burst_plugin.deepspeed.trl_trainers import follow_trainer
 
-    def trainer(name: str, module: str, *bases: type) -> Any:
-        kind = type(name, bases, {"__module__": module, "compute_loss": None, "model": torch.nn.Identity()})
-        return kind()
+    @dataclasses.dataclass
+    class SFTConfig:
+        max_length: int | None = 1024
+        process_index: int = 0
+
+    def trainer(name: str, module: str, *bases: type, args: Any = None) -> Any:
+        own = {"__module__": module, "compute_loss": None, "model": torch.nn.Identity()}
+        return type(name, bases, own | {"args": args or SFTConfig(None)})()
 
     adapter = Adapter()
     theirs = {name: type(trainer(name, f"trl.{name}")) for name in ("SFTTrainer", "DPOTrainer", "GOLDTrainer")}
@@ -748,9 +754,16 @@ def test_trainers_of_trl_with_other_losses_are_refused_by_name() -> None:
     assert mine.model in adapter.gathering
     with pytest.raises(ValueError, match="GOLDTrainer with sp_size=2 is not supported with burst_attention: it comp"):
         follow_trainer(adapter, trainer("Mine", "__main__", theirs["GOLDTrainer"]), 2)
-    steps_by_itself = type("OnlineDPOTrainer", (), {"__module__": "trl.online", "training_step": None})
+    steps = {"__module__": "trl.online", "training_step": None, "args": SFTConfig(None)}
+    steps_by_itself = type("OnlineDPOTrainer", (), steps)
     with pytest.raises(ValueError, match="OnlineDPOTrainer with sp_size=2 is not supported"):
         follow_trainer(adapter, steps_by_itself(), 2)
+    with pytest.warns(UserWarning, match=r"SFTConfig\(max_length=1024\) is TRL's default: each text is cut to 1,024"):
+        follow_trainer(adapter, trainer("Mine", "__main__", theirs["SFTTrainer"], args=SFTConfig()), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for args in (SFTConfig(2048), SFTConfig(None), SFTConfig(process_index=1)):
+            follow_trainer(adapter, trainer("Mine", "__main__", theirs["SFTTrainer"], args=args), 2)
 
 
 @pytest.mark.huggingface
