@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from burst_plugin.checks import as_listed, number, whole_number
 
@@ -12,6 +13,7 @@ _NUMBERS = {
     "softcap": "use a positive number, or None for none",
     "dropout": "use a share from 0 to below 1",
 }
+_UNSET: Any = object()
 _SLOPES = "give a list of finite numbers, one per query head, or None"
 
 
@@ -27,6 +29,7 @@ class Scores:
     dropout: the share of probabilities set to 0, the others being scaled up. The choice depends on `seed`, the batch
         row, the head and the two positions only: it is equal for any number of ranks, and in recomputation. Batch
         rows and heads are counted on each rank, so data- and tensor-parallel ranks need seeds of their own.
+    seed: required with dropout; another one for each layer and step.
 
     Raises ValueError naming the field that is out of range.
     """
@@ -35,7 +38,7 @@ class Scores:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     dropout: float = 0.0
-    seed: int = 0
+    seed: int = _UNSET  # 0 without dropout
 
     def __post_init__(self) -> None:
         for name in ("scale", "softcap", "alibi_slopes", "dropout"):
@@ -50,7 +53,13 @@ class Scores:
                 raise ValueError(f"Scores({name}={value}) is not valid; {_NUMBERS[name]}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Scores(dropout={self.dropout}) is not valid; {_NUMBERS['dropout']}")
-        object.__setattr__(self, "seed", whole_number("Scores(seed={})", self.seed, "use an integer", None))
+        if self.seed is _UNSET and self.dropout:
+            raise ValueError(
+                f"Scores(dropout={self.dropout}) has no seed, so that all layers and steps would leave out the same "
+                "probabilities; give another one to each, such as Scores(..., seed=step * layers + layer)"
+            )
+        seed = 0 if self.seed is _UNSET else self.seed
+        object.__setattr__(self, "seed", whole_number("Scores(seed={})", seed, "use an integer", None))
         if self.alibi_slopes is not None:
             listed = as_listed("Scores(alibi_slopes={})", self.alibi_slopes, _SLOPES)
             slopes = tuple(number("Scores(alibi_slopes=...) with a slope of {}", slope, _SLOPES) for slope in listed)

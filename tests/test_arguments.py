@@ -89,7 +89,7 @@ SCALARS = [
     *_each("Scores(seed=", lambda x: Scores(seed=x), NOT_WHOLE[:-1]),
     *_each("Scores(scale=", lambda x: Scores(scale=x), [*NO_NUMBERS, 0, -1], (None,)),
     *_each("Scores(softcap=", lambda x: Scores(softcap=x), [*NO_NUMBERS, 0, -1], (None,)),
-    *_each("Scores(dropout=", lambda x: Scores(dropout=x), [*NO_NUMBERS, 1, -1]),
+    *_each("Scores(dropout=", lambda x: Scores(dropout=x, seed=0), [*NO_NUMBERS, 1, -1]),
     *_each("Scores(alibi_slopes=", lambda x: Scores(alibi_slopes=[0.5, x]), NO_NUMBERS),
     *_each("Scores(scale=", lambda x: burst_attention(X, X, X, CP, softmax_scale=x), [*NO_NUMBERS, 0, -1], (None,)),
     *_each("Tokens(length=", lambda x: CP.positions(x), NOT_WHOLE),
@@ -151,7 +151,7 @@ def test_whole_numbers_of_other_libraries_are_whole_numbers(convert: str) -> Non
     for starts in (numpy.array([0, 8], convert), torch.tensor([0, 8]), [0.0, 8.0], iter([0, 8]), range(0, 16, 8)):
         assert Documents(starts) == Documents((0, 8))
     for scale in (numpy.float32(0.5), numpy.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, dtype=torch.bfloat16)):
-        assert Scores(scale=scale, dropout=scale) == Scores(scale=0.5, dropout=0.5)
+        assert Scores(scale=scale, dropout=scale, seed=0) == Scores(scale=0.5, dropout=0.5, seed=0)
     assert as_whole(numpy.bool_(True)) is as_number(numpy.bool_(True)) is None
 
 
@@ -357,3 +357,11 @@ def _left_out(rank: int) -> str:
 
 def test_what_a_rank_that_a_group_leaves_out_is_given_is_no_size() -> None:
     assert "(global rank 1)" in run_ranks(_left_out, 2)[1]
+
+
+def test_dropout_needs_a_seed() -> None:
+    """Else every layer and step would leave out the same probabilities."""
+    with pytest.raises(ValueError, match=r"Scores\(dropout=0.5\) has no seed, .*give another one to each"):
+        Scores(dropout=0.5)
+    assert Scores() == Scores(seed=0)
+    assert Scores(dropout=0.5, seed=0).seed == 0

@@ -48,7 +48,7 @@ def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyP
 
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
-    everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
+    everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1, seed=0)
     extras = Extras(bias=True, selection=True)
     found = features_of(SHAPES._replace(v_dim=4), everything, True, extras)
     assert found == set(FEATURES) - {"windows", "varlen"}

@@ -141,7 +141,7 @@ X = torch.zeros(1, 8, 4, 4)
         (8, {}, "the mask is for 8 groups of heads, into which 4 query heads"),
         (
             2,
-            {"scores": Scores(dropout=0.5), "mask": PerHeadGroup((Full(), Causal()))},
+            {"scores": Scores(dropout=0.5, seed=0), "mask": PerHeadGroup((Full(), Causal()))},
             "dropout=0.5 depends on the number of a head, and the mask's 2 groups",
         ),
         (2, {"scores": Scores(alibi_slopes=(1.0,) * 3)}, "got 3 alibi_slopes for 4 query heads"),

@@ -85,7 +85,7 @@ class BurstCoreAttention(MegatronModule):
         self._refuse_unknown(options, _KNOWN_OPTIONS)
         dropout = options.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout
-        self._scores = Scores(scale=options.get("softmax_scale"), dropout=dropout)
+        self._scores = Scores(scale=options.get("softmax_scale"), dropout=dropout, seed=0)  # each call draws its own
         self._add_softmax_offset(config)
         self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
