@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -27,6 +28,7 @@ from burst_plugin.strategy.presets import presets_with
 from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
+_MANY_HEADS = 256  # keys have as many heads in no model
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 
 
@@ -189,10 +191,22 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
     degree = strategy.degree
     shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     _check_parts(strategy, shapes)
+    _warn_of_heads_first(rank_state, inputs)
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
     rank_state.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
     check_extras(inputs, attending.kv.length)
     return shapes, attending, max(1, degree // local.kv_heads)
+
+
+def _warn_of_heads_first(rank_state: RankState, inputs: Inputs) -> None:
+    """Warn on rank 0 if tensors seem to be [B, H, S_local, D]: more heads than models have, and fewer tokens."""
+    tokens, heads = inputs.q.shape[1:3]
+    if heads >= _MANY_HEADS and heads > tokens and inputs.k.shape[2] == heads and not rank_state.rank:
+        warnings.warn(
+            f"q has {heads} heads of {tokens} tokens, expected [B, S_local, H, D]: if heads come first, as for "
+            "scaled_dot_product_attention, pass q.transpose(1, 2), and k and v likewise",
+            stacklevel=2,
+        )
 
 
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:

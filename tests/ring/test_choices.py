@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import copy
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from burst_plugin import (
     Causal,
     ContextParallel,
+    Full,
     Scores,
     SlidingWindow,
     Strategy,
@@ -128,3 +130,16 @@ def test_a_kernel_is_chosen_anew_where_pytorchs_switches_have_changed() -> None:
             with mock.patch.object(choices, "switches", return_value=(library, True)):
                 burst_attention(x, x, x, cp)
     assert chosen.call_count == 2
+
+
+def test_tensors_with_heads_first_warn() -> None:
+    q, k = torch.zeros(1, 4, 256, 8), torch.zeros(1, 2, 256, 8)
+    ring = VirtualRing(Topology(nodes=1, ranks_per_node=2))
+    with pytest.warns(
+        UserWarning, match=r"q has 256 heads of 2 tokens, expected \[B, S_local, H, D\]: if heads come"
+    ):
+        ring.attention(q, k, k, mask=Full())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = q.transpose(1, 2)
+        ring.attention(x, x, x, mask=Full())
