@@ -13,6 +13,7 @@ Labels are shifted over the whole sequence, since the target of a shard's last t
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,7 @@ from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.sequence.batch_masks import (
     TypeRuns,
     batch_mask,
+    check_masks,
     positions_in_text,
     real_tokens,
     type_runs,
@@ -163,7 +165,9 @@ def shard_batch(
             [4, B, S] with the positions in the text first, from which documents are read. Other tensors [B, S, ...]
             are cut as well, but not shifted: shift weights of labels before. Numbers, strings and tensors of one
             dimension are passed on.
-        pad_token_id: fills up a sequence that the layout cannot divide equally between ranks.
+        pad_token_id: fills up the ids of a sequence that the layout cannot divide equally between ranks. Labels are
+            filled with -100: integers [B, S] that have a -100, or "label" or "target" in their name (without "mask"
+            or "weight"). Others are filled with 0.
         layer_mask: `burst_plugin.huggingface.layer_mask(model)`, for `layout="auto"` to balance work; None: causal.
 
     Returns:
@@ -342,10 +346,19 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_
         if name == "position_ids":  # repeats the last one: a table of learned positions may end there
             tail = x[..., -1:].expand(*x.shape[:-1], missing)
         else:
-            fill = {"shift_labels": IGNORED_LABEL, "input_ids": pad_token_id}.get(name, 0)
+            other = IGNORED_LABEL if _are_labels(name, x) else 0
+            fill = {"shift_labels": IGNORED_LABEL, "input_ids": pad_token_id}.get(name, other)
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
         x = torch.cat([x, tail], dim)
     return cp.shard(x, dim, tokens)
+
+
+def _are_labels(name: str, x: Tensor) -> bool:
+    """Return whether an entry of a batch holds labels [B, S]: by its name, or since it has tokens to ignore."""
+    if x.dim() != 2 or x.is_floating_point() or x.is_complex() or not x.dtype.is_signed:  # bool is not signed
+        return False
+    is_named = re.search("label|target", name) and not re.search("mask|weight", name)
+    return bool(is_named) or bool((x == IGNORED_LABEL).any())
 
 
 def _counted(
@@ -389,7 +402,7 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{name} cannot be cut along the sequence: got {_kind(batch[name])}, expected a tensor of shape "
                 f"{list(ids.shape[:2])}, one for each token; give others another name"
             )
-    _check_masks(batch, ids)
+    check_masks(batch, ids)
     if "position_ids" not in tensors:
         tensors["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
     labels = tensors.pop("labels", None)
@@ -428,41 +441,6 @@ def _check_positions(positions: Tensor, ids: Tensor) -> None:
 
 def _kind(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
-    """Raise ValueError for padding and document bounds that cannot be read, and so would be ignored."""
-    for name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
-        if not isinstance(batch.get(name), Tensor | None):
-            raise ValueError(
-                f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
-                "as position_ids that start again"
-            )
-    tells = any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q", "tree"))
-    numbers = batch.get("seq_idx")  # below 0 for tokens of no document
-    unlike = isinstance(numbers, Tensor) and (numbers >= 0) & (numbers != numbers.amax(-1, keepdim=True))
-    if isinstance(unlike, Tensor) and not tells and bool(unlike.any()):
-        raise ValueError(
-            "seq_idx alone does not tell a ring where documents begin; give position_ids that start again, or "
-            "cu_seq_lens_q, with it"
-        )
-    padding = batch.get("attention_mask")
-    if padding is None:
-        return
-    if padding.shape != ids.shape[:2]:
-        raise ValueError(
-            f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
-            "other masks cannot be cut: give document bounds as position_ids that start again"
-        )
-    if padding.is_floating_point() and bool((padding < 0).any()):
-        raise ValueError(
-            "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"
-        )
-    if padding.dtype is not torch.bool and bool((padding > 1).any()):
-        raise ValueError(
-            "attention_mask has values above 1, as one that numbers documents; give 1 for tokens, 0 for padding, and "
-            "documents as position_ids that start again"
-        )
 
 
 def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[PrefixTree, ...]:

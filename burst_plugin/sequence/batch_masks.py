@@ -20,6 +20,41 @@ TypeRuns = tuple[tuple[int, int, int], ...]
 """Runs of tokens of one type in a row, (start, stop, type), from its first token to its last."""
 
 
+def check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise ValueError for padding and document bounds that cannot be read, and so would be ignored."""
+    for name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if not isinstance(batch.get(name), Tensor | None):
+            raise ValueError(
+                f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
+                "as position_ids that start again"
+            )
+    tells = any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q", "tree"))
+    numbers = batch.get("seq_idx")  # below 0 for tokens of no document
+    unlike = isinstance(numbers, Tensor) and (numbers >= 0) & (numbers != numbers.amax(-1, keepdim=True))
+    if isinstance(unlike, Tensor) and not tells and bool(unlike.any()):
+        raise ValueError(
+            "seq_idx alone does not tell a ring where documents begin; give position_ids that start again, or "
+            "cu_seq_lens_q, with it"
+        )
+    padding = batch.get("attention_mask")
+    if padding is None:
+        return
+    if padding.shape != ids.shape[:2]:
+        raise ValueError(
+            f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
+            "other masks cannot be cut: give document bounds as position_ids that start again"
+        )
+    if padding.is_floating_point() and bool((padding < 0).any()):
+        raise ValueError(
+            "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"
+        )
+    if padding.dtype is not torch.bool and bool((padding > 1).any()):
+        raise ValueError(
+            "attention_mask has values above 1, as one that numbers documents; give 1 for tokens, 0 for padding, and "
+            "documents as position_ids that start again"
+        )
+
+
 def valid_tokens(batch: Mapping[str, Any], positions: Tensor) -> Tensor:
     """Return which tokens of a batch its `attention_mask` says are no padding, bool [B, S]; all without one.
 
