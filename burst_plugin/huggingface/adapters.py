@@ -9,6 +9,7 @@ import torch
 
 _AROUND_HOOKS = {"ADALORA": "AdaLoRA", "ADAPTION_PROMPT": "LLaMA-Adapter"}  # call forward, not the model itself
 _BY_ROW = {"POLY": "Poly", "XLORA": "X-LoRA"}  # weigh their parts for each row or token of the whole batch
+_CHECKED = "_burst_plugin_adapters"  # of a model: the configurations of its adapters that were found to run on a ring
 
 
 def is_peft(module: torch.nn.Module) -> bool:
@@ -42,6 +43,21 @@ def problems_of_peft(model: torch.nn.Module) -> list[str]:
             "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
         )
     return reasons
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """Raise ValueError if a model has adapters that cannot run on a ring: some may be added after it was prepared.
+
+    Looks through the model only if it, or its body, has other adapters than in the forward before.
+    """
+    parts: tuple[Any, ...] = (model, getattr(model, "base_model", model))
+    configs = [config for part in parts if is_peft(part) for config in part.peft_config.values()]
+    if configs == getattr(model, _CHECKED, []):
+        return
+    reasons = problems_of_peft(model)
+    if reasons:
+        raise ValueError(f"{type(model).__name__} has adapters that cannot run on a ring: {'; '.join(reasons)}")
+    setattr(model, _CHECKED, configs)
 
 
 def refuse_in_chunks(model: torch.nn.Module, option: str) -> None:

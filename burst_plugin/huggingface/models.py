@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.frameworks.wrapping import by_name
-from burst_plugin.huggingface.adapters import is_peft, problems_of_peft
+from burst_plugin.huggingface.adapters import check_adapters, is_peft, problems_of_peft
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
 from burst_plugin.huggingface.cached_forward import watch_turns
@@ -170,6 +170,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if shard is not None:
         if not shard.as_given:
             check_forward(model, kwargs)
+            check_adapters(model)
             check_media(model, args, kwargs)
             _check_encoder(model, args, kwargs)
             _check_labels(model, kwargs)

@@ -85,3 +85,22 @@ def test_gradients_equal_eager_on_one_rank(kind: str) -> None:
     for options, found in zip(OPTIONS, run_ranks(on_ring, 2, kind, timeout_s=120.0)[0], strict=True):
         error, name = worst(found, truth)
         assert error <= 1e-5, (options, name, error)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "alora": (lambda: peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5]), "PEFT's aLoRA looks"),
+    "lily": (lambda: peft.LilyConfig(target_modules=["q_proj"]), "PEFT's Lily weighs"),
+}
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_added_after_prepare_are_examined_too(kind: str, in_body: bool) -> None:
+    make, message = REFUSED[kind]
+    model, local = prepare(build(Run())), shard_batch(BATCH, ContextParallel())
+    del local["shift_labels"]
+    model(**local, use_cache=False)
+    peft.get_peft_model(model.model if in_body else model, make())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"LlamaForCausalLM has adapters .* ring: {message}"):
+            model(**local, use_cache=False)
