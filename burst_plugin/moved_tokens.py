@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.sequence.layout import Layout, Run, Tokens, positions
 from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Documents, Keys, Mask, document_starts
@@ -92,6 +93,7 @@ class WholeSequence(torch.autograd.Function):
         return held.whole(local)
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         held, meet = ctx.held, ctx.meet
         if meet is None:
@@ -149,6 +151,7 @@ class ShiftedRows(torch.autograd.Function):
         return shift.move(local)
 
     @staticmethod
+    @between_graphs
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.meet is not None:

@@ -19,6 +19,7 @@ from burst_plugin.ring.attention_pass import (
     dense,
     forward_program,
 )
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.kept_outputs import KeptOutputs
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Wanted
@@ -60,6 +61,7 @@ class RingAttention(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dmax: None) -> tuple[Tensor | None, ...]:
         """Run the backward pass from the gradients of out and lse, either None if unused; `dmax` is always None.
 

@@ -128,3 +128,30 @@ def test_caches_and_rings_are_breaks_too_and_nothing_of_them_is_traced() -> None
         assert turns <= 8, "three around a cache's calls, for both shapes; two around unshard"
         assert layers == 4, "before, between and after three attentions"
         assert max(error, difference) < 1e-6
+
+
+def _backward_compiled_too(rank: int) -> list[float]:
+    """The largest difference of gradients whose backward pass is compiled, through each collective operation."""
+    cp, differences = ContextParallel(dist.group.WORLD), []
+    model = Block(cp)
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    losses: list[Any] = [
+        lambda: model(x, 5).square().sum(),
+        lambda: cp.unshard(model.out(x), loss="own").sin().square().sum(),
+        lambda: cp.unshard(model.out(x), loss="same").sin().square().sum(),
+        lambda: cp.shift(model.out(x), -1).sin().square().sum(),
+    ]
+    for loss in losses:
+        expected = torch.autograd.grad(loss(), x)[0]
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            x.grad = None
+            loss().backward()
+        assert x.grad is not None
+        differences.append(float((x.grad - expected).abs().max()))
+    cp.close()
+    return differences
+
+
+def test_backward_passes_are_not_traced_either() -> None:
+    for differences in run_ranks(_backward_compiled_too, 2, timeout_s=240.0):
+        assert max(differences) < 1e-6
