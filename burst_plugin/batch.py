@@ -315,7 +315,8 @@ def _compare(cp: ContextParallel, read: _WholeBatch | None, problem: str) -> int
         raise ValueError(
             f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let "
             "the sampler count data-parallel ranks, not all ranks (Trainer, Accelerate: sp_size of "
-            "ParallelismConfig)"
+            "ParallelismConfig, with DeepSpeed; without it do not prepare the loader, and give it "
+            "DistributedSampler(data, num_replicas=world // cp, rank=rank // cp))"
         ) from error
 
 

@@ -212,7 +212,7 @@ FRAMEWORK_ROOMS = ("megatron", "deepspeed", "huggingface", "integrations")
 REGISTRY = ("burst_plugin.frameworks", "FRAMEWORKS = ('megatron', 'deepspeed')")
 # Advice in messages: what the user calls or sets there.
 ADVICE = (
-    "Trainer, Accelerate: sp_size of ParallelismConfig",
+    "Trainer, Accelerate: sp_size of ParallelismConfig, with DeepSpeed",
     "Megatron's --attention-dropout is 0.1 unless it is set",
     "burst_plugin.deepspeed.sharded_loader",
 )

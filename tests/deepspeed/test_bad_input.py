@@ -286,6 +286,7 @@ def test_batches_that_differ_between_ranks_are_refused_on_every_rank() -> None:
             assert line.startswith("ValueError: "), message
             assert message in line
             assert ("let the sampler count" in line) == (" batch=[" in line), "a hint for batches that differ only"
+            assert ("do not prepare the loader" in line) == ("let the sampler count" in line)
 
 
 def _differ_later(rank: int) -> list[str]:
