@@ -133,6 +133,12 @@ def test_autocast_does_not_reach_into_the_sums(dtype: torch.dtype, kernel: str, 
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+def test_unlike_types_under_autocast_are_told_what_to_write(cp: ContextParallel) -> None:
+    q, k, v = Problem.draw(8, (2, 2))[:3]
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"q\.to\(v\.dtype\), also under"):
+        burst_attention(q, k, v.bfloat16(), cp)
+
+
 @pytest.mark.parametrize("forward", ["q", "kv"])
 def test_the_output_owns_its_memory(forward: str) -> None:
     q, k, v = (x.requires_grad_() for x in Problem.draw(16, (2, 2))[:3])

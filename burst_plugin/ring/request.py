@@ -347,6 +347,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if len(kinds) > 1 or not q.is_floating_point():
         raise ValueError(
             f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}; cast or move them with "
-            "x.to(...)"
+            "x.to(...), such as q.to(v.dtype), also under autocast, which does not cast them"
         )
     check_type("q", q.dtype)
