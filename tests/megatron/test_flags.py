@@ -128,6 +128,15 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--burst-layout striped needs --cp-comm-type burst in all layers, got burst p2p",
         ),
         ({"cp_comm_type": ["p2p"], "burst_ranks_per_node": 2}, "--burst-ranks-per-node needs --cp-comm-type burst"),
+        ({"burst_parts": [1, 2, 3]}, "--burst-parts 1 2 3 is not valid; use a positive number, or two: forward and"),
+        ({"burst_max_ctas": 6}, "--burst-max-ctas 6 is not valid; use a number of thread blocks, a power of two"),
+        ({"burst_loss_chunk": -5}, "--burst-loss-chunk -5 is not valid; use a number of tokens"),
+        ({"burst_keep_attention": "half"}, "--burst-keep-attention half is not valid; use 'none', 'all', or a sh"),
+        ({"burst_ulysses_degree": 0}, "--burst-ulysses-degree 0 is not valid; use a positive number or 'node'"),
+        (
+            {"burst_ulysses_degree": 2, "burst_mesh_degree": 2},
+            "--burst-ulysses-degree 2 and --burst-mesh-degree 2 cannot be combined",
+        ),
     ],
     ids=str,
 )

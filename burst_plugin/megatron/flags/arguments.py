@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -143,6 +144,19 @@ def option_of(name: str, value: Any = None) -> str:
     if hasattr(parsed_arguments(), name):
         return flag_of(name, True if value is None else value)
     return name if value is None else f"{name}={value!r}"
+
+
+def in_flags(text: str) -> str:
+    """Return an error of `Strategy` with flags in place of options: "--burst-parts 1 2 3" for "parts=(1, 2, 3)"."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if value is None:  # names of one word are also words of the text
+            return flag_of(_dest(name)) if "_" in name else match[0]
+        return flag_of(_dest(name), value.strip("()'").replace(",", ""))
+
+    names = "|".join(option.name for option in _OPTIONS)
+    return re.sub(rf"\b({names})\b(?:=(\([^)]*\)|'[^']*'|[^\s;,]+))?", flag, text)
 
 
 def unsupported(rules: Mapping[str, Rule], options: Any) -> list[str]:

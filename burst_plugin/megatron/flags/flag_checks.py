@@ -14,9 +14,11 @@ from burst_plugin.megatron.flags.arguments import (
     RESETS,
     burst_is_possible,
     flag_of,
+    in_flags,
     options_that_are_set,
     parsed_arguments,
     parsed_layout,
+    parsed_strategy,
     unsupported,
 )
 from burst_plugin.megatron.flags.config import (
@@ -103,7 +105,7 @@ def refuse_flags() -> None:
                 f"{flag_of('burst_layout', parsed_layout())} needs --cp-comm-type burst in all layers, got "
                 f"{' '.join(kinds)}: Megatron's own context parallelism takes batches to be cut in zigzag"
             )
-        reasons += _document_problems(args, kinds)
+        reasons += [*_document_problems(args, kinds), *_strategy_problems()]
         _warn_of_square_masks(args)
         _warn_of_experts_by_rank(args)
         _warn_of_turns_by_rank(args)
@@ -137,6 +139,15 @@ def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
             "gives all ranks the same work, and sends less"
         )
     return reasons
+
+
+def _strategy_problems() -> list[str]:
+    """Return why the values of `--burst-*` flags are not valid, if they are not."""
+    try:
+        parsed_strategy()
+    except ValueError as error:
+        return [in_flags(str(error))]
+    return []
 
 
 def warn_of_quantizers() -> None:
