@@ -144,7 +144,9 @@ def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
 def did_you_mean(word: str, valid: Collection[str], likeness: float = 0.6, quote: str = "") -> str:
     """Return text for a message, " (did you mean zigzag?)", with the name in `valid` that is most like `word`.
 
-    likeness: how alike they have to be, from 0 to 1; if no name is, the text is empty. quote: stands around the name.
+    likeness: how alike they have to be, from 0 to 1, in small letters; if no name is, the text is empty.
+    quote: stands around the name.
     """
-    close = get_close_matches(word, valid, 1, likeness)
-    return f" (did you mean {quote}{close[0]}{quote}?)" if close else ""
+    names = {name.lower(): name for name in valid}
+    close = get_close_matches(word.lower(), names, 1, likeness)
+    return f" (did you mean {quote}{names[close[0]]}{quote}?)" if close else ""

@@ -108,7 +108,7 @@ class Block:
             else:
                 strategy = Strategy.of(None, **options)
         except ValueError as error:
-            raise ValueError(f'"{BLOCK}": {error}') from error
+            raise ValueError(f'"{BLOCK}": {_in_json(str(error))}') from error
         return cls(enabled, size, strategy, loss)
 
     def loss_of(self, size: int) -> str:
@@ -186,6 +186,11 @@ def warn_of_near_misses(config: Mapping[str, Any]) -> None:
 
 def _nearest(key: object, valid: tuple[str, ...]) -> str:
     return did_you_mean(str(key).lower().replace("-", "_"), valid, 0.5, '"')
+
+
+def _in_json(text: str) -> str:
+    """Return an error of `Strategy` with values as JSON has them."""
+    return text.replace("True or False", "true or false").replace("or math.inf for no such line", "such as 60")
 
 
 def _one_at_most(value: Any) -> bool:

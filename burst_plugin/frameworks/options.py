@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field
 from datetime import timedelta
@@ -43,11 +43,17 @@ def flag_keywords(option: Field[Any]) -> dict[str, Any]:
     return {**keywords, "default": default, "help": text.replace("`", "").replace("%", "%%")}
 
 
-def _whole_or(words: Collection[str]) -> dict[str, Any]:
+def _whole_or(words: Sequence[str]) -> dict[str, Any]:
     """Return the keyword arguments for a whole number or one of some words."""
 
     def whole_or_word(text: str) -> int | str:
-        return text if text in words else int(text)
+        if text in words:
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            instead = " or ".join([", ".join(["a number", *words[:-1]]), words[-1]])
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid; use {instead}") from None
 
     return {"type": whole_or_word, "metavar": f"{{N,{','.join(words)}}}"}
 

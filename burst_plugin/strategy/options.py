@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.checks import check_one_of, shown
+from burst_plugin.checks import check_one_of, did_you_mean, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
@@ -266,8 +266,11 @@ class Strategy:
                 f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
                 "and pass the options by name"
             )
+        names = [*(each.name for each in fields(cls)), "preset"]
         for name in options:
-            check_one_of("option", name, [*(each.name for each in fields(cls)), "preset"])
+            if name not in names:
+                nearest = did_you_mean(name, names)
+                raise ValueError(f"there is no option {name}{nearest}; the options are: {', '.join(names)}")
         if strategy is not None and options:
             raise ValueError(f"got strategy= and also {', '.join(sorted(options))}: put these into it, or drop it")
         return strategy if strategy is not None else cls(**with_preset(options))

@@ -62,6 +62,8 @@ def test_the_block_of_the_readme() -> None:
             "\"burst_attention\": layout='zig' is not valid; use one of: zigzag, striped, contiguous",
         ),
         ({"schedule": "ring"}, "schedule='ring' is not valid; use one of: "),
+        ({"offload": "true"}, "\"burst_attention\": offload='true' is not valid; use true or false"),
+        ({"late_after": "60"}, "late_after='60' is not valid; use a positive number of seconds, such as 60"),
         ({"backward": "k"}, "backward='k' is not valid; use one of: "),
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),
         ("yes", "got 'yes', expected a block such as {\"enabled\": true}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_every_option_can_be_a_flag(option: Any) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
     parsed = parser.parse_args(["--it", *(() if value is True else map(str, numbers))]).it
     assert parsed == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize(("name", "instead"), [("ulysses_degree", ", node or all"), ("ranks_per_node", " or auto")])
+def test_a_word_that_is_no_value_is_told_which_are(
+    name: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--it", **options.flag_keywords(Strategy.__dataclass_fields__[name]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--it", "nodes"])
+    assert re.search(
+        f"argument --it: 'nodes' is not valid; use a number.*{instead}$", capsys.readouterr().err.strip()
+    )
 
 
 def test_megatrons_flags_are_all_options_but_those_that_say_what_takes_their_place() -> None:

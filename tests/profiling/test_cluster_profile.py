@@ -125,7 +125,7 @@ def _with(path: str, value: Any) -> dict[str, Any]:
         ("model.mask", "sparse", "is damaged: model.mask is 'sparse', expected one of causal, full"),
         ("strategy", [1], "is damaged: strategy is [1], expected an object"),
         ("strategy.schedule", "square", "is damaged: strategy: schedule='square' is not valid; use one of:"),
-        ("strategy.speed", 3, "is damaged: strategy: option='speed' is not valid"),
+        ("strategy.speed", 3, "is damaged: strategy: there is no option speed; the options are: layout"),
         ("dtype", "int8", "is damaged: dtype is 'int8'"),
     ],
 )
@@ -157,7 +157,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         Strategy.from_profile(path)
     with pytest.raises(ValueError, match=r"profile=3 is not valid; give the path of a burst-profile\.json"):
         Strategy.from_profile(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="option='sped' is not valid"):
+    with pytest.raises(ValueError, match="there is no option sped;"):
         Strategy.from_profile(PROFILE.as_dict(), sped=1)
 
 

@@ -67,11 +67,13 @@ def test_options_beside_a_preset_override_it() -> None:
 
 
 def test_what_is_wrong_with_a_preset_is_said() -> None:
+    with pytest.raises(ValueError, match=r"preset='USP' is not valid; use one of: .* \(did you mean usp\?\)"):
+        Strategy.preset("USP")
     with pytest.raises(ValueError, match=f"preset='usb' is not valid; use one of: {', '.join(PRESETS)}"):
         Strategy.preset("usb")
     with pytest.raises(ValueError, match="preset=None is not valid"):
         Strategy.of(None, preset=None)
-    with pytest.raises(ValueError, match=r"option='head' is not valid; use one of: .*, preset"):
+    with pytest.raises(ValueError, match=r"there is no option head; the options are: .*, preset"):
         Strategy.preset("usp", head=2)
     with pytest.raises(ValueError, match="got strategy= and also preset"):
         Strategy.of(Strategy(), preset="usp")
