@@ -105,6 +105,7 @@ class VirtualRing:
         *,
         mask: Mask = Causal(),
         scores: Scores = Scores(),
+        softmax_scale: float | None = None,
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
         **extras: Unpack[ExtraTensors],
     ) -> tuple[Tensor, Tensor]:
@@ -112,12 +113,13 @@ class VirtualRing:
 
         Args:
             q, k, v: whole sequences, [B, Sq, Hq, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv].
-            mask, scores: as for `burst_attention`.
+            mask, scores, softmax_scale: as for `burst_attention`.
             tokens: the sequence, or a pair for queries and keys; needed only to cut every document by itself, or to
                 choose another assignment to ranks.
             extras: `sink` [Hq], whose gradient is the sum over ranks; `bias` and `selection`, of all queries.
         """
-        return self._attend(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens), lse=True))
+        request = Request(mask, scores, both_sides(tokens), lse=True, scale=softmax_scale)
+        return self._attend(Inputs(q, k, v, **extras), request)
 
     def latent_attention(
         self,

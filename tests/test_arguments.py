@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,10 +31,12 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
     key_padding,
+    recurrent,
     shard_batch,
 )
 from burst_plugin.checks import as_number, as_whole, shown
-from burst_plugin.kernels import TorchCpuKernel
+from burst_plugin.kernels import Case, Grads, How, Queries, TorchCpuKernel
+from burst_plugin.sequence.mask import Region
 from tests.support.ranks import last_lines, run_ranks
 from tests.support.reference import Problem
 
@@ -57,6 +60,51 @@ NOT_WHOLE = [*NO_NUMBERS, 1.5, 3.0, torch.tensor(3.0), -1]
 NO_LISTS = [3, "08", b"08", True, {0, 8}, {0: 8}, torch.tensor([[0, 8], [0, 8]]), torch.tensor(8), Causal()]
 NOT_WHOLE_LISTS = [*NO_LISTS, [0, 8.5], [0, "8"], [0, NAN], [0, INF], [0, True], [0, None], [[0, 8]], [0, -1]]
 X = torch.zeros(1, 16, 2, 4)
+
+
+class PlainMask(Mask):
+    """A user's mask that is no dataclass."""
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        return ()
+
+
+@dataclass
+class ChangeableMask(PlainMask):
+    """A user's mask that is not frozen."""
+
+    width: int = 1
+
+
+class Half:
+    """An unfinished kernel."""
+
+    name = "half"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+        """Return out without lse."""
+        return q
+
+
+class Alone(Half):
+    """A kernel that returns out alone."""
+
+    features: frozenset[str] = frozenset()
+
+    def refuse(self, case: Case) -> None:
+        """Take every case."""
+
+    def backward(self, queries: Queries, k: torch.Tensor, v: torch.Tensor, how: How) -> Grads:
+        """Is never called."""
+        raise AssertionError
+
+
+class Misspelt(Alone):
+    """A kernel with a feature that there is not."""
+
+    features = frozenset({"window"})
+
+
 IDS = torch.ones(1, 16, dtype=torch.int64)
 BOOLS = torch.ones(2, 2, dtype=torch.bool)
 CP = ContextParallel()
@@ -203,6 +251,14 @@ NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
         ),
         ({"scores": None}, "scores=None is not a Scores"),
         ({"mask": None}, r"mask=None is not a mask; use one of the masks of burst_plugin, such as Causal\(\)"),
+        (
+            {"mask": PlainMask()},
+            r"mask is a PlainMask, .* compared between ranks: write @dataclass\(frozen=True\) above",
+        ),
+        (
+            {"mask": ChangeableMask()},
+            r"mask is a ChangeableMask, .*: write @dataclass\(frozen=True\) above its class",
+        ),
         ({"mask": "causal"}, r"mask='causal' is not a mask; use one of the masks of burst_plugin"),
         ({"mask": Causal}, r"mask is the class Causal; pass an object of it, Causal\(...\)"),
         (
@@ -238,6 +294,14 @@ def test_arguments_of_attention_of_the_wrong_kind_are_refused(change: dict[str, 
             r"cp is Tensor \[1, 16, 2, 4\] of torch.float32, not a ContextParallel",
         ),
         (lambda: shard_batch({"input_ids": X}, None), "cp is None, not a Context"),
+        (
+            lambda: shard_batch({"input_ids": [[1, 2]]}, CP),
+            r"input_ids is a list; pass a tensor of shape \[batch, tok",
+        ),
+        (
+            lambda: shard_batch({"input_ids": IDS, "labels": IDS[:, 1:]}, CP),
+            r"labels of shape \[1, 15\] .* \[1, 16\], those of the input; give one for each token, not shifted",
+        ),
         (lambda: shard_batch(shard_batch({"input_ids": IDS}, CP), CP), "the batch is cut already, by shard_batch or"),
         (
             lambda: shard_batch({"input_ids": IDS, "position_ids": torch.zeros(2, 1, 16)}, CP),
@@ -258,6 +322,26 @@ def test_arguments_of_attention_of_the_wrong_kind_are_refused(change: dict[str, 
         (lambda: ContextParallel("world"), "group is 'world', not a process group; pass the context-parallel"),
         (lambda: ContextParallel([0, 1]), r"group is \[0, 1\], not a process group"),
         (lambda: ContextParallel(kernel=TorchCpuKernel), r"kernel=TorchCpuKernel is a class; .*, TorchCpuKernel\(\)"),
+        (
+            lambda: ContextParallel(kernel=Half()),
+            "kernel=.* lacks features, refuse, backward, which .*kernels.Kernel n",
+        ),
+        (
+            lambda: Strategy(kernel=Misspelt()),
+            r"kernel.features='window' is not valid; .* \(did you mean windows\?\)",
+        ),
+        (
+            lambda: burst_attention(X, X, X, ContextParallel(kernel=Alone())),
+            r"kernel='half': forward returned Tensor \[1, 16, 2, 4\] of torch.float32; return \(out, lse\)",
+        ),
+        (
+            lambda: Strategy(schedule=Topology),
+            r"schedule=Topology is a function; list it in EVERY_SCHEDULE of .*rings",
+        ),
+        (
+            lambda: recurrent.causal_convolution(X[0], torch.ones(2, 1, 4), place=recurrent.Placement(CP)),
+            r"weight of shape \[2, 1, 4\] is not valid: it has to be \[C, W\]; pass weight\[:, 0\]",
+        ),
         (lambda: ContextParallel(hierarchy=1), "hierarchy=1 is not valid; give a list of sizes or of process groups"),
         (lambda: ContextParallel(hierarchy=[]), r"hierarchy=\[\] has no sizes; give them, .* such as \[1\], or None"),
         (lambda: Strategy(layout=["zigzag"]), r"layout=\['zigzag'\] is not valid; use one of: zigzag"),

@@ -198,6 +198,7 @@ def test_softmax_scale_is_used() -> None:
     q, k, v = Problem.draw(8, (2, 2))[:3]
     scaled = burst_attention(q, k, v, cp, scores=Scores(scale=2 * 8**-0.5))
     assert torch.equal(scaled, burst_attention(q, k, v, cp, softmax_scale=2 * 8**-0.5))
+    torch.testing.assert_close(scaled, VirtualRing(Topology(1, 2)).attention(q, k, v, softmax_scale=2 * 8**-0.5)[0])
     with pytest.raises(ValueError, match=r"got softmax_scale=2.0 and scores with scale=1.0, which mean the same"):
         burst_attention(q, k, v, cp, softmax_scale=2.0, scores=Scores(scale=1.0))
     torch.testing.assert_close(scaled, burst_attention(2 * q, k, v, cp))

@@ -12,6 +12,7 @@ import torch
 from burst_plugin.check.findings import SECTIONS
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.profiling.cluster_profile import Model
+from burst_plugin.strategy.validation import check_kernel
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def load_kernel(text: str) -> str | Kernel:
         kernel = value() if isinstance(value, type) else value
     except (ImportError, AttributeError, TypeError) as error:  # the last one of a class that wants arguments
         raise ValueError(f"kernel={text!r} cannot be loaded ({error}); use module:attribute of your kernel") from None
+    check_kernel(kernel)
     if not isinstance(kernel, Kernel):
         raise ValueError(f"kernel={text!r} is not a kernel; see burst_plugin.kernels.Kernel for what one has")
     return kernel

@@ -106,8 +106,12 @@ def causal_convolution(
         [B, S_local, C], of x's type.
 
     Raises:
-        ValueError: on every rank, for x that does not fit; for another activation.
+        ValueError: on every rank, for x or a weight that does not fit; for another activation.
     """
+
+    if weight.dim() != 2:
+        instead = "; pass weight[:, 0] of nn.Conv1d's [C, 1, W]" if weight.dim() == 3 else ""
+        raise ValueError(f"weight of shape {list(weight.shape)} is not valid: it has to be [C, W]{instead}")
 
     def convolve(x: Tensor) -> Tensor:
         return convolution.causal_convolution(x, weight, bias, activation)

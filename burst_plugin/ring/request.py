@@ -153,6 +153,12 @@ def check_kinds(inputs: Inputs, request: Request) -> None:
 def check_mask(mask: object) -> None:
     """Raise ValueError if `mask` is not a `Mask`; the message names the mask to use in place of a common mistake."""
     if isinstance(mask, Mask):
+        kind = type(mask)
+        if kind.__hash__ is None or kind.__repr__ is object.__repr__:
+            raise ValueError(
+                f"mask is a {kind.__name__}, which cannot be compared between ranks: write @dataclass(frozen=True) "
+                "above its class"
+            )
         return
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise ValueError(f"mask is the class {mask.__name__}; pass an object of it, {mask.__name__}(...)")

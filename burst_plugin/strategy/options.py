@@ -13,7 +13,16 @@ from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.strategy.presets import check_groups, with_preset
-from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, PLACEMENTS, check_kernel, kept_share, validated
+from burst_plugin.strategy.validation import (
+    ALL_RANKS,
+    AUTO,
+    OF_NODE,
+    PLACEMENTS,
+    check_kernel,
+    check_schedule,
+    kept_share,
+    validated,
+)
 from burst_plugin.strategy.validation import about as _about
 from burst_plugin.topology import Groups, Topology
 from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
@@ -215,6 +224,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel)
+        check_schedule(self.schedule)
         is_object = not isinstance(self.kernel, str) and isinstance(self.kernel, Kernel)  # the latter takes longer
         for each in fields(self):
             if each.metadata["choices"] and not (is_object and each.name == "kernel"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
-from burst_plugin.checks import as_number, as_positive, shown, whole_number
+from burst_plugin.checks import as_number, as_positive, check_one_of, shown, whole_number
+from burst_plugin.kernels import FEATURES
 from burst_plugin.types import BOTH, DIRECTIONS
 
 AUTO = "auto"
 OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
 PLACEMENTS = ("head_first", "context_first")  # of LoongTrain, arXiv 2406.18485
+_KERNEL = ("name", "features", "refuse", "forward", "backward")  # members of `Kernel`
 _KEPT = {"none": 0.0, "all": 1.0}
 _COUNTS = {  # by option: what it counts, and what happens without it
     "mlp_chunk": ("tokens", "all at once"),
@@ -64,10 +66,32 @@ def validated(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kernel(kernel: object) -> None:
-    """Raise ValueError for a kernel that is a class."""
+    """Raise ValueError for a kernel that is a class, lacks a member of `Kernel`, or has unknown features."""
+    if isinstance(kernel, str):
+        return
     if isinstance(kernel, type):
         name = kernel.__name__
         raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
+    missing = [member for member in _KERNEL if not hasattr(kernel, member)]
+    if missing and len(missing) < len(_KERNEL):
+        raise ValueError(
+            f"kernel={shown(kernel)} lacks {', '.join(missing)}, which burst_plugin.kernels.Kernel names"
+        )
+    features: object = getattr(kernel, "features", frozenset())
+    if not isinstance(features, Set):
+        raise ValueError(f"kernel.features={shown(features)} is not valid; use a frozenset of names")
+    for feature in features:
+        check_one_of("kernel.features", feature, FEATURES)
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise ValueError for a schedule that is a function."""
+    if callable(schedule):
+        name = getattr(schedule, "__name__", type(schedule).__name__)
+        raise ValueError(
+            f"schedule={name} is a function; list it in EVERY_SCHEDULE of burst_plugin/schedule/rings.py, and pass "
+            f"schedule={name!r}"
+        )
 
 
 def kept_share(kept: float | str) -> float:
