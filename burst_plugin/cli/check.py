@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
+from burst_plugin.check.findings import NOT_SHOWN, RECOMMENDATION, SECTIONS, Finding, failed, table
 from burst_plugin.check.run import check, is_first
 from burst_plugin.check.settings import Settings
-from burst_plugin.cli.values import StatusLine, heads, tokens, whole, write_json
+from burst_plugin.cli.values import StatusLine, check_writable, heads, tokens, whole, write_json
 from burst_plugin.profiling.cluster_profile import Model, device_name
 
 _USUAL_FINDINGS = dict(zip(SECTIONS, (29, 4, 7, 1), strict=True))  # how many each section has
@@ -76,6 +76,8 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
 
     options: the parsed options of `add_arguments`.
     """
+    if is_first():
+        _check_files(options)
     q_heads, kv_heads = options.heads
     settings = Settings(
         sections=tuple(section for section in SECTIONS if section in options.sections),
@@ -102,6 +104,14 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
             }
             write_json(options.json, content)
     return int(failed(findings))
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise ValueError for a file that cannot be written at the end."""
+    if options.json is not None:
+        check_writable("--json", options.json)
+    if options.profile and RECOMMENDATION in options.sections:
+        check_writable("--profile", Path(options.profile))
 
 
 def _end(findings: list[Finding], seconds: float) -> Iterator[str]:

@@ -50,14 +50,16 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _sections(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the titles of sections, with their lines."""
+    """Yield the titles of sections, with their lines; of frameworks that were asked about, before all others."""
+    asked_about = [framework for framework in all_frameworks() if getattr(options, framework.name)]
+    for framework in asked_about:
+        yield framework.title, framework.report(getattr(options, framework.name))
     yield "Versions", _versions()
     yield "Devices", _devices()
     yield "Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels()
     yield "Kernels for layers that carry a state", _recurrent_kernels()
-    asked_about = [framework for framework in all_frameworks() if getattr(options, framework.name)]
-    for framework in asked_about or all_frameworks():
-        yield framework.title, framework.report(getattr(options, framework.name))
+    for framework in () if asked_about else all_frameworks():
+        yield framework.title, framework.report(None)
 
 
 def _versions() -> Iterator[str]:

@@ -122,7 +122,7 @@ def _plan_title(words: Sequence[str]) -> str:
 
 
 def _wrong_plan_option(words: Sequence[str]) -> str | None:
-    """Return a message on an option that the requested plan does not have; None if it has all options."""
+    """Return a message on an option that the requested plan does not have, or a model that it lacks; else None."""
     title, names = _plan_title(words), list(_option_names(words))
     valid = {name: _options(command) for name, command in _PLANS.items()}
     for option in names:
@@ -134,6 +134,8 @@ def _wrong_plan_option(words: Sequence[str]) -> str | None:
             return f"{option} is an option of {' and '.join(others)}, not of `{title}`{instead}"
         nearest = did_you_mean(option, sorted(set().union(*valid.values())), 0.7)
         return f"{option} is not an option{nearest}; see `{title} ... --help`"
+    if title == "burst plan --model" and not {"--model", "--help"}.intersection(names) and "-h" not in words:
+        return "name a model, such as llama3_8b, or a config.json: burst plan MODEL --seq 1m"
     return None
 
 

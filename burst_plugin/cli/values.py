@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -25,6 +26,19 @@ def write_json(path: Path, content: object) -> None:
         path.write_text(json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
         raise ValueError(f"--json {path} cannot be written: {error.strerror}; give a file") from error
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ValueError if a file cannot be written at `path`, before the work whose results it is for.
+
+    option: the option that gave the path, for the message.
+    """
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        reason = f"{path} is a folder" if path.is_dir() else f"there is no folder {folder}"
+        raise ValueError(f"{option} {path} cannot be written: {reason}; give a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written: permission denied; give another file")
 
 
 def whole(unit: str, most: int) -> Callable[[str], int]:

@@ -252,6 +252,8 @@ def model_shape(name: str) -> ModelShape:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+    if not path.is_file() and (path.suffix == ".json" or len(path.parts) > 1):
+        raise ValueError(f"{path}: no such file; give the path of a config.json, or one of {', '.join(MODELS)}")
     if not path.is_file():
         nearest = did_you_mean(name.lower().replace("-", "_"), MODELS, 0.5)
         raise ValueError(

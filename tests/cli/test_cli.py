@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import burst_plugin
-from burst_plugin.cli import doctor, main
+from burst_plugin.check.findings import Finding
+from burst_plugin.cli import check, doctor, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,6 +125,7 @@ def test_doctor_looks_at_a_deepspeed_configuration(
     assert main(["doctor", "--deepspeed", str(path)]) == status
     out, err = capsys.readouterr()
     assert said in (err if status else out)
+    assert out.splitlines()[2] == "DeepSpeed", "what was asked about comes first"
 
 
 PLAN = ("plan", "--nodes", "2", "--seq", "65536", "--tflops", "500", "--intra-gb-s", "400")
@@ -265,7 +267,8 @@ def test_plan_takes_tokens_with_a_suffix(capsys: pytest.CaptureFixture[str]) -> 
             ("--model", "llama3_8b", "--nodes", "2"),
             "--nodes is an option of `burst plan --profile` and `burst plan`, not of `burst plan --model`: give --",
         ),
-        (("--seq", "1m", "--gpus", "8"), "the following arguments are required: --model"),
+        (("--seq", "1m", "--gpus", "8"), "name a model, such as llama3_8b, or a config.json: burst plan MODEL --seq"),
+        ((), "name a model, such as llama3_8b, or a config.json: burst plan MODEL --seq 1m"),
         (
             ("--nodes", "2", "--gpus", "8"),
             "--gpus is an option of `burst plan --model`, not of `burst plan`: name a model",
@@ -326,6 +329,19 @@ def test_plans_and_the_doctor_write_json(tmp_path: Path, capsys: pytest.CaptureF
     assert f"Strategy(schedule='{best['options']['schedule']}'" in capsys.readouterr().out
     assert main(["plan", "llama3_8b", "--seq", "128k", "--json", str(tmp_path)]) == 1
     assert "cannot be written: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--profile"])
+def test_check_looks_at_its_files_before_it_measures(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "check", lambda *_: iter([Finding("fast", "passed", "a link", "measured")]))
+    assert main(["check", option, str(tmp_path)]) == 1
+    assert f"burst check: {option} {tmp_path} cannot be written: {tmp_path} is a fol" in capsys.readouterr().err
+    assert main(["check", option, str(tmp_path / "there" / "x.json")]) == 1
+    out, err = capsys.readouterr()
+    assert f"cannot be written: there is no folder {tmp_path}/there; give a file" in err
+    assert not out
 
 
 def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

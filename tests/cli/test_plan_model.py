@@ -174,6 +174,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
     sized = ("plan", "--model", "llama3_8b", "--seq", "1m")
     for arguments, message in (
         (("plan", "--model", "llama3-8b", "--seq", "1m"), "model 'llama3-8b' is not known (did you mean llama3_8b?)"),
+        (("plan", "/nowhere/config.json", "--seq", "1m"), "/nowhere/config.json: no such file; give the path of a"),
         (
             ("plan", "--model", "llama3_8b", "--seq", "1x"),
             "argument --seq: got '1x', expected a number of tokens such",
