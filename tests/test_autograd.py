@@ -135,7 +135,10 @@ def test_autocast_does_not_reach_into_the_sums(dtype: torch.dtype, kernel: str, 
 
 def test_unlike_types_under_autocast_are_told_what_to_write(cp: ContextParallel) -> None:
     q, k, v = Problem.draw(8, (2, 2))[:3]
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"q\.to\(v\.dtype\), also under"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"q\.to\(v\.dtype\), also under"),
+    ):
         burst_attention(q, k, v.bfloat16(), cp)
 
 
