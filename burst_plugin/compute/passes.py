@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.checks import shown
 from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, Storage, Tensors
 from burst_plugin.compute.online_softmax import project
 from burst_plugin.compute.varlen import SpanTable, put_back, taken, token_dim
@@ -174,25 +173,15 @@ class ForwardPart(TileAttention):
         how = self.how(tile, positions)
         if tile.subtiles or tile.taken:
             return self._of_spans(query, key, value, tile, how), ()
-        out, lse = self._attend(query, key, value, how)
+        out, lse = self.kernel.forward(query, key, value, how)
         if self.max_logits is not None:
             self.max_logits = self.max_logits.maximum(largest_scores(query, key, how))
         return ((out, lse) if tile.pieces == 1 else (unfold(out, tile), unfold(lse, tile))), ()
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensors:
-        """Return out and lse of a tile, by the kernel. Raise ValueError if it returns something else."""
-        outputs = self.kernel.forward(q, k, v, how)
-        if not isinstance(outputs, tuple) or len(outputs) != 2:
-            raise ValueError(
-                f"kernel={self.kernel.name!r}: forward returned {shown(outputs)}; return (out, lse), as "
-                "burst_plugin.kernels.Kernel describes"
-            )
-        return outputs
-
     def _of_spans(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, how: How) -> Tensors:
         rows = self.spans.rows_of(tile)
         how = how._replace(lengths=rows.lengths)
-        out, lse = self._attend(taken(q, rows.q), taken(k, rows.k), taken(v, rows.k), how)
+        out, lse = self.kernel.forward(taken(q, rows.q), taken(k, rows.k), taken(v, rows.k), how)
         return put_back(out, rows.q, q.shape[1]), put_back(lse, rows.q, q.shape[1], -torch.inf)
 
 

@@ -61,31 +61,36 @@ class RingAttention(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @between_graphs
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dmax: None) -> tuple[Tensor | None, ...]:
         """Run the backward pass from the gradients of out and lse, either None if unused; `dmax` is always None.
 
         Returns a gradient for each argument of `forward`, None where none is needed.
         """
-        check_derivative()
-        plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
-        with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
-            *inputs, out, lse = ctx.saved_tensors
-            saved = Saved(Inputs(*inputs), out, lse)
-            check_lse_grad(saved.given.q.dtype, dlse)
-            if dout is None:  # only lse is used
-                dout = saved.given.q.new_zeros(ctx.shape)
-            if plan.device.type == "cuda" and plan.warms_up:
-                from burst_plugin.ring.warm_up import warm_up_backward
+        if torch.compiler.is_compiling():  # compiled autograd
+            return between_graphs(_backward)(ctx, dout, dlse)
+        return _backward(ctx, dout, dlse)
 
-                warm_up_backward(plan, saved, (dout, dlse))
-        ctx.agreement.before_backward(call)
-        with plan.rank_state.one_pass("backward", call, plan.device):
-            grads = completed(backward_program(plan, call, (dout, dlse), saved, Wanted.of(wanted)))
-        returned: list[Tensor | None] = [None, None, None, None]
-        for grad, is_wanted in zip(grads, wanted, strict=True):
-            returned.append(grad if is_wanted else None)
-        return tuple(returned)
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    check_derivative()
+    plan, call, wanted = ctx.plan, ctx.call, ctx.needs_input_grad[4:]
+    with _reported(plan):  # errors of hooks that unpack saved tensors, and may compute a forward pass again
+        *inputs, out, lse = ctx.saved_tensors
+        saved = Saved(Inputs(*inputs), out, lse)
+        check_lse_grad(saved.given.q.dtype, dlse)
+        if dout is None:  # only lse is used
+            dout = saved.given.q.new_zeros(ctx.shape)
+        if plan.device.type == "cuda" and plan.warms_up:
+            from burst_plugin.ring.warm_up import warm_up_backward
+
+            warm_up_backward(plan, saved, (dout, dlse))
+    ctx.agreement.before_backward(call)
+    with plan.rank_state.one_pass("backward", call, plan.device):
+        grads = completed(backward_program(plan, call, (dout, dlse), saved, Wanted.of(wanted)))
+    returned: list[Tensor | None] = [None, None, None, None]
+    for grad, is_wanted in zip(grads, wanted, strict=True):
+        returned.append(grad if is_wanted else None)
+    return tuple(returned)
 
 
 def completed(program: Generator[None, None, T]) -> T:
