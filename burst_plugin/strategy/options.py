@@ -107,8 +107,8 @@ class Strategy:
         default=1,
         metadata=_about(
             "how many ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
-            "ring; `node`: those of a node, `all`: all of the ring. Must divide the number of a rank's query heads; "
-            "and divide that of its key/value heads, or be a multiple of it",
+            "ring; `node`: those of a node, `all`: all of the ring. Must divide the number of a rank's query heads, "
+            "and the number of its key/value heads has to be a multiple or a divisor of it",
             words=(OF_NODE, ALL_RANKS),
         ),
     )
@@ -176,8 +176,8 @@ class Strategy:
         default="none",
         metadata=_about(
             "which outputs of attention [activation checkpoints keep](memory.md#keeping-attention), so that the "
-            "ring does not run forward twice: `none`, `all`, or those of a share of the sequence, its last tokens, "
-            "such as `0.5`",
+            "ring does not run forward twice: `none`, `all`, or a number such as `0.5`, the share of the sequence's "
+            "tokens, the last ones, whose outputs are kept",
         ),
     )
     mlp_chunk: int = field(
@@ -217,7 +217,7 @@ class Strategy:
     abort: bool = field(
         default=True,
         metadata=_about(
-            "whether ranks on GPUs [end within seconds](pytorch.md#when-something-goes-wrong) once another one of "
+            "whether ranks on GPUs [end within seconds](pytorch.md#when-a-rank-fails-on-gpus) once another one of "
             "their ring has failed: by an error, and an abort of the ring's NCCL communicators"
         ),
     )
