@@ -104,15 +104,18 @@ class Memory:
         with torch.inference_mode(False):
             self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.device = nbytes, device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._buffers: dict[int, Buffer] = {}
 
     def give_up(self) -> None:
-        """Keep the allocator from handing out this memory before the current stream, which may use it, is done.
+        """Keep the allocator from handing out this memory before another stream than its own, the current one, is done.
 
-        The memory was allocated on the stream of another pass where passes run on streams of their own.
+        Passes that run beside others have streams of their own.
         """
-        if self.device.type == "cuda":
-            self._whole.record_stream(torch.cuda.current_stream(self.device))
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            if current != self._stream:
+                self._whole.record_stream(current)
 
     def buffer(self, nbytes: int) -> Buffer:
         """Return a `Buffer` of the first `nbytes` bytes, mostly the one that was returned for this length before."""
