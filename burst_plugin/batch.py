@@ -380,11 +380,8 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"a batch has to be a dict of tensors by name, got a {type(batch).__name__}")
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     if not isinstance(ids, Tensor) or ids.dim() < 2 or 0 in ids.shape:
-        if ids is not None and not isinstance(ids, Tensor):
-            name = "input_ids" if "input_ids" in batch else "inputs_embeds"
-            raise ValueError(f"{name} is {_kind(ids)}; pass a tensor of shape [batch, tokens]")
-        got = f"shape {list(ids.shape)}" if isinstance(ids, Tensor) else ", ".join(map(str, batch)) or "nothing"
-        raise ValueError(f"a batch needs input_ids of shape [batch, tokens], got {got}")
+        got = (", ".join(map(str, batch)) or "nothing") if ids is None else _kind(ids)
+        raise ValueError(f"a batch needs input_ids, a tensor of shape [batch, tokens], got {got}")
     tensors: dict[str, Tensor] = {}
     for name, value in batch.items():
         if name in _MASK_KEYS or _is_media(name, value, ids.shape[:2]):
@@ -395,8 +392,7 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         if name == "position_ids":
             _check_positions(value, ids)
         elif value.shape[:2] != ids.shape[:2]:
-            unshifted = name == "labels"
-            instead = "give one for each token, not shifted" if unshifted else f"take {name} out of the batch"
+            instead = "give one for each token, not shifted" if name == "labels" else f"take {name} out of the batch"
             raise ValueError(
                 f"{name} of shape {list(value.shape)} cannot be cut along the sequence: the first two dims of a "
                 f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; {instead}"

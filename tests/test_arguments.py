@@ -296,7 +296,7 @@ def test_arguments_of_attention_of_the_wrong_kind_are_refused(change: dict[str, 
         (lambda: shard_batch({"input_ids": X}, None), "cp is None, not a Context"),
         (
             lambda: shard_batch({"input_ids": [[1, 2]]}, CP),
-            r"input_ids is a list; pass a tensor of shape \[batch, tok",
+            r"needs input_ids, a tensor of shape \[batch, tokens\], got a list",
         ),
         (
             lambda: shard_batch({"input_ids": IDS, "labels": IDS[:, 1:]}, CP),

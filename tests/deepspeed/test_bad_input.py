@@ -248,7 +248,10 @@ BATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
     (draw(1, seed=5)[0], "all ranks of a context-parallel group take the same batch"),
     (_changed(attention_mask=torch.ones(2, 1, 32, 32)), "rank 1: attention_mask of shape [2, 1, 32, 32] is not a"),
     (_changed(extra=torch.ones(3, 3)), "rank 1: extra of shape [3, 3] cannot be cut along the sequence"),
-    (_changed(input_ids=torch.ones(0, 4)), "rank 1: a batch needs input_ids of shape [batch, tokens], got shape"),
+    (
+        _changed(input_ids=torch.ones(0, 4)),
+        "rank 1: a batch needs input_ids, a tensor of shape [batch, tokens], got a tensor of shape [0",
+    ),
     (_changed(cu_seq_lens_q=torch.tensor([0, 5, 32])), "rank 1: cu_seq_lens_q from 0 to 32 does not fit"),
     (_changed(labels=torch.ones(2)), "rank 1: labels cannot be cut along the sequence: got a tensor of shape [2]"),
     (_changed(labels=torch.ones(2, 32, 3)), "rank 1: labels of shape [2, 32, 3] are not one for each token, [2, 32]"),
