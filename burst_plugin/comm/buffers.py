@@ -108,9 +108,9 @@ class Memory:
         self._buffers: dict[int, Buffer] = {}
 
     def give_up(self) -> None:
-        """Keep the allocator from handing out this memory before another stream than its own, the current one, is done.
+        """Keep the allocator from handing out this memory before the current stream, which may use it, is done.
 
-        Passes that run beside others have streams of their own.
+        That stream is another one than the memory was made on where passes run beside others.
         """
         if self._stream is not None:
             current = torch.cuda.current_stream(self.device)

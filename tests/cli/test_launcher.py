@@ -115,7 +115,7 @@ def test_a_framework_is_registered_by_its_name_only(
     assert main(["doctor", "--other", "here"]) == 0
     shown = capsys.readouterr().out
     assert "\n  other-core           not installed\n" in shown
-    assert shown.endswith("\nThe Other\n  looked at here\n")
+    assert shown.startswith("burst_plugin 0.1.0\n\nThe Other\n  looked at here\n\nVersions\n"), "before all else"
     assert "DeepSpeed" not in shown, "others were not asked about"
     install(monkeypatch, "deepspeed", "other")
     script.write_text("import sys\nprint(sys.argv[1:])  # import other")
