@@ -241,6 +241,8 @@ def _calls_ring(kind: type) -> bool:
     """Return whether the code of a class of modules calls functions of burst_plugin.recurrent."""
     for _, member in inspect.getmembers(kind, inspect.isfunction):
         function: Any = inspect.unwrap(member)
+        if not inspect.isfunction(function):  # a decorator may name anything as what it wraps
+            continue
         names = function.__code__.co_names
         for name in _CALLS_OF_A_RING.keys() & set(names):
             if "recurrent" in names or function.__globals__.get(name) is _CALLS_OF_A_RING[name]:
