@@ -153,9 +153,8 @@ def new_group_like(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
         if max_ctas and hasattr(options.config, "max_ctas") and not ctas_of(group):
-            options.config.max_ctas = max(
-                max_ctas, options.config.min_ctas
-            )  # NCCL refuses a maximum below the minimum
+            # NCCL refuses a maximum below the minimum.
+            options.config.max_ctas = max(max_ctas, options.config.min_ctas)
     with created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),

@@ -242,7 +242,7 @@ class Columns:
         return torch.cat([halo, filled], 1), last
 
     def _filled(self, before: Tensor, numbers: Tensor) -> Tensor:
-        """Return the tokens `numbers` [B, n] of `before`, the last of which is -1; anything for other numbers."""
+        """Return the tokens of `before` at `numbers` [B, n], of which -1 is the last; any token if out of range."""
         width = before.shape[1]
         return _taken(before, (numbers + width).clamp(0, width - 1))
 

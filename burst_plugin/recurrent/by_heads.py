@@ -89,7 +89,7 @@ def _heads_of_process(call: Call, heads: int, part: tuple[int, int]) -> slice:
 
 
 def _gathered(call: Call, last: Tensor) -> Tensor:
-    """Return the final states of all heads of a part, given those of this process, [B, h, ...]; collective."""
+    """Gather the final states of all heads of a part from `last`, this process's, [B, h, ...]; collective."""
     plans = call.held.head_plans(call.tensors[0].device)
     programs = []
     for plan, states in zip(plans, last.detach().chunk(len(plans), 1), strict=True):

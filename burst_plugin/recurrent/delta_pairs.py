@@ -27,19 +27,19 @@ class _DeltaStages(Stages):
         return DeltaChunks(values, reads, keys, kept, weights, queries, self._tokens, self._dtype)
 
     def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[()]]:
-        """See `Stages.pair`."""
+        """Return the maps of states of pieces, and tensors for the other stages."""
         return *self._of(xs).pair(), ()
 
     def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.outputs`."""
+        """Return the outputs of pieces, given the states that enter them."""
         return self._of(xs).outputs(entries)[0]
 
     def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.entry_gradients`."""
+        """Return the gradients of the states that enter pieces, from the outputs alone."""
         return self._of(xs).entry_gradients(grad)
 
     def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        """See `Stages.gradients`."""
+        """Return the gradients of the tensors that `pair` took."""
         return tuple(self._of(xs).gradients(entries, grad, leaving))
 
 

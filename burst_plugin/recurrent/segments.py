@@ -55,7 +55,7 @@ def looking_back(function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor
     function: causal, looks back at most `width` tokens. xs: [1, T, ...].
     """
     tokens = xs[0].shape[1]
-    most = max(1, ((OFFSETS - 1) // max(x.stride(1) for x in xs) - width) // STEP) * STEP
+    most = max(1, ((OFFSETS - 1) // max(1, *(x.stride(1) for x in xs)) - width) // STEP) * STEP
     if tokens <= most:
         return function([*xs])
     outputs = []
@@ -76,4 +76,4 @@ def _most_tokens(tensors: list[Tensor]) -> int:
     heads = max(x.shape[2] for x in tensors)
     widths = sorted(x.shape[3] for x in tensors if x.dim() == 4)[-2:]
     of_states = heads * widths[0] * widths[-1] // _CHUNK
-    return max(1, (OFFSETS - 1) // max(widest, of_states) // STEP) * STEP
+    return max(1, (OFFSETS - 1) // max(1, widest, of_states) // STEP) * STEP

@@ -127,7 +127,7 @@ class TwoPasses(NamedTuple):
 
 
 class InStages(NamedTuple):
-    """A computation in stages, each of which continues the one before.
+    """A computation in stages that continue each other.
 
     kernel: all stages at once, see `TwoPasses`; for lengths see `state.takes_lengths`.
     begin: returns, from a group's tensors and the group, the transitions and biases of pieces, [N, ...], and a
@@ -156,7 +156,7 @@ class InStages(NamedTuple):
             work.begun.append((group, second))
 
     def between(self, work: Work) -> None:
-        """Compute what needs no entering states."""
+        """Compute the second stage, while the states that enter pieces travel."""
         work.begun = [(group, second()) for group, second in work.begun]
 
     def finish(self, work: Work) -> None:

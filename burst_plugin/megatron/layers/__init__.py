@@ -1,1 +1,1 @@
-"""Layers of Megatron on a ring: which core attention they get, and what it attends to."""
+"""Layers of Megatron on a ring: their core attention, and its masks."""

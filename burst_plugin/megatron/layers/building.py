@@ -1,4 +1,4 @@
-"""Layers and models of Megatron as they are built: which core attention a layer gets, and what is refused."""
+"""Layers and models of Megatron as they are built: their core attention, and refusals."""
 
 from __future__ import annotations
 

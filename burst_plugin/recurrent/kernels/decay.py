@@ -104,7 +104,7 @@ class DecayChunks:
         return out_of_chunks((inside + read * entering).flatten(2, 3), self._length)
 
     def inside_then_outputs(self, dtype: torch.dtype, transposed: bool) -> Callable[[Tensor | None], Tensor]:
-        """Compute what needs no entering state; return the function from entering states to outputs in `dtype`.
+        """Compute outputs inside chunks; return the function from entering states to all outputs, in `dtype`.
 
         transposed: whether it takes states [N, H, V, K].
         """

@@ -109,14 +109,14 @@ class FlaStages(Stages):
         return entering
 
     def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """See `Stages.pair`."""
+        """Return the maps of states of pieces, and tensors for the other stages."""
         _, k, v, g, beta = xs
         decays = self._fla.add_up(g)
         w, u, within = self._fla.by_head.prepare(k=k, v=v, g=decays, beta=beta)
         return *self._maps(k, w, u, g=decays), (decays, within)
 
     def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.outputs`."""
+        """Return the outputs of pieces, given the states that enter them."""
         q, k, v, _, beta, decays, within = xs
         w, u = self._fla.by_head.prepare_again(k=k, v=v, beta=beta, A=within, g=decays)
         states, deltas = self._states(entries, k=k, w=w, u=u, g=decays)
@@ -124,7 +124,7 @@ class FlaStages(Stages):
         return out.to(v.dtype)
 
     def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.entry_gradients`."""
+        """Return the gradients of the states that enter pieces, from the outputs alone."""
         q, k, v, _, beta, decays, within = xs
         grad = grad.contiguous()
         w, _ = self._fla.by_head.prepare_again(k=k, v=v, beta=beta, A=within, g=decays)
@@ -132,7 +132,7 @@ class FlaStages(Stages):
         return self._of_entries(k, v, q=q, w=w, g=decays, do=grad, dv=written)
 
     def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        """See `Stages.gradients`."""
+        """Return the gradients of the tensors that `pair` took."""
         *inputs, decays, within = xs
         q, k, v, _, beta = inputs
         states = {"initial_state": entries.contiguous(), "do": grad.contiguous(), "dht": leaving.contiguous()}
@@ -145,7 +145,7 @@ class FlaKimiStages(FlaStages):
     """The stages of the library's Kimi delta attention, with a decay per channel."""
 
     def pair(self, *xs: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """See `Stages.pair`."""
+        """Return the maps of states of pieces, and tensors for the other stages."""
         q, k, v, g, beta = xs
         decays = self._fla.add_up(g)
         parts = {"q": q, "k": k, "v": v, "gk": decays, "beta": beta, "scale": self._scale}
@@ -153,7 +153,7 @@ class FlaKimiStages(FlaStages):
         return *self._maps(keys, w, u, gk=decays), (decays, weights, within)
 
     def outputs(self, entries: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.outputs`."""
+        """Return the outputs of pieces, given the states that enter them."""
         q, k, v, _, beta, decays, weights, within = xs
         w, u, _, keys = self._fla.by_channel.prepare_again(k=k, v=v, beta=beta, A=within, gk=decays)
         states, deltas = self._states(entries, k=keys, w=w, u=u, gk=decays)
@@ -161,7 +161,7 @@ class FlaKimiStages(FlaStages):
         return out.to(v.dtype)
 
     def entry_gradients(self, grad: Tensor, *xs: Tensor) -> Tensor:
-        """See `Stages.entry_gradients`."""
+        """Return the gradients of the states that enter pieces, from the outputs alone."""
         q, k, v, _, beta, decays, weights, within = xs
         grad = grad.contiguous()
         w, _, queries, keys = self._fla.by_channel.prepare_again(q=q, k=k, v=v, beta=beta, A=within, gk=decays)
@@ -169,7 +169,7 @@ class FlaKimiStages(FlaStages):
         return self._of_entries(keys, v, q=queries, w=w, gk=decays, do=grad, dv=written)
 
     def gradients(self, entries: Tensor, grad: Tensor, leaving: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        """See `Stages.gradients`."""
+        """Return the gradients of the tensors that `pair` took."""
         *inputs, decays, weights, within = xs
         q, k, v, _, beta = inputs
         states = {"initial_state": entries.contiguous(), "do": grad.contiguous(), "dht": leaving.contiguous()}
