@@ -163,7 +163,7 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     config = model.config.get_text_config()
     if is_recurrent_alone(model):
         return {}
-    layers = attending_layers(config) if any(mixers(model)) else list(range(config.num_hidden_layers))
+    layers = attending_layers(config) if mixers(model) else list(range(config.num_hidden_layers))
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or not getattr(config, "use_sliding_window", True):
         return dict.fromkeys(layers)
@@ -211,7 +211,7 @@ def _check_padding(model: PreTrainedModel, real: Tensor) -> None:
     if not bool((real[:, :-1] & ~real[:, 1:]).any()):
         return
     windows = [before for before in _windows(model).values() if before is not None]
-    if any(mixers(model)):
+    if mixers(model):
         reason = "through which transformers carries the states of recurrent layers"
     elif windows and real.shape[1] > min(windows) + 1:
         reason = "which transformers counts in its sliding windows, but a RingCache does not"
@@ -256,7 +256,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         layers, kept = (_windows(model), _indexed(model)), arguments.get("logits_to_keep")
         last = kept if isinstance(kept, int) and kept > 0 else 0
-        states = states_of(model.config.get_text_config()) if any(mixers(model)) else None
+        states = states_of(model.config.get_text_config()) if mixers(model) else None
         cache.longest = tokens.longest
         turn = cache.begin_turn(layers, states, tokens.real, tokens.ids, last)
     except ValueError as error:

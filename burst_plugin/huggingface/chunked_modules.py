@@ -16,6 +16,7 @@ from burst_plugin.huggingface.adapters import refuse_in_chunks
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
 from burst_plugin.huggingface.recurrent import is_mixer
 from burst_plugin.huggingface.text_only import named_text_modules, text_modules
+from burst_plugin.huggingface.walks import modules_in
 from burst_plugin.strategy import Strategy
 
 _MLPS = ("mlp", "feed_forward", "ffn", "ff")  # names of attributes of layers
@@ -45,7 +46,7 @@ def chunk_modules(model: torch.nn.Module, strategy: Strategy, *, is_chosen: bool
     """
     of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
     if getattr(model, _CHUNKS, (0, 0)) == chunks:
-        return [module for module in model.modules() if _runs_in_chunks(module)]
+        return [module for module in modules_in(model) if _runs_in_chunks(module)]
     mlps = []
     try:
         mlps = _dense_mlps(model) if of_tokens else []  # which raises before anything is changed

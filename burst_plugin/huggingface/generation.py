@@ -175,7 +175,7 @@ def _problem(model: Any, arguments: Mapping[str, Any], config: Any, mode: Genera
         names = ", ".join(each.value for each in _MODES)
         asked = mode.value if mode not in _MODES else "custom_generate"
         return f"{asked} is not supported; use one of {names}"
-    if mode is GenerationMode.ASSISTED_GENERATION and any(mixers(model)):
+    if mode is GenerationMode.ASSISTED_GENERATION and mixers(model):
         return (
             f"{mode.value} drops drafted tokens that are not accepted, and the states of recurrent layers cannot go "
             "back; leave assistant_model and prompt_lookup_num_tokens out"

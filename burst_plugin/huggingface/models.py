@@ -65,13 +65,15 @@ from burst_plugin.huggingface.text_only import (
     text_part,
     watch_towers,
 )
+from burst_plugin.huggingface.walks import walking_once
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
 _OF_ENCODERS = ("encoder_hidden_states", "encoder_outputs")
-_CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls before it, of attention and others
+# Of a model in the middle of a forward: the calls before it, of attention and others, and whether it makes others.
+_CALLS = "_burst_plugin_calls"
 _MIXING = {  # options with which ranks compute something other than one rank would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
@@ -161,6 +163,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@walking_once()
 def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note the shard of a forward, and the number of attention calls before it; prepare for its strategy."""
     check_shard(kwargs)
@@ -185,7 +188,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         expect_on_host(model, shard, kwargs)
     kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
-    setattr(model, _CALLS, None if shard is None else _calls(shard))
+    setattr(model, _CALLS, None if shard is None else (*_calls(shard), bool(mixers(model))))
     begin_chunked_loss(model, kwargs)
     return None if shard is given_shard and kwargs is given_kwargs else (args, {**kwargs, SHARD_KEY: shard})
 
@@ -209,14 +212,14 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.as_given:
         return
-    (attended, carried), before = _calls(shard), getattr(model, _CALLS)
-    if attended == before[0] and not is_recurrent_alone(model):
+    (attended, carried), (attended_before, carried_before, has_states) = _calls(shard), getattr(model, _CALLS)
+    if attended == attended_before and not is_recurrent_alone(model):
         raise ValueError(
             f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
             "attended to their own tokens only: its layers pass on to attention neither their keyword arguments nor "
             "the mask (which is enough unless torch.compile is used); have them pass on the keyword arguments"
         )
-    if carried == before[1] and any(mixers(model)):
+    if carried == carried_before and has_states:
         raise ValueError(
             f"{type(model).__name__} got a sharded batch and has carried no state from rank to rank: something has "
             "replaced the functions that its layers call; call burst_plugin.huggingface.prepare after that"
@@ -241,6 +244,7 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
+@walking_once()
 def problems(
     model: torch.nn.Module,
     *,

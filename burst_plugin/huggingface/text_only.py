@@ -18,6 +18,7 @@ from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.image_groups import group_rule
 from burst_plugin.huggingface.mask_recipes import shard_of_forward
 from burst_plugin.huggingface.media.features import takes_media
+from burst_plugin.huggingface.walks import modules_in, names_and_modules, once
 
 # Tensors, caches and lists that a batch of text may have; of `token_type_ids` masks are made, which are examined.
 _OF_TEXT = frozenset(
@@ -70,28 +71,28 @@ def _is_part(config: Any, text: Any) -> bool:
     return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
 
 
+@once
 def towers(model: torch.nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that text does not pass through, such as a vision tower.
 
     These are all inner models of transformers but the language model and the models inside it.
     """
     inner_models: dict[int, PreTrainedModel] = {}
-    for around in model.modules():
+    for around in modules_in(model):
         if isinstance(around, PreTrainedModel) and text_part(around.config):
             ours = (around.config, around.config.get_text_config())
-            inner = [module for module in around.modules() if isinstance(module, PreTrainedModel)]
-            of_text = {id(part) for module in inner if module.config is ours[1] for part in module.modules()}
+            inner = [module for module in modules_in(around) if isinstance(module, PreTrainedModel)]
+            of_text = {id(part) for module in inner if module.config is ours[1] for part in modules_in(module)}
             others = [module for module in inner if not any(module.config is config for config in ours)]
             inner_models |= {id(module): module for module in others if of_text and id(module) not in of_text}
     return list(inner_models.values())
 
 
-def named_text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the names and modules of a model that text may pass through: all but its towers and their modules."""
-    left_out = {id(part) for tower in towers(model) for part in tower.modules()}
-    for name, module in model.named_modules():
-        if id(module) not in left_out:
-            yield name, module
+@once
+def named_text_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return the names and modules of a model that text may pass through: all but its towers and their modules."""
+    left_out = {id(part) for tower in towers(model) for part in modules_in(tower)}
+    return [(name, module) for name, module in names_and_modules(model).items() if id(module) not in left_out]
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -102,9 +103,9 @@ def text_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def leaves_attention_to_parts(model: PreTrainedModel) -> bool:
     """Return whether a model has parts beside its language model, and attention in its inner models only."""
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
-    theirs = {id(part) for module in inner for part in module.modules()}
-    own_modules = [module for module in model.modules() if id(module) not in theirs]
+    inner = [module for module in modules_in(model) if isinstance(module, PreTrainedModel) and module is not model]
+    theirs = {id(part) for module in inner for part in modules_in(module)}
+    own_modules = [module for module in modules_in(model) if id(module) not in theirs]
     return text_part(model.config) is not None and not any(
         "Attention" in type(module).__name__ for module in own_modules
     )

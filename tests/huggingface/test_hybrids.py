@@ -303,11 +303,11 @@ def test_families_whose_attention_cannot_run_on_a_ring_are_refused(name: str) ->
 
 def test_layers_that_are_not_those_of_transformers_are_refused() -> None:
     own = build(FAMILIES["lfm2"])
-    layer = next(mixers(own))[0]
+    layer = mixers(own)[0][0]
     layer.__class__ = type("Lfm2ShortConv", (type(layer),), {"forward": lambda self, x, **kwargs: x})
     assert "its Lfm2ShortConv is not that of transformers" in "; ".join(problems(own))
     unknown = build(FAMILIES["lfm2"])
-    layer = next(mixers(unknown))[0]
+    layer = mixers(unknown)[0][0]
     layer.__class__ = type("Mixer", (torch.nn.Module,), {"forward": lambda self, x, **kwargs: x})
     assert "it carries a state along the sequence (in Mixer)" in "; ".join(problems(unknown))
 

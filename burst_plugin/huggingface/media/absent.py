@@ -20,6 +20,7 @@ from burst_plugin.batch import SequenceShard
 from burst_plugin.huggingface.media.entries import entries_of
 from burst_plugin.huggingface.media.families import MODALITIES, by_frame, by_row, modalities_of
 from burst_plugin.huggingface.media.units import units_of
+from burst_plugin.huggingface.walks import modules_in
 
 _REPLICAS: WeakKeyDictionary[torch.nn.Module, Callable[[], dist.ProcessGroup | None]] = WeakKeyDictionary()
 _STAND_INS: dict[str, WeakSet[torch.nn.Module]] = {m: WeakSet() for m in MODALITIES}  # see `stands_in`
@@ -32,7 +33,7 @@ def note_replicas(model: torch.nn.Module, group: Callable[[], dist.ProcessGroup 
     group: a function that is called when a forward begins, and returns the process group of these ranks, or None as
         long as there is none.
     """
-    for module in model.modules():
+    for module in modules_in(model):
         if isinstance(module, PreTrainedModel):
             _REPLICAS[module] = group
 
@@ -47,7 +48,7 @@ def with_absent_media(model: PreTrainedModel, shard: SequenceShard, kwargs: dict
 
     kwargs: the keyword arguments of the forward, which are returned as they are if nothing is missing.
     """
-    encoders = [(modality, module) for module in model.modules() for modality in modalities_of(module)]
+    encoders = [(modality, module) for module in modules_in(model) for modality in modalities_of(module)]
     towers = {f"get_{modality}_features": module for modality, module in encoders}
     for modality, module in encoders:
         _STAND_INS[modality].discard(module)
@@ -115,7 +116,7 @@ def partition_group(model: torch.nn.Module, with_replicas: bool) -> dist.Process
     with_replicas: whether to return the group of all ranks where parts have replicas (HSDP), between which gradients
         are reduced.
     """
-    for module in model.modules():
+    for module in modules_in(model):
         group = getattr(module, "process_group", None)
         if type(module).__name__ == "FullyShardedDataParallel" and isinstance(group, dist.ProcessGroup):
             has_replicas = getattr(module, "_inter_node_pg", None) is not None

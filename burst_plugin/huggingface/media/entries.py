@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from burst_plugin.batch import SequenceShard
 from burst_plugin.huggingface.media.families import PLURALS, by_frame, by_row, known_token, modalities_of, why_not
 from burst_plugin.huggingface.media.units import units_of
+from burst_plugin.huggingface.walks import modules_in
 
 _PIXELS = ("pixel_values", "input_features")
 
@@ -36,7 +37,7 @@ def check_entries(model: PreTrainedModel, shard: SequenceShard, kwargs: Mapping[
     """
     absent: dict[int, str] = {}  # by token, what has no entries
     tokens_with_media: set[int | None] = set()
-    for module in model.modules():
+    for module in modules_in(model):
         for modality in modalities_of(module):
             if why_not(module, modality):
                 continue

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from burst_plugin.huggingface.walks import modules_in
+
 MODALITIES = ("image", "video", "audio")
 PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 _PUTS = ("get_placeholder_mask", "inputs_merger")  # methods of modules that put features in the places of tokens
@@ -94,7 +96,7 @@ def why_not(module: Any, modality: str) -> str:
     if modality not in EXAMINED.get(family, ()):
         reason = _REASONS.get(family, f"how ranks could share {PLURALS[modality]} has not been examined")
         return f"{reason}; {_INSTEAD}"
-    if any(isinstance(each, _BatchNorm) and each.training for each in module.modules()):
+    if any(isinstance(each, _BatchNorm) and each.training for each in modules_in(module)):
         return "a BatchNorm of its tower averages over all of them, and a rank has only a part; set it to eval()"
     return ""
 

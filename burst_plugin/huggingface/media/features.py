@@ -24,6 +24,7 @@ from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward, shard_
 from burst_plugin.huggingface.media.absent import stands_in
 from burst_plugin.huggingface.media.families import by_frame, by_row, check_examined, modalities_of, token_of
 from burst_plugin.huggingface.media.units import Units, units_of
+from burst_plugin.huggingface.walks import modules_in
 from burst_plugin.sequence.layout import positions
 from burst_plugin.towers.rows import counts_of_all, to_holders
 from burst_plugin.towers.sharing import shared_out
@@ -47,7 +48,7 @@ def use_media(pretrained: PreTrainedModel) -> None:
 
 def takes_media(pretrained: PreTrainedModel) -> bool:
     """Return whether a model has modules that put features of images, video or audio in places of tokens."""
-    return any(map(modalities_of, pretrained.modules()))
+    return any(map(modalities_of, modules_in(pretrained)))
 
 
 def _sharing(modality: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, SequenceShard
+from burst_plugin.huggingface.walks import modules_in
 
 METHOD = "compute_3d_position_ids"
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -31,7 +32,7 @@ def with_media_positions(model: PreTrainedModel, shard: SequenceShard, kwargs: M
 
     Raises ValueError if the placeholder tokens of the batch do not fit its images.
     """
-    inner = next((module for module in model.modules() if hasattr(module, METHOD)), None)
+    inner = next((module for module in modules_in(model) if hasattr(module, METHOD)), None)
     if not shard.has_media or inner is None or kwargs["position_ids"].dim() == 3:
         return dict(kwargs)
     method: Any = getattr(inner, METHOD)

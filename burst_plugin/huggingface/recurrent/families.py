@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
 from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
 from burst_plugin.huggingface.text_only import named_text_modules, text_modules, text_part
+from burst_plugin.huggingface.walks import modules_in, once
 
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
@@ -120,15 +121,14 @@ MIXERS = {
 }
 
 
-def mixers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Mixer]]:
-    """Yield each layer of a model that carries a state or convolves along the sequence, with its class's `Mixer`.
+@once
+def mixers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Mixer]]:
+    """Return each layer of a model that carries a state or convolves along the sequence, with its class's `Mixer`.
 
     Only classes named in `MIXERS` are known.
     """
-    for module in text_modules(model):
-        known = _known(type(module))
-        if known is not None:
-            yield module, known
+    known = ((module, _known(type(module))) for module in text_modules(model))
+    return [(module, mixer) for module, mixer in known if mixer is not None]
 
 
 def is_mixer(module: torch.nn.Module) -> bool:
@@ -213,7 +213,7 @@ def _unknown_mixing(pretrained: PreTrainedModel) -> list[str]:
     """
     kinds = _ALONG_THE_SEQUENCE if text_part(pretrained.config) else (*_ALONG_THE_SEQUENCE, *_ALONG_SEVERAL)
     inner = [module for module in text_modules(pretrained) if isinstance(module, PreTrainedModel)]
-    left_out = {id(part) for model in inner if model is not pretrained for part in model.modules()}
+    left_out = {id(part) for model in inner if model is not pretrained for part in modules_in(model)}
     left_out |= _handled_parts(pretrained)
     return [
         f"{name} ({type(module).__name__})"
@@ -222,6 +222,7 @@ def _unknown_mixing(pretrained: PreTrainedModel) -> list[str]:
     ]
 
 
+@once
 def _handled_parts(pretrained: PreTrainedModel) -> set[int]:
     """Return the `id` of each module in a layer that carries its state over a ring, known or by code of its own."""
     parts: set[int] = set()
@@ -239,8 +240,11 @@ def _is_of_single_tokens(module: torch.nn.Module) -> bool:
 
 def _calls_ring(kind: type) -> bool:
     """Return whether the code of a class of modules calls functions of burst_plugin.recurrent."""
-    for _, member in inspect.getmembers(kind, inspect.isfunction):
-        function: Any = inspect.unwrap(member)
+    members: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        members |= {} if each in (torch.nn.Module, object) else vars(each)
+    for member in members.values():
+        function: Any = inspect.unwrap(member.__func__ if isinstance(member, staticmethod) else member)
         if not inspect.isfunction(function):  # a decorator may name anything as what it wraps
             continue
         names = function.__code__.co_names
@@ -253,7 +257,7 @@ def _calls_ring(kind: type) -> bool:
 def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
     """Return whether a model has layers that carry a state along the sequence, and no attention."""
     inside = {type(module).__name__ for module in text_modules(pretrained) if _known(type(module)) is None}
-    return any(True for _ in mixers(pretrained)) and not any("Attention" in name for name in inside)
+    return bool(mixers(pretrained)) and not any("Attention" in name for name in inside)
 
 
 def use_recurrent(pretrained: PreTrainedModel) -> None:
@@ -262,7 +266,7 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
     Replaces functions of their modeling files, or the `forward` of their classes, and adds hooks. Layers whose code
     is not known are left as they are; repeated calls change nothing.
     """
-    for module, known in list(mixers(pretrained)):
+    for module, known in mixers(pretrained):
         if _problems_of_code(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue
         function: Any = inspect.unwrap(type(module).forward)

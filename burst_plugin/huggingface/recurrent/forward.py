@@ -30,6 +30,7 @@ from burst_plugin.huggingface.mask_recipes import (
     leave_forward,
     shard_of_forward,
 )
+from burst_plugin.huggingface.walks import modules_in
 
 if TYPE_CHECKING:
     from burst_plugin.huggingface.recurrent.states import LayerStates
@@ -152,7 +153,7 @@ def carry_into_recomputation(model: torch.nn.Module) -> None:
     Wraps the checkpoint functions that the modules of `model` hold, of transformers and of PyTorch's
     `checkpoint_wrapper`; repeated calls change nothing.
     """
-    for module in model.modules():
+    for module in modules_in(model):
         for name in _CHECKPOINTS:
             checkpoint = vars(module).get(name)
             if checkpoint is not None and getattr(checkpoint, "func", None) is not _in_same_forward:
