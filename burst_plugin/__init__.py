@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from burst_plugin.batch import shard_batch
     from burst_plugin.context import ContextParallel
     from burst_plugin.latents import latent_attention
+    from burst_plugin.relative_bias import relative_attention
     from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
     from burst_plugin.sequence.prefix_tree import PrefixTree
     from burst_plugin.virtual import VirtualRing
@@ -81,6 +82,7 @@ __all__ = [
     "flat_ring",
     "key_padding",
     "latent_attention",
+    "relative_attention",
     "selected_blocks",
     "shard_batch",
     "tasp",
@@ -95,6 +97,7 @@ _LOADED_LATER = {  # at their first use, from modules that run a ring, or that m
     "VirtualRing": "virtual",
     "burst_attention": "attention",
     "latent_attention": "latents",
+    "relative_attention": "relative_bias",
     "selected_blocks": "sequence.block_masks",
     "shard_batch": "batch",
 }

@@ -28,14 +28,16 @@ _OTHERS = (
 class DeferredLogits:
     """A stand-in for logits between a model's head and its loss: hidden states, and the steps to take on logits.
 
-    Casts, tanh, and products and quotients with one number are elementwise: they are noted as `steps`, which the loss
-    takes chunk by chunk. Anything else is done with whole logits, or refused.
+    Casts, tanh, products and quotients with one number, and leaving out the last logits of each token can be done to
+    some tokens at a time: they are noted as `steps`, which the loss takes chunk by chunk. Anything else is done with
+    whole logits, or refused.
 
     hidden: the input of the head, [..., H].
     refusal: the beginning of the ValueError that is raised where something needs whole logits, and `head` is None.
     weight: the weight of the head, if the head got it as an argument; else None.
     steps: functions of logits, in the order in which the model applies them.
     head: the function from hidden states to the head's output; None where whole logits must not be made.
+    width: how many logits each token has after the steps; None if that is not known.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class DeferredLogits:
         weight: Tensor | None = None,
         steps: tuple[Callable[[Tensor], Tensor], ...] = (),
         head: Callable[[Tensor], Tensor] | None = None,
+        width: int | None = None,
     ) -> None:
         self.hidden, self.refusal, self.weight, self.steps, self.head = hidden, refusal, weight, steps, head
+        self.width = width
         self.made: Tensor | None = None  # whole logits, once something needs them; they may be modified in place
 
     __hash__ = object.__hash__
@@ -79,6 +83,12 @@ class DeferredLogits:
     def dtype(self) -> torch.dtype:
         return self.hidden.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        if self.width is None or self.made is not None:
+            return self._whole("shape").shape
+        return torch.Size([*self.hidden.shape[:-1], self.width])
+
     def tanh(self) -> Any:
         return self._then(torch.tanh)
 
@@ -108,6 +118,10 @@ class DeferredLogits:
         return func(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
+        if self.made is None and self.width is not None and isinstance(index, tuple) and len(index) == 2:
+            dots, first = index
+            if dots is ... and isinstance(first, slice) and first.start is None and first.step is None:
+                return self._then(lambda x: x[..., first], len(range(self.width)[first]))
         return self._whole("indexing")[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -121,10 +135,11 @@ class DeferredLogits:
             return operation(self._whole(f"{operation.__name__} of {list(value.shape)}"), value)
         return self._then(lambda x: operation(x, value))
 
-    def _then(self, step: Callable[[Tensor], Tensor]) -> Any:
+    def _then(self, step: Callable[[Tensor], Tensor], width: int | None = None) -> Any:
         if self.made is not None:
             return step(self.made)
-        return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step), self.head)
+        width = self.width if width is None else width
+        return DeferredLogits(self.hidden, self.refusal, self.weight, (*self.steps, step), self.head, width)
 
     def _whole(self, use: str) -> Tensor:
         if self.head is None:

@@ -145,7 +145,7 @@ def forward(
     )
     query = with_temperature(module, query, shard)
     latents, mask = held_latents(module, key), mask_of_call(module, shard, attention_mask, options)
-    q, k, v = (_cast(x).transpose(1, 2) for x in (query, *(latents or (key, value))))
+    q, k, v = (cast(x).transpose(1, 2) for x in (query, *(latents or (key, value))))
     terms: dict[str, Any] = {
         "mask": mask,
         "tokens": shard.tokens,
@@ -158,7 +158,7 @@ def forward(
         return entries.attend(q, k, mask, options["sliding_window"], terms), None
     if latents is None:
         return burst_attention(q, k, v, shard.cp, **terms), None
-    weight = _cast(up_weight(module, latents.c))
+    weight = cast(up_weight(module, latents.c))
     return attend_to_latents((q, k, v), weight, shard.cp, terms), None
 
 
@@ -195,7 +195,7 @@ def _cached(
     problem = problem_of_call(module, recipe, options)
     if problem:
         raise ValueError(problem)
-    q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
+    q, k, v = (cast(x).transpose(1, 2) for x in tensors)
     mask = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     scores = Scores(scale=options.get("scaling"), softcap=options.get("softcap"))
     choice, selection = options.get("block_indices"), options.get("indices")
@@ -239,8 +239,8 @@ def _missing_shard() -> str:
     )
 
 
-def _cast(x: Tensor) -> Tensor:
-    """Cast as autocast does for PyTorch's attention: rotary embeddings widen queries and keys, but not values."""
+def cast(x: Tensor) -> Tensor:
+    """Return x in the type that autocast gives attention: rotary embeddings widen queries and keys, not values."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -354,8 +354,8 @@ def _whole(
     module: torch.nn.Module, tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Any, options: Mapping[str, Any]
 ) -> Tensor:
     """Attend to whole sequences on this rank alone, for evaluation and generation."""
-    softcap, sink, selected = options.get("softcap"), options.get("s_aux"), options.get("indices")
-    plain, choice = softcap is None and sink is None, options.get("block_indices")
+    selected, choice = options.get("indices"), options.get("block_indices")
+    plain = all(options.get(name) is None for name in ("softcap", "s_aux", "sinks", "position_bias"))
     entries = held_entries(module)
     if isinstance(attention_mask, MaskRecipe):
         if choice is not None:
@@ -403,14 +403,16 @@ def _written_out(
     key, value = (x.repeat_interleave(groups, 1).to(wide) for x in (key, value))
     scaling = options.get("scaling")
     scores = query.to(wide) @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    softcap, sink = options.get("softcap"), options.get("s_aux")
+    softcap, sink, bias = options.get("softcap"), options.get("s_aux"), options.get("position_bias")
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -torch.inf)
-    if sink is not None:
-        rest = sink.to(wide).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, rest], -1)
+    rest = options.get("sinks") if sink is None else sink.reshape(1, -1, 1, 1)  # of each query, or of each head
+    if rest is not None:
+        scores = torch.cat([scores, rest.to(wide).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
     out: Tensor = (weights @ value).to(query.dtype).transpose(1, 2).contiguous()
     return out

@@ -353,7 +353,9 @@ class _StandIn(torch.nn.Module):
         self.refusal, self._loss = refusal, loss
 
     def forward(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(hidden, self.refusal, head=None if self._loss.needed else self._loss.head)
+        head = self._loss.head
+        width = getattr(head, "out_features", None)
+        return DeferredLogits(hidden, self.refusal, head=None if self._loss.needed else head, width=width)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the head itself."""

@@ -49,6 +49,7 @@ from burst_plugin.huggingface.recurrent import (
     problems_of_mixers,
     use_recurrent,
 )
+from burst_plugin.huggingface.relative_bias import problems_of_relative_bias, use_relative_bias
 from burst_plugin.huggingface.ring_cache import ring_cache_of
 from burst_plugin.huggingface.rotary import problem_of_rotary, use_longest_positions
 from burst_plugin.huggingface.router_losses import (
@@ -117,6 +118,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
         use_latents(pretrained)
         use_indexers(pretrained)
         use_compressors(pretrained)
+        use_relative_bias(pretrained)
         use_media(pretrained)
         _watch(pretrained)
         for number, module in enumerate(text_modules(pretrained)):
@@ -341,6 +343,7 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     reasons += problems_of_mixers(pretrained, kinds)
     reasons += problems_of_indexers(pretrained)
     reasons += problems_of_compressors(pretrained)
+    reasons += problems_of_relative_bias(pretrained)
     parameters = signature.parameters
     if not needs_no_attention and counts_unknown(pretrained):
         reasons.append(

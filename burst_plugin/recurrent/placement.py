@@ -159,19 +159,28 @@ class Call(NamedTuple):
         """Return the place where a checkpoint keeps the tensors that this rank receives next."""
         return next_kept_tensors(self.held.passes.states[0].strategy, name)
 
-    def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
-        """Put the `width` tokens before each piece in front of it, for each x [T, ...]; collective, with gradient.
+    def halos(self, xs: Sequence[Tensor], width: int) -> list[Tensor]:
+        """Return the `width` tokens before each piece, for each x [T, ...]; collective, with gradient.
 
-        Returns the extended tensors [T + pieces * width, ...], and where the rows of x are in them, int64 [T].
-        Without pieces the extended tensors are `width + 1` zeros.
+        Each is [pieces, width, ...], with zeros where a document begins later. The backward pass is collective, too,
+        so that every rank's results have to depend on it (`tied`).
         """
         held, device = self.held, xs[0].device
         plans = held.halo_plans(width, device)
         kept = self._kept(plans[0].what)
         with unseen_by_selective_checkpoints():
             halos = HaloFunction.apply(held.passes, plans, held.counts, self.number, kept, *xs)  # type: ignore[no-untyped-call]
-        rows, keep = held.with_halos(width, device)
-        both = [torch.cat([halo, x]) for halo, x in zip(halos, xs, strict=True)]
+        return [halo.view(len(held.numbers), width, *halo.shape[1:]) for halo in halos]
+
+    def with_tokens_before(self, xs: Sequence[Tensor], width: int) -> tuple[list[Tensor], Tensor]:
+        """Put the `width` tokens before each piece in front of it, for each x [T, ...]; collective, with gradient.
+
+        Returns the extended tensors [T + pieces * width, ...], and where the rows of x are in them, int64 [T].
+        Without pieces the extended tensors are `width + 1` zeros.
+        """
+        held, halos = self.held, self.halos(xs, width)
+        rows, keep = held.with_halos(width, xs[0].device)
+        both = [torch.cat([halo.flatten(0, 1), x]) for halo, x in zip(halos, xs, strict=True)]
         if not held.numbers:  # something for the function to be called with
             return [torch.cat([x, x.new_zeros((width + 1, *x.shape[1:]))]) for x in both], keep
         return [x[rows] for x in both], keep

@@ -484,6 +484,17 @@ def test_a_loss_that_outlives_its_step_keeps_no_gradients() -> None:
     assert held < 2 * (hidden.nbytes + head.weight.nbytes + head.bias.nbytes)
 
 
+def test_logits_to_come_have_a_shape_and_can_leave_out_the_last_ones() -> None:
+    hidden = torch.randn(2, 3, 4)
+    logits = DeferredLogits(hidden, "refused", width=4).float()
+    fewer = logits[..., :3]
+    assert (logits.shape, fewer.shape, logits[..., :-2].shape) == ((2, 3, 4), (2, 3, 3), (2, 3, 2))
+    assert torch.equal(fewer.after(lambda rows: 2 * rows)(hidden), 2 * hidden[..., :3])
+    for read in (lambda: logits[:, 1:], lambda: logits[..., 1:], lambda: DeferredLogits(hidden, "refused").shape):
+        with pytest.raises(ValueError, match="refused does more with its logits than scale or cap them"):
+            read()
+
+
 def test_logits_to_come_are_not_kept_by_the_function_to_them() -> None:
     """It is there as long as the loss is, through the whole backward pass."""
     logits = DeferredLogits(torch.ones(2, 3), "refused").float()

@@ -249,7 +249,7 @@ def _refused(rank: int) -> list[str]:
     trained = torch.nn.Parameter(torch.tensor(2.0))
     cases: list[tuple[Any, dict[str, Any]]] = [
         (_Biased, {"change": change})
-        for change in (lambda z: z[..., :3], lambda z: z.softmax(-1), torch.relu, lambda z: z * trained)
+        for change in (lambda z: z[..., 1:], lambda z: z.softmax(-1), torch.relu, lambda z: z * trained)
     ]
     cases += [(_Adding, {}), (_Fused, {}), (transformers.LlamaForCausalLM, {"_loss_function": _another_loss})]
     messages = []

@@ -24,9 +24,8 @@ from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
 from tests.support.deepspeed_run import Batch, draw, llama, worst
-from tests.support.hybrids import build, hybrids, waiting
+from tests.support.hybrids import build, hybrids
 from tests.support.ranks import run_ranks
-from tests.support.wrappers import class_name
 
 pytestmark = pytest.mark.huggingface
 
@@ -288,17 +287,6 @@ def test_layers_that_mix_tokens_are_no_mlps() -> None:
     model = prepare(build(FAMILIES["rwkv"]))
     with pytest.raises(ValueError, match="RwkvForCausalLM has no MLPs that mlp_chunk can cut into chunks of tokens"):
         model(**shard_batch(_plain(), ContextParallel(mlp_chunk=5)))
-
-
-@pytest.mark.parametrize("name", waiting())
-def test_families_whose_attention_cannot_run_on_a_ring_are_refused(name: str) -> None:
-    config = waiting()[name]
-    with torch.device("meta"):
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:  # with images alone
-            model = getattr(transformers, class_name(name))(config)
-    assert any("layers of type" in each or "carries a state along the sequence" in each for each in problems(model))
 
 
 def test_layers_that_are_not_those_of_transformers_are_refused() -> None:

@@ -257,7 +257,7 @@ def test_a_tower_that_runs_on_a_shard_is_refused() -> None:
         ("voxtral_realtime", "it adds features of audio to every token"),
         ("blt", "it has parts besides the language model: patcher_config"),
         ("gemma4_unified_assistant", "it is a draft of another model"),
-        ("inkling2", "it carries a state along the sequence (in Inkling2ShortConvolution)"),
+        ("nemo_speechlm", "it carries a state along the sequence (in Nemotron3_5TranscribeForConditionalGeneration)"),
     ],
 )
 def test_families_whose_text_needs_more_are_refused(family: str, reason: str) -> None:

@@ -160,14 +160,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
 }
-# Families whose attention cannot run on a ring yet: with a bias of its own.
-_WAITING = ("inkling_text", "inkling2_text", "inkling2_loop_text")
-
-
-def waiting() -> dict[str, Any]:
-    """Configurations of families that are refused, of their usual size."""
-    kinds = transformers.CONFIG_MAPPING
-    return {name: kinds[name]() for name in _WAITING if name in kinds}
 
 
 def hybrids() -> dict[str, Any]:

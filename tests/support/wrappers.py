@@ -37,6 +37,18 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
 _KINDS = ["sliding_attention", "full_attention"]
 _PER_LAYER = {"text_config": {"per_layer_config": {"1": {"head_dim": 16}}, "layer_types": _KINDS}}
+_RELATIVE = {
+    "text_config": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 5,
+        "rel_extent": 7,
+        "d_rel": 3,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "experts_implementation": "eager",
+    }
+}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 # What is left to change, by family.
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -105,6 +117,22 @@ _CHANGES: dict[str, dict[str, Any]] = {
             "eos_token_id": 2,
         }
     },
+    "inkling_mm_model": {
+        "text_config": {**_RELATIVE["text_config"], "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+        "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+        "vision_config": {"patch_size": 2, "num_hidden_layers": 3},
+    },
+    "inkling2": {"text_config": {**_RELATIVE["text_config"], "n_layers_per_attn_res_block": 1}},
+    "inkling2_loop": {
+        "text_config": {
+            **_RELATIVE["text_config"],
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 4,
+        }
+    },
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "latent_channels": 8}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 1},
     "mllama": {
@@ -133,8 +161,8 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families with another default configuration."""
 _CARRYING = [
-    "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe",
-    "qwen4_exp",
+    "inkling2", "inkling2_loop", "inkling_mm_model", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+    "nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen4_exp",
 ]  # fmt: skip
 """Families whose language models have layers that carry a state along the sequence."""
 WRAPPERS = [

@@ -67,6 +67,7 @@ _MAMBA = Mixer((_CONV, "mamba_selective_scan"))
 _WHOLE_MAMBA = Mixer(("mamba_inner_fn", *_MAMBA.calls), takes_mask=True)
 _MAMBA2 = Mixer(("mamba2_split_conv1d_scan_combined", _CONV, "mamba2_chunk_scan"))
 _SHORT = Mixer((_CONV,))
+_DYNAMIC = Mixer(("weight_proj", "num_heads", "conv_kernel_size", "static_weight"), modules.dynamic_convolution)
 _SHIFT = (("time_shift", modules.TimeShift),)
 
 MIXERS = {
@@ -98,6 +99,11 @@ MIXERS = {
     "Lfm2ShortConv": _SHORT,
     "Lfm2MoeShortConv": _SHORT,
     "Lfm3ShortConv": _SHORT,
+    "InklingShortConvolution": _SHORT,
+    "Inkling2ShortConvolution": _SHORT,
+    "Inkling2LoopShortConvolution": _SHORT,
+    "Inkling2DynamicShortConvolution": _DYNAMIC,
+    "Inkling2LoopDynamicShortConvolution": _DYNAMIC,
     "MiniMaxLightningAttention": Mixer(
         ("qkv_proj", "act_fn", "slope_rate", "norm", "output_gate", "out_proj"), modules.lightning_attention
     ),

@@ -6,6 +6,7 @@ Replacements repeat the module's computation before and after the state; whole b
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -242,6 +243,30 @@ def dilated_convolution(module: Any, shard: SequenceShard, given: Mapping[str, A
     place = placement(shard, "dilated_convolution")
     width: int = module.short_conv_state_len
     return recurrent.with_tokens_before(lambda x: own_convolution(x, None), given["hidden_states"], width, place)
+
+
+def dynamic_convolution(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+    """Compute Inkling 2's convolution with weights of each token on a shard, [B, S_local, C]; collective.
+
+    It replaces the module's `forward`, whose arguments by name are `given`. Zeros come before a document.
+    """
+    hidden: Tensor = given["hidden_states"]
+    mask, taps = given.get("conv_mask"), module.conv_kernel_size
+    states = hidden.float()
+    visible = states if mask is None else states * mask[..., None]
+
+    def convolve(xs: list[Tensor]) -> Tensor:
+        x, of_tokens = xs
+        windows = torch.nn.functional.pad(x, (0, 0, taps - 1, 0)).unfold(1, taps, 1).flip(-1)
+        weights: Tensor = module.static_weight.float().t().view(module.num_heads, -1, taps)
+        weights = weights + of_tokens.view(*x.shape[:2], module.num_heads, 1, taps)
+        return (windows.reshape(*x.shape[:2], module.num_heads, -1, taps) * weights).sum(-1).flatten(2)
+
+    place = placement(shard, "dynamic_convolution")
+    of_tokens = module.weight_proj(given["dynamic_input"]).float()
+    out = recurrent.with_tokens_before(convolve, (visible, of_tokens), taps - 1, place)
+    mixed: Tensor = (out + states) / math.sqrt(2 * taps + 1)
+    return mixed.to(hidden.dtype)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

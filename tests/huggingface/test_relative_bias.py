@@ -1,0 +1,189 @@
+"""Inkling and Inkling 2, whose attention has a bias by distance: a ring against one rank without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from burst_plugin import ContextParallel
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.generation import name_of_cache
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import VOCAB, Batch, draw, worst
+from tests.support.inkling import FAMILIES
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.huggingface,
+    pytest.mark.skipif(not FAMILIES, reason="transformers has no Inkling yet"),
+]
+
+DOCUMENTS = (13, 1, 26)
+
+
+def _build(name: str) -> Any:
+    """Return a model in float32 with eager attention, the same on every rank; no parameter is 0 or 1."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(FAMILIES[name]), attn_implementation="eager", dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if any(each in path for each in ("conv", "scale", "query", "proj.weight")):
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model.train()
+
+
+def _packed() -> Batch:
+    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
+
+
+def _padded() -> Batch:
+    """Return one row padded on the left, one on the right, one not at all; of a length that does not divide."""
+    batch = draw(1, rows=3, length=27, seed=2)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :7] = mask[1, -11:] = 0
+    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
+    ids, labels = batch["input_ids"] * mask, batch["labels"].masked_fill(hidden, IGNORED_LABEL)
+    return {**batch, "input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+BATCHES = {"plain": draw(1, rows=2, length=40)[0], "packed": _packed(), "padded": _padded()}
+BATCHES |= {"checkpointed": BATCHES["packed"], "short": draw(1, rows=1, length=5, seed=3)[0]}
+for _batch in BATCHES.values():  # the head has no logits of tokens that only pad the vocabulary
+    _batch["labels"] = _batch["labels"].clamp(max=VOCAB - 4)
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def _grads(model: Any, loss: torch.Tensor) -> Found:
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), grads
+
+
+def _sum_of_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _on_ring(rank: int, names: Sequence[str], **options: Any) -> dict[tuple[str, str], Found]:
+    """Return losses and gradients of all batches; gradients on the first rank alone."""
+    cp, found = ContextParallel(dist.group.WORLD, keep_attention="all", **options), {}
+    for name in names:
+        model = prepare(_build(name))
+        for kind, batch in BATCHES.items():
+            model.gradient_checkpointing_disable()
+            if kind == "checkpointed":
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            local = shard_batch(batch, cp)
+            labels = local.pop("shift_labels")
+            loss, grads = _grads(model, _sum_of_losses(model(**local, use_cache=False).logits, labels))
+            flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
+            dist.all_reduce(flat)
+            parts = flat[1:].split([grad.numel() for grad in grads.values()])
+            whole = {each: part.view_as(grads[each]) for each, part in zip(grads, parts, strict=True)}
+            found[name, kind] = (float(flat[0]), {} if rank else whole)
+    return found
+
+
+def _texts(batch: Batch) -> list[Batch]:
+    """Return what is computed by itself: documents of a packed batch, or the whole batch, with its padding."""
+    if "position_ids" in batch:
+        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
+        return [{name: batch[name][:, a:b] for name in ("input_ids", "labels")} for a, b in pairwise(starts)]
+    return [batch]
+
+
+def _on_one_rank(name: str, batch: Batch) -> Found:
+    model, total, summed = _build(name), 0.0, dict[str, torch.Tensor]()
+    for text in _texts(batch):
+        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        inputs = {each: x for each, x in text.items() if each != "labels"}
+        logits = model(**inputs, use_cache=False).logits
+        loss, grads = _grads(model, _sum_of_losses(logits, labels))
+        total += loss
+        summed = {each: grad + summed.get(each, 0) for each, grad in grads.items()}
+    return total, summed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_and_gradients_equal_those_of_one_rank(ranks: int) -> None:
+    found = run_ranks(_on_ring, ranks, tuple(FAMILIES), timeout_s=60)[0]
+    for (name, kind), (loss, grads) in found.items():
+        true_loss, true_grads = _on_one_rank(name, BATCHES[kind])
+        assert abs(loss - true_loss) <= 1e-5 * abs(true_loss), (name, kind)
+        error, parameter = worst(grads, true_grads)
+        assert error <= 2e-5, (name, kind, parameter, error)
+
+
+def _with_chunks(rank: int) -> dict[str, Found]:
+    """Return losses in chunks of tokens, whose head leaves out logits that only pad the vocabulary."""
+    cp, found = ContextParallel(dist.group.WORLD, loss_chunk=7, mlp_chunk=0), {}
+    for name in FAMILIES:
+        model = prepare(_build(name))
+        local = shard_batch(BATCHES["plain"], cp)
+        count = local["burst"].valid_tokens
+        loss = model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False).loss
+        loss, grads = _grads(model, loss * count)
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        whole = torch.tensor(loss)
+        dist.all_reduce(whole)
+        found[name] = float(whole), grads
+    return found
+
+
+def test_losses_in_chunks_equal_those_of_one_rank() -> None:
+    for name, (loss, grads) in run_ranks(_with_chunks, 2, timeout_s=60)[0].items():
+        true_loss, true_grads = _on_one_rank(name, BATCHES["plain"])
+        assert abs(loss - true_loss) <= 1e-5 * abs(true_loss), name
+        error, parameter = worst(grads, true_grads)
+        assert error <= 2e-5, (name, parameter, error)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_batches_are_evaluated_as_without_the_ring(name: str) -> None:
+    model = _build(name).eval()
+    ids = BATCHES["padded"]["input_ids"]
+    given = {"input_ids": ids, "attention_mask": BATCHES["padded"]["attention_mask"]}
+    with torch.no_grad():
+        truth = model(**given).logits
+        logits = prepare(model)(**given).logits
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], truth[real], rtol=1e-4, atol=1e-4)
+    asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    torch.testing.assert_close(model.generate(ids, **asked), _build(name).eval().generate(ids, **asked))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_not_supported_is_refused(name: str) -> None:
+    model = prepare(_build(name))
+    cp = ContextParallel(hierarchy=[1])
+    local = shard_batch(BATCHES["plain"], cp)
+    local.pop("shift_labels")
+    model.eval()
+    with pytest.raises(ValueError, match="for which a RingCache has no keys yet; generate with a cache of transform"):
+        model.generate(BATCHES["plain"]["input_ids"], max_new_tokens=2, **{name_of_cache(): RingCache(cp)})
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="set attention_dropout to 0 in the model's config"):
+        model(**local, use_cache=False)
+
+
+def test_code_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build("inkling2")
+    kind = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kwargs: hidden_states)
+    assert "its Inkling2SlidingAttention does not use q_proj, k_proj" in "; ".join(problems(model))
