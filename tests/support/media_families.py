@@ -338,6 +338,18 @@ def _molmo2(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
     }
 
 
+def _inkling(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
+    """Patches that are a token each, over two frames."""
+    return {"pixel_values": drawn(3, 2, 2, 2, 3)}
+
+
+def _inkling2(model: Any, module: Any, modality: str) -> dict[str, torch.Tensor]:
+    """Four patches for each token."""
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 2]])
+    side = 2 * model.config.vision_config.patch_size
+    return {"pixel_values": drawn(int(grids.prod(-1).sum()), side, side, 3), "image_grid_thw": grids}
+
+
 def _pooled(patches: torch.Tensor, high: int, wide: int) -> torch.Tensor:
     """The numbers of patches of each token, [tokens, high * wide]."""
     h, w = patches.shape
@@ -352,4 +364,7 @@ _PIXELS: dict[str, Any] = {
     "step3p7": _with_views,
     "granite_docling": _tiles,
     "apertus1p5": _apertus,
+    "inkling_mm_model": _inkling,
+    "inkling2": _inkling2,
+    "inkling2_loop": _inkling2,
 }

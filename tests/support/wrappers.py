@@ -120,7 +120,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "inkling_mm_model": {
         "text_config": {**_RELATIVE["text_config"], "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
         "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
-        "vision_config": {"patch_size": 2, "num_hidden_layers": 3},
+        "vision_config": {"patch_size": 2, "n_layers": 3},
     },
     "inkling2": {"text_config": {**_RELATIVE["text_config"], "n_layers_per_attn_res_block": 1}},
     "inkling2_loop": {

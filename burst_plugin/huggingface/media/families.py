@@ -45,9 +45,10 @@ _BY_FRAME = (
 )
 _WITH_IMAGES = (
     "apertus1p5", "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "gemma4",
-    "glm5_next", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "internvl",
-    "janus", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "ovis2", "paddleocr_vl", "paligemma",
-    "pp_chart2table", "qianfan_ocr", "shieldgemma2", "smolvlm", "step3p7", "vipllava",
+    "glm5_next", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics2", "idefics3", "inkling2",
+    "inkling2_loop", "inkling_mm_model", "internvl", "janus", "lfm2_vl", "lighton_ocr", "llava", "llava_next",
+    "mistral3", "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr", "shieldgemma2", "smolvlm",
+    "step3p7", "vipllava",
 )  # fmt: skip
 _WITH_IMAGES_AND_VIDEO = (
     "cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
