@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -47,6 +48,22 @@ def group_of(pg_collection: Any) -> dist.ProcessGroup:
     return group
 
 
+@dataclass
+class Looks:
+    """What has been seen of the batches of a model, of which the ranks of a ring look at some for how they were cut.
+
+    has_begun: whether there was a batch.
+    calls: how many batches there were that the layout of the ring may cut in another way than zigzag.
+    next_call: the number of the next of them that is looked at.
+    alike: how the layout and zigzag spread the latest batch whose tokens they spread alike.
+    """
+
+    has_begun: bool = False
+    calls: int = 0
+    next_call: float = 1
+    alike: tuple[Tokens, Tokens] | None = None
+
+
 class Registry:
     """The rings of this process: one `ContextParallel` per context-parallel group, shared by all layers.
 
@@ -71,6 +88,7 @@ class Registry:
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._compared: Counter[tuple[ContextParallel, Hashable]] = Counter()
         self._chosen: dict[tuple[Rows | PrefixTree, int], Tokens] = {}  # the latest
+        self._looks: WeakKeyDictionary[Any, Looks] = WeakKeyDictionary()  # by model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -188,6 +206,7 @@ class Registry:
         self._of_microbatches.clear()
         self._compared.clear()
         self._chosen.clear()
+        self._looks.clear()
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
 
@@ -246,6 +265,10 @@ class Registry:
         self._contexts[group] = cp
         if part:
             self._of_microbatches.add(group)
+
+    def looks_of(self, model: Any) -> Looks:
+        """Return what has been seen of the batches of a model since its groups were made; it may be changed."""
+        return self._looks.setdefault(model, Looks())
 
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask, layer: int) -> None:
         """Raise ValueError on every rank of the ring `cp` if a mask tensor masks more or less than `mask` does.

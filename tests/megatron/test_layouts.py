@@ -33,6 +33,7 @@ from tests.support.megatron_gpt import (
     build,
     cut_batch,
     join,
+    leave,
     loss_of,
     packed_forward_step,
     random_tokens,
@@ -169,6 +170,61 @@ def _cut_elsewhere_later(rank: int) -> str:
 def test_a_batch_that_auto_cuts_in_zigzag_too_does_not_vouch_for_later_ones() -> None:
     for said in run_ranks(_cut_elsewhere_later, 2):
         assert "this batch has been cut in zigzag, but layout='auto'" in said
+
+
+def _padded(rank: int, padding: int) -> list[str]:
+    """Return what is said of two batches in zigzag, of which the first has `padding` tokens at its end."""
+    model = build(replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1))
+    rows, said = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64))), []
+    for count in (padding, 0):
+        at = torch.where(rows < 64 - count, rows, 1)  # as processors of transformers number padding
+        try:
+            model(rows[None], at[None], None, labels=rows[None])
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_batch_with_positions_of_padding_does_not_vouch_for_later_ones() -> None:
+    for first, second in run_ranks(_padded, 2, 24):
+        assert not first
+        assert "this batch has been cut in zigzag, but layout='striped'" in second
+
+
+def test_all_ranks_refuse_a_batch_that_one_of_them_sees_to_be_in_zigzag() -> None:
+    for first, _ in run_ranks(_padded, 2, 4):  # on rank 0
+        assert "this batch has been cut in zigzag, but layout='striped'" in first
+
+
+def _seen_batches(rank: int) -> tuple[int, list[str]]:
+    """Return how often ranks compared batches of the layout, and what other models say of batches in zigzag."""
+    run = replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1)
+    model, said = build(run), []
+    rows = torch.arange(rank, 64, 2)
+    compared = mock.Mock(wraps=torch.distributed.all_reduce)
+    of_layouts = types.SimpleNamespace(all_reduce=compared, ReduceOp=torch.distributed.ReduceOp)
+    with mock.patch.object(layouts, "dist", of_layouts):
+        for at in (torch.ones_like(rows), *[rows] * 5):
+            model(rows[None], at[None], None, labels=rows[None])
+    rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64)))
+    for made_again in (False, True):
+        if made_again:
+            leave()
+            other = build(run)
+        else:
+            other = copy(model.module)
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            other(rows[None], rows[None], None, labels=rows[None])
+        said.append(str(error.value))
+    return compared.call_count, said
+
+
+def test_each_model_is_looked_at_until_its_batches_tell_how_they_are_cut() -> None:
+    for comparisons, said in run_ranks(_seen_batches, 2):
+        assert comparisons == 3, "of the first batch whether it was cut, and of two how"
+        for text in said:
+            assert "this batch has been cut in zigzag, but layout='striped'" in text
 
 
 def _not_cut(rank: int, kind: str) -> str:

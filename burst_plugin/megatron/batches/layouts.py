@@ -6,7 +6,8 @@ With 8 tokens over 2 ranks, and `layout="striped"`, rank 0 gets the parts of all
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from burst_plugin.frameworks.wrapping import bind, wrap, wrap_everywhere
 from burst_plugin.megatron.batches.documents import hybrid_model
 from burst_plugin.megatron.batches.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.flags.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
-from burst_plugin.megatron.flags.config import asks_for_burst
-from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.flags.config import asks_for_burst, brings_groups
+from burst_plugin.megatron.registry import Looks, Registry
 from burst_plugin.megatron.repairs.batches import WANT_TE, cut_packed, functions_that_cut
 from burst_plugin.moved_tokens import shifted
 from burst_plugin.sequence.layout import Tokens, positions
@@ -69,8 +70,6 @@ class LayoutHooks:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._has_looked = False  # at the tokens of a first batch
-        self._cut_is_known = False  # from a batch that zigzag and the layout cut into unlike positions
 
     def _apply_to(self, group: Any) -> bool:
         return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
@@ -203,8 +202,8 @@ class LayoutHooks:
     def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `GPTModel._preprocess`, or a hybrid model, and count the call.
 
-        Raises ValueError if the first batch was not cut, or contiguously for another layout, and for the first batch
-        whose positions tell it if it was cut in zigzag for another layout.
+        Raises ValueError if the model's first batch was not cut, or contiguously for another layout, and for the
+        first batch whose positions tell that it was cut in zigzag for another layout; on all ranks of the group.
         """
         arguments = bind(original, model, *args, **kwargs).arguments
         held, group = arguments.get("position_ids"), _group(arguments)
@@ -212,28 +211,45 @@ class LayoutHooks:
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
         if group is not None and group.size() > 1 and isinstance(held, Tensor) and held.dim() == 2:
-            packed, is_first, self._has_looked = arguments.get("packed_seq_params"), not self._has_looked, True
+            packed, looks = arguments.get("packed_seq_params"), self._registry.looks_of(model)
+            is_first, looks.has_begun = not looks.has_begun, True
             if is_first and packed is None and asks_for_burst(model.config):
                 _refuse_uncut(arguments.get("input_ids"), held[0].tolist(), self._registry.layout, group)
-            if not self._cut_is_known and self._apply_to(group):
-                self._refuse_zigzag(held[0], packed, group)
+            if self._apply_to(group) and asks_for_burst(model.config) and not brings_groups(model.config):
+                self._refuse_zigzag(looks, arguments, group)
         return original(model, *args, **kwargs)
 
-    def _refuse_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> None:
-        """Raise ValueError if positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
-        is_of_zigzag, is_of_layout = self._fits(held, packed, group)
-        if is_of_zigzag and not is_of_layout:
+    def _refuse_zigzag(self, looks: Looks, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        """Raise ValueError on all ranks if one has positions [B, S/CP] of zigzag, which are not of the layout.
+
+        Collective where a batch is looked at. None is after a batch that tells that it was cut by the layout, and
+        fewer and fewer are after batches whose positions tell nothing, as those of padding.
+        """
+        looks.calls += 1
+        if looks.calls < looks.next_call:
+            return
+        held, packed = arguments["position_ids"][0], arguments.get("packed_seq_params")
+        fits = self._fits(looks, held, packed, group)
+        if fits is None:
+            return
+        told = torch.tensor(fits, dtype=torch.int32, device=_device_of(arguments))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        is_of_zigzag, is_of_layout = told.tolist()
+        if is_of_zigzag:
             raise ValueError(
                 f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
                 "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
                 "packed_indices, which follow the layout; or use --burst-layout zigzag"
             )
-        self._cut_is_known = not (is_of_zigzag and is_of_layout)  # with "auto" one document is cut in zigzag, too
+        looks.next_call = math.inf if is_of_layout else 2 * looks.calls
 
-    def _fits(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> tuple[bool, bool]:
-        """Return whether positions [S/CP] are those that this rank holds in zigzag, and whether in the layout."""
+    def _fits(self, looks: Looks, held: Tensor, packed: Any, group: dist.ProcessGroup) -> tuple[bool, bool] | None:
+        """Return whether positions [S/CP] are of this rank in zigzag alone, and whether in the layout alone.
+
+        None where all ranks hold the same tokens in both: that tells nothing, and a GPU is not waited for.
+        """
         length, is_packed = len(held) * group.size(), packed is not None and packed.qkv_format == "thd"
-        starts = _starts(packed) if is_packed else torch.tensor([0, length])
+        starts = _starts(packed) if is_packed else torch.tensor([0, length], device="cpu")
         offsets = tuple(starts.flatten().tolist())
         if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
             return False, False
@@ -241,20 +257,18 @@ class LayoutHooks:
             ours = self._documents(starts, length, group)
         else:
             ours = self._registry.tokens_of_batch(length, group.size())
-
         zigzag = by_document(offsets, group.size())
-        rows, rows_of_zigzag = (
-            positions(layout_of(tokens).runs(group.rank(), group.size(), tokens), "cpu") for tokens in (ours, zigzag)
-        )
-        if torch.equal(rows, rows_of_zigzag):
-            return True, True  # or neither; it tells nothing, and a GPU is not waited for
+        if looks.alike == (ours, zigzag) or _are_alike(ours, zigzag, group.size()):  # with "auto" one document is
+            looks.alike = ours, zigzag
+            return None
 
         def fit(tokens: Tokens) -> bool:
             """Return whether `tokens` have these positions, in the whole sequence or in their documents."""
-            sequence = torch.tensor([0, length])
+            sequence = torch.tensor([0, length], device="cpu")
             return any(held.tolist() == _in_documents(tokens, ends, group).tolist() for ends in (sequence, starts))
 
-        return fit(zigzag), fit(ours)
+        is_of_zigzag, is_of_layout = fit(zigzag), fit(ours)
+        return is_of_zigzag and not is_of_layout, is_of_layout and not is_of_zigzag
 
     def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tables of multi-latent attention's fused rotary embedding.
@@ -335,6 +349,21 @@ def _on_table(tables: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def _group(arguments: Any) -> Any:
     """Return the group among Megatron's arguments, or else its context-parallel group, which it takes then."""
     return arguments.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
+
+
+def _device_of(arguments: Mapping[str, Any]) -> torch.device:
+    """Return where a model computes; positions, of which many models need none, may be elsewhere."""
+    inputs = map(arguments.get, ("decoder_input", "input_ids", "position_ids"))
+    device: torch.device = next(x for x in inputs if x is not None).device
+    return device
+
+
+def _are_alike(tokens: Tokens, others: Tokens, ranks: int) -> bool:
+    """Return whether every rank holds the same of the tokens of a sequence in two ways to spread them."""
+    return all(
+        torch.equal(*(positions(layout_of(each).runs(rank, ranks, each), "cpu") for each in (tokens, others)))
+        for rank in range(ranks)
+    )
 
 
 def _starts(packed: Any) -> Tensor:
