@@ -73,6 +73,7 @@ class Registry:
     tensor_cache: values read from masks and packed sequences.
     identity: this rank's place in its training, for tags of calls.
     documents: where the documents of microbatches begin.
+    cuts_batches: whether a batch has been cut by this package, as its layout says, since groups were made.
     turn: the new tokens of inference while a model computes them, else None.
     tree: the prefix tree while a model computes its rollouts, else None.
     """
@@ -82,6 +83,7 @@ class Registry:
         self.tensor_cache = TensorCache(lambda: self.identity.calls)
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
+        self.cuts_batches = False
         self.turn: Turn | None = None  # of inference, while a model computes it
         self.tree: PrefixTree | None = None  # of the rollouts that a model computes
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
@@ -207,6 +209,7 @@ class Registry:
         self._compared.clear()
         self._chosen.clear()
         self._looks.clear()
+        self.cuts_batches = False
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
 

@@ -197,6 +197,55 @@ def test_all_ranks_refuse_a_batch_that_one_of_them_sees_to_be_in_zigzag() -> Non
         assert "this batch has been cut in zigzag, but layout='striped'" in first
 
 
+def _untold(rank: int, layout: str, kind: str, package_cuts: bool) -> str:
+    """Return what is said of a batch in zigzag whose positions do not tell so; `package_cuts` is whether others were.
+
+    Embeddings are cut by models with images, documents and whole positions come from frameworks for rollouts.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = build(replace(over(TWO_LAYERS, layout, cp=2), microbatch_size=1)).module
+    starts = (0, 64) if kind == "embeddings" else (0, 8, 24, 64)
+    rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts)))
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    given: dict[str, Any] = {"position_ids": None, "input_ids": rows[None]}
+    if kind == "embeddings":
+        given |= {"input_ids": None, "decoder_input": model.embedding(rows[None], rows[None])}
+    else:
+        given["packed_seq_params"] = PackedSeqParams("thd", *[offsets] * 4, 40, 40)
+    if kind == "whole positions":
+        given["position_ids"] = torch.arange(48).view(2, 24)
+    if package_cuts:
+        packed_indices(starts, 2, rank)
+    try:
+        model(attention_mask=None, labels=rows[None], **given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "said"),
+    [
+        ("striped", "embeddings", "position_ids=None does not tell; cut it by megatron.core"),
+        ("auto", "embeddings", ""),  # sequences are in zigzag then
+        ("auto", "documents", "position_ids=None does not tell; cut it by megatron.core"),
+        ("striped", "whole positions", "position_ids [2, 24] are not those of input_ids [1, 32], which does not"),
+        ("zigzag", "documents", ""),
+    ],
+)
+def test_batches_that_other_code_cuts_without_telling_how_need_zigzag(layout: str, kind: str, said: str) -> None:
+    for refusal in run_ranks(_untold, 2, layout, kind, False):
+        assert said in refusal
+        assert bool(refusal) == bool(said)
+        assert not said or refusal.startswith(f"layout='{layout}' is not supported with a batch that other code has")
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "documents"])
+def test_positions_may_be_left_out_of_batches_that_this_package_cuts(kind: str) -> None:
+    assert run_ranks(_untold, 2, "striped", kind, True) == ["", ""]
+
+
 def _seen_batches(rank: int) -> tuple[int, list[str]]:
     """Return how often ranks compared batches of the layout, and what other models say of batches in zigzag."""
     run = replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1)

@@ -34,6 +34,10 @@ from burst_plugin.strategy import AUTO
 MEGATRONS_OWN = "zigzag"
 # Entries of a batch without one value per token.
 _NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
+_CUT_BY = (
+    "cut it by megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
+    "packed_indices, which follow the layout"
+)
 _FEWEST = 4  # tokens of a rank: fewer may look like another cut
 _ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 
@@ -61,7 +65,7 @@ def hook_layouts(registry: Registry) -> str:
     wrap_everywhere(multi_token_prediction, "roll_tensor", hooks.roll)
     if hasattr(multi_token_prediction, _ROLLS_LOCALLY):
         wrap(multi_token_prediction, _ROLLS_LOCALLY, hooks.local_documents)
-    assign_by(registry.packed_tokens)
+    assign_by(hooks.assign)
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
 
 
@@ -102,6 +106,7 @@ class LayoutHooks:
             return {**self.batch(original, *args, **kwargs), "position_ids": axes}
         if not self._apply_to(group):
             return original(*args, **kwargs)  # type: ignore[no-any-return]
+        self._registry.cuts_batches = True
         packed = batch.get("cu_seqlens")
         offsets = None if packed is None else tuple(packed.flatten().tolist())
         for name, x in batch.items():
@@ -122,6 +127,11 @@ class LayoutHooks:
         """Cut a batch of packed documents, as Megatron does by Transformer Engine from 0.18 on."""
         cp_group = _group({"cp_group": cp_group})
         return (cut_packed if self._apply_to(cp_group) else original)(batch, cp_group)
+
+    def assign(self, offsets: tuple[int, ...], ranks: int) -> Tokens:
+        """Return how ranks hold the tokens of packed documents that are about to be cut."""
+        self._registry.cuts_batches = True
+        return self._registry.packed_tokens(offsets, ranks)
 
     def rotary_embedding(self, original: Any, pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
         """Cut the rotary embedding of a whole sequence along `seq_dim`."""
@@ -210,14 +220,38 @@ class LayoutHooks:
         self._registry.identity.model_calls += 1
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
+        is_by_layout = asks_for_burst(model.config) and not brings_groups(model.config) and self._apply_to(group)
+        if is_by_layout and model.pre_process and not self._registry.cuts_batches:
+            self._refuse_untold(arguments)
         if group is not None and group.size() > 1 and isinstance(held, Tensor) and held.dim() == 2:
             packed, looks = arguments.get("packed_seq_params"), self._registry.looks_of(model)
             is_first, looks.has_begun = not looks.has_begun, True
             if is_first and packed is None and asks_for_burst(model.config):
                 _refuse_uncut(arguments.get("input_ids"), held[0].tolist(), self._registry.layout, group)
-            if self._apply_to(group) and asks_for_burst(model.config) and not brings_groups(model.config):
+            if is_by_layout:
                 self._refuse_zigzag(looks, arguments, group)
         return original(model, *args, **kwargs)
+
+    def _refuse_untold(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for a batch that other code has cut, if its positions do not tell how.
+
+        Rotary embedding needs none, so that programs that cut in zigzag by themselves often give none, or whole ones.
+        """
+        held, ids = arguments.get("position_ids"), arguments.get("input_ids")
+        by_documents = arguments.get("packed_seq_params") is not None or resets_attention_mask()
+        if not by_documents and self._registry.layout_of_sequences == MEGATRONS_OWN:
+            return
+        if held is None:
+            said = "position_ids=None"
+        elif ids is not None and held.dim() == 2 and held.shape[1] != ids.shape[1]:
+            said = f"position_ids {list(held.shape)} are not those of input_ids {list(ids.shape)}, which"
+        else:
+            return
+        raise ValueError(
+            f"layout={self._registry.layout!r} is not supported with a batch that other code has cut, perhaps in "
+            f"zigzag: {said} does not tell; {_CUT_BY}, or pass position_ids of this rank's tokens; models that cut "
+            "embeddings by themselves need --burst-layout zigzag (layout='zigzag')"
+        )
 
     def _refuse_zigzag(self, looks: Looks, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         """Raise ValueError on all ranks if one has positions [B, S/CP] of zigzag, which are not of the layout.
@@ -237,9 +271,8 @@ class LayoutHooks:
         is_of_zigzag, is_of_layout = told.tolist()
         if is_of_zigzag:
             raise ValueError(
-                f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
-                "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
-                "packed_indices, which follow the layout; or use --burst-layout zigzag"
+                f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: {_CUT_BY}; or use "
+                "--burst-layout zigzag"
             )
         looks.next_call = math.inf if is_of_layout else 2 * looks.calls
 

@@ -204,6 +204,7 @@ class _LlavaHooks:
         cp = self._ring(model)
         if cp is None:
             return original(model, embeddings, labels, loss_mask, packed_seq_params)  # type: ignore[no-any-return]
+        self._registry.cuts_batches = True
         shards, offsets = [], _offsets(packed_seq_params)
         for x, filler in ((embeddings, 0), (labels, _IGNORED), (loss_mask, 0)):
             if x is not None:
