@@ -229,6 +229,41 @@ def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytes
     assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=expected, ulysses_degree=2)
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ({"burst_loss_chunk": 1024}, Strategy(loss_chunk=1024)),
+        ({"burst_memory": "off"}, Strategy(memory="off")),
+        ({"burst_memory": False}, Strategy(memory="off")),  # what PyYAML makes of off
+        ({"burst_preset": "usp"}, Strategy.of(None, preset="usp")),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_one_key_of_a_yaml_file_is_enough(
+    key: dict[str, Any], expected: Strategy | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's arguments are then those of the file, without defaults."""
+    module = argparse.Namespace(_GLOBAL_ARGS=argparse.Namespace(yaml_cfg="run.yaml", **USUAL, **key))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)  # type: ignore[arg-type]
+    assert parsed_strategy() == expected
+
+
+def test_flags_that_a_yaml_file_replaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--yaml-cfg", "run.yaml", "--burst-loss-chunk=1024", "--no-burst-offload", "--micro-batch-size", "1"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
+    _parse(yaml_cfg=None)
+    refuse_flags()
+    for kinds in (["burst"], None):
+        _parse(yaml_cfg="run.yaml", cp_comm_type=kinds, context_parallel_size=2 if kinds else 1)
+        with pytest.raises(ValueError, match="burst attention cannot run with these flags") as error:
+            refuse_flags()
+        of_chunk, of_offload = str(error.value).splitlines()[1:]
+        reason = "is lost with --yaml-cfg run.yaml, from which Megatron takes all arguments: write"
+        assert of_chunk.strip() == f"--burst-loss-chunk {reason} burst_loss_chunk as a key of that file"
+        assert of_offload.strip() == f"--no-burst-offload {reason} burst_offload as a key of that file"
+
+
 def _start(rank: int) -> tuple[object, str]:
     """Return the exit status of a rank whose flags are refused, and what it has printed."""
     _parse(batch_invariant_mode=True)

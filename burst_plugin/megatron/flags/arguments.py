@@ -203,10 +203,10 @@ def written_layout(args: Any) -> str | None:
 def parsed_strategy() -> Strategy | None:
     """Return the strategy that Megatron's parsed `--burst-*` flags ask for, with `--burst-profile` if given.
 
-    None if Megatron's parser did not run, or had no such flags.
+    None if Megatron's parser did not run, or had no such flags. A file for `--yaml-cfg` may have some of them alone.
     """
     args = parsed_arguments()
-    if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
+    if not any(hasattr(args, name) for name in (*(_dest(option.name) for option in _OPTIONS), _PRESET, _PROFILE)):
         return None
     profile = getattr(args, _PROFILE, None)
     if profile is None:
@@ -225,6 +225,8 @@ def _options_of(args: Any) -> dict[str, Any]:
     options = {}
     for option in _OPTIONS:
         value = _without_list(getattr(args, _dest(option.name), option.default))
+        if value is False and isinstance(option.default, str):
+            value = "off"  # which YAML reads as False
         if _dest(option.name) in noted or value != option.default:
             options[option.name] = value
     preset = getattr(args, _PRESET, None)

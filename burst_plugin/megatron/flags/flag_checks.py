@@ -77,12 +77,12 @@ def refuse_flags() -> None:
     args = parsed_arguments()
     if args is None:
         return
-    reasons: list[str] = []
+    reasons = _lost_flags(args)
     if misspelt := misspelt_kind(getattr(args, "cp_comm_type", None)):
-        reasons = [f"--cp-comm-type {misspelt} is not known: write --cp-comm-type burst"]
+        reasons += [f"--cp-comm-type {misspelt} is not known: write --cp-comm-type burst"]
     elif not burst_is_possible():
         flags = map(flag_of, options_that_are_set(args))
-        reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in flags]
+        reasons += [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in flags]
         if args.context_parallel_size > 1:
             _warn(
                 f"--context-parallel-size {args.context_parallel_size} with {flag_of('cp_comm_type', _kinds(args))}: "
@@ -90,7 +90,7 @@ def refuse_flags() -> None:
                 "write --cp-comm-type burst for that"
             )
     elif spreads_sequences(args):
-        reasons = unsupported({**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS}, args)
+        reasons += unsupported({**REFUSED, **REFUSED_LATER, **REFUSED_FLAGS}, args)
         if is_hybrid(args):
             reasons += problems_of_changing_groups(args)
         if getattr(args, "sft", False) and is_hybrid(args):
@@ -111,6 +111,18 @@ def refuse_flags() -> None:
         _warn_of_turns_by_rank(args)
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
+
+
+def _lost_flags(args: Any) -> list[str]:
+    """Return a sentence for each burst flag on the command line of which a file of arguments has taken the place."""
+    if not getattr(args, "yaml_cfg", None):
+        return []
+    flags = [word.split("=")[0] for word in sys.argv[1:] if word.startswith(("--burst-", "--no-burst-"))]
+    return [
+        f"{flag} is lost with --yaml-cfg {args.yaml_cfg}, from which Megatron takes all arguments: write "
+        f"{flag.removeprefix('--').removeprefix('no-').replace('-', '_')} as a key of that file"
+        for flag in flags
+    ]
 
 
 def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
