@@ -112,6 +112,8 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
     assert chosen(80, seq_length=4096).loss_chunk == 0, "as many tokens as a chunk has"
     assert chosen(80, tensor_parallel_num_weight_shards=4) == roomy, "as many as tensor-parallel ranks"
     assert chosen(80, tensor_parallel_num_weight_shards=8) == Strategy(), "neither is possible with shards"
+    deferred = {"defer_embedding_wgrad_compute": True, "pipeline_model_parallel_size": 2}
+    assert chosen(80, **deferred) == Strategy(), "neither where gradients of many logits are kept"
     assert chosen(None).keep_attention == "all", "on CPUs"
     assert chosen(80, multi_latent_attention=True).keep_attention == "none", "which the planner does not know here"
     set_by_hand = Strategy(loss_chunk=99, keep_attention=0.5)
@@ -137,6 +139,10 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
         ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
         ({"num_experts": 8}, "--num-experts 8"),
         ({"tensor_parallel_num_weight_shards": 8}, "--tensor-parallel-num-weight-shards 8"),
+        (
+            {"defer_embedding_wgrad_compute": True, "pipeline_model_parallel_size": 2},  # it needs several stages
+            "--defer-embedding-wgrad-compute",
+        ),
     ],
 )
 def test_flags_of_megatron_that_are_not_counted_keep_nothing_and_are_named(
@@ -156,7 +162,6 @@ def test_flags_of_megatron_that_are_not_counted_keep_nothing_and_are_named(
     ("changes", "flag"),
     [
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
         ({"config_logger_dir": "logs"}, "--config-logger-dir logs"),
     ],
 )
