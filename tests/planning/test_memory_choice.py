@@ -199,6 +199,12 @@ def test_flags_of_megatron_that_cost_memory_leave_less_for_attention(monkeypatch
 
     usual, of_rank = least_gib(), 8.03e9 / 4 / GIB  # parameters
     assert least_gib(use_distributed_optimizer=False) == pytest.approx(usual + 12 * of_rank * 15 / 16, abs=1.1)
+    instances = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 4}
+    assert least_gib(**instances) == pytest.approx(usual + 12 * of_rank * 3 / 16, abs=1.1), "4 ranks have a copy"
+    assert least_gib(use_distributed_optimizer=False, num_distributed_optimizer_instances=4) == least_gib(
+        use_distributed_optimizer=False
+    )
+    assert least_gib(fp8="e4m3") == pytest.approx(usual + 2 * of_rank, abs=1.1)
     assert least_gib(bf16=False, fp16=True) == usual
     activations = usual - 4 - (2 + 4 + 12 / 16) * of_rank  # without the margin
     assert least_gib(bf16=False) == pytest.approx(usual + activations + 2 * of_rank, abs=1.5)

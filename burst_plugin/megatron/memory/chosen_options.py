@@ -59,7 +59,8 @@ _SIZES = (
     _SHARDS,
     *WHOLE_LOGITS,
     *("num_query_groups", "global_batch_size", "swiglu", "untie_embeddings_and_output_weights"),
-    *("optimizer_cpu_offload", "use_distributed_optimizer", "bf16", "fp16", "sequence_parallel"),
+    *("optimizer_cpu_offload", "use_distributed_optimizer", "num_distributed_optimizer_instances"),
+    *("bf16", "fp16", "fp8", "fp4", "sequence_parallel"),
     *("recompute_method", "recompute_num_layers"),
 )
 _REFERENCE_BYTES = 80 * GIB  # of a GPU, for chunks, which are alike on unlike GPUs
@@ -148,8 +149,12 @@ def _step(sizes: dict[str, Any], strategy: Strategy, gpu_bytes: float | None) ->
     parts = memory(model, setting, cluster).gpu
     item_bytes = BF16 if sizes["bf16"] or sizes["fp16"] else FP32
     missing = sum(parts[name] for name in STATES) + parts["weights"] * (item_bytes / BF16 - 1)
-    if not sizes["use_distributed_optimizer"]:  # then each data-parallel rank has all of its states
-        missing += parts["optimizer"] * (context * data - 1)
+    # The ranks of an instance share the optimizer's states; without such sharing each rank has all of them.
+    shared = sizes["use_distributed_optimizer"]
+    copies = (sizes["num_distributed_optimizer_instances"] or 1) if shared else context * data
+    missing += parts["optimizer"] * (copies - 1)
+    if sizes["fp8"] or sizes["fp4"]:
+        missing += parts["weights"]  # of which linear layers have copies of a byte each, by rows and by columns
     return NextStep(
         model=model, setting=setting, cluster=cluster, free=gpu_bytes, states=missing, item_bytes=item_bytes
     )
