@@ -74,6 +74,7 @@ class Registry:
     identity: this rank's place in its training, for tags of calls.
     documents: where the documents of microbatches begin.
     cuts_batches: whether a batch has been cut by this package, as its layout says, since groups were made.
+    knows_of_whole_logits: whether a model had all its logits at a time, where `memory="auto"` chose chunks of them.
     turn: the new tokens of inference while a model computes them, else None.
     tree: the prefix tree while a model computes its rollouts, else None.
     """
@@ -83,7 +84,7 @@ class Registry:
         self.tensor_cache = TensorCache(lambda: self.identity.calls)
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
-        self.cuts_batches = False
+        self.cuts_batches = self.knows_of_whole_logits = False
         self.turn: Turn | None = None  # of inference, while a model computes it
         self.tree: PrefixTree | None = None  # of the rollouts that a model computes
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}

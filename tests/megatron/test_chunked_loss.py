@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from burst_plugin import Strategy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.megatron.memory.output_layer import LanguageModelLoss, output_layer_problems
+from burst_plugin.megatron.registry import Registry
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
 from tests.support.megatron_gpt import (
@@ -25,6 +27,7 @@ from tests.support.megatron_gpt import (
     StepResult,
     batches,
     build,
+    cut_batch,
     forward_backward,
     forward_step,
     leave,
@@ -164,7 +167,7 @@ def _refused(rank: int, directory: str) -> tuple[list[str], list[int]]:
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt import gpt_model
 
-    from tests.support.megatron_gpt import cut_batch, transformer_config
+    from tests.support.megatron_gpt import transformer_config
 
     run = in_chunks(TWO_LAYERS, cp=2)
     messages = []
@@ -301,6 +304,40 @@ def _with_own_loss(rank: int) -> str:
 def test_a_loss_of_its_own_is_refused_on_every_pipeline_stage() -> None:
     for message in run_ranks(_with_own_loss, 2):
         assert "cannot cut the loss of GPTModel:\n  its loss is _own_loss" in message
+
+
+def _not_in_chunks(rank: int, kind: str) -> list[str]:
+    """Return what a model warns of whose loss is to be computed in chunks by choice of `memory="auto"`."""
+    run = replace(TWO_LAYERS, cp=2, cp_comm_type="burst")
+    chosen = Strategy(loss_chunk=CHUNK, keep_attention="all")
+    with mock.patch.object(Registry, "asked", return_value=chosen), warnings.catch_warnings(record=True) as said:
+        model, tokens = build(run).module, random_tokens(run)[0][:, :-1]
+        batch = cut_batch({"tokens": tokens, "labels": tokens, "position_ids": torch.arange(64).expand(2, -1)})
+        inputs = batch["tokens"], batch["position_ids"], None
+        warnings.simplefilter("always")
+        if kind == "usual":
+            model(*inputs, labels=batch["labels"])
+            with torch.no_grad():
+                model(*inputs)  # scores
+        if kind == "without labels":
+            model(*inputs)
+            model(*inputs)
+        if kind == "hook":
+            model.output_layer.register_forward_hook(_half)
+            model(*inputs, labels=batch["labels"])
+    leave()
+    return [str(each.message) for each in said if "logits" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("usual", None), ("without labels", "it is called without labels"), ("hook", "its output layer has what would")],
+)
+def test_whole_logits_where_chunks_were_chosen_warn_once(kind: str, reason: str | None) -> None:
+    said, others = run_ranks(_not_in_chunks, 2, kind)
+    assert others == []
+    assert len(said) == (reason is not None)
+    assert all(f"the model has those of all its tokens: {reason}" in each for each in said)
 
 
 def _gathered(rank: int) -> int:

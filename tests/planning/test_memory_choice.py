@@ -138,6 +138,7 @@ def test_megatron_knows_all_before_its_model_is_built(monkeypatch: pytest.Monkey
         ({"recompute_num_layers": 2}, "--recompute-method uniform --recompute-num-layers 2"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
         ({"num_experts": 8}, "--num-experts 8"),
+        ({"variable_seq_lengths": True, "seq_length": 4096}, "variable_seq_lengths=True"),  # as slime has it
         ({"tensor_parallel_num_weight_shards": 8}, "--tensor-parallel-num-weight-shards 8"),
         (
             {"defer_embedding_wgrad_compute": True, "pipeline_model_parallel_size": 2},  # it needs several stages

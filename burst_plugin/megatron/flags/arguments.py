@@ -27,7 +27,7 @@ _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     }
 )
 _OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
-# Arguments whose flags have another name.
+# Arguments whose flags have another name, or that programs set without a flag.
 _UNLIKE: Mapping[str, str] = MappingProxyType(
     {
         "cpu_offloading": "--cpu-offloading-num-layers",
@@ -35,6 +35,7 @@ _UNLIKE: Mapping[str, str] = MappingProxyType(
         "fp8": "--fp8-format {}",
         "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",  # their number over that of ranks
         "use_inference_optimized_layers": "--transformer-impl inference_optimized",
+        "variable_seq_lengths": "variable_seq_lengths={}",
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank {}",
     }
 )

@@ -39,6 +39,7 @@ _UNKNOWN = (  # arguments with which the planner's model of the memory is not ri
     *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "defer_embedding_wgrad_compute",  # which keeps the gradients of many microbatches' logits
+    "variable_seq_lengths",  # with which seq_length does not say how long sequences are
 )
 # Fields of TransformerConfig, and flags, that need whole logits, or take part in the output layer's gradient.
 WHOLE_LOGITS: Mapping[str, Rule] = MappingProxyType(

@@ -9,12 +9,14 @@ are; a chunk's sums over the vocabulary take two collectives of some numbers per
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -128,10 +130,15 @@ def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *
         return original(model, *args, **kwargs)
     has_labels = bind(original, model, *args, **kwargs).arguments.get("labels") is not None
     if model.post_process and not has_labels:
+        if is_chosen:
+            _warn_of_whole_logits(registry, "it is called without labels")
         return original(model, *args, **kwargs)
     if not is_chosen:
         _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
-    if not model.post_process or (is_chosen and output_layer_problems(model)):
+    if not model.post_process:
+        return original(model, *args, **kwargs)
+    if is_chosen and (reasons := output_layer_problems(model)):
+        _warn_of_whole_logits(registry, reasons[0])
         return original(model, *args, **kwargs)
     loss = LanguageModelLoss(model.output_layer, chunk, model.compute_language_model_loss if is_chosen else None)
     with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
@@ -142,6 +149,29 @@ def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *
             "loss by compute_language_model_loss of its output layer's logits; drop it"
         )
     return result
+
+
+def _warn_of_whole_logits(registry: Registry, reason: str) -> None:
+    """Warn once, on one rank, that a model in training has whole logits, where memory was counted for chunks.
+
+    reason: why, as a sentence about the model.
+    """
+    if registry.knows_of_whole_logits or not torch.is_grad_enabled():  # without a graph they take little
+        return
+    registry.knows_of_whole_logits = True
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    if any(ranks):
+        return
+    options = registry.asked()
+    warnings.warn(
+        f'memory "auto" has counted logits of {options.loss_chunk:,} tokens at a time, with keep_attention='
+        f"{options.keep_attention!r}, but the model has those of all its tokens: {reason}; if memory is short, use "
+        "--burst-keep-attention none, or --burst-memory off",
+        stacklevel=2,
+    )
 
 
 def _count_accepted(
