@@ -137,6 +137,11 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             {"burst_ulysses_degree": 2, "burst_mesh_degree": 2},
             "--burst-ulysses-degree 2 and --burst-mesh-degree 2 cannot be combined",
         ),
+        (
+            {"burst_preset": "usp", "burst_mesh_degree": 2},
+            "--burst-ulysses-degree node (set by --burst-preset usp) and --burst-mesh-degree 2 cannot be combined",
+        ),
+        ({"context_parallel_size": 1, "burst_loss_chunk": -5}, "--burst-loss-chunk -5 is not valid; use a number of"),
     ],
     ids=str,
 )

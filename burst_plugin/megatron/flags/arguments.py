@@ -148,13 +148,20 @@ def option_of(name: str, value: Any = None) -> str:
 
 
 def in_flags(text: str) -> str:
-    """Return an error of `Strategy` with flags in place of options: "--burst-parts 1 2 3" for "parts=(1, 2, 3)"."""
+    """Return an error of `Strategy` with flags in place of options: "--burst-parts 1 2 3" for "parts=(1, 2, 3)".
+
+    Options that `--burst-preset` has set, and no flag of their own, are followed by the preset.
+    """
+    args = parsed_arguments()
+    preset: Any = getattr(args, _PRESET, None)
+    of_preset = PRESETS[preset].options.keys() - _options_of(args).keys() if preset in PRESETS else ()
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
         if value is None:  # names of one word are also words of the text
             return flag_of(_dest(name)) if "_" in name else match[0]
-        return flag_of(_dest(name), value.strip("()'").replace(",", ""))
+        source = f" (set by {flag_of(_PRESET, preset)})" if name in of_preset else ""
+        return flag_of(_dest(name), value.strip("()'").replace(",", "")) + source
 
     names = "|".join(option.name for option in _OPTIONS)
     return re.sub(rf"\b({names})\b(?:=(\([^)]*\)|'[^']*'|[^\s;,]+))?", flag, text)

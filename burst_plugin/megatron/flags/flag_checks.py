@@ -109,6 +109,8 @@ def refuse_flags() -> None:
         _warn_of_square_masks(args)
         _warn_of_experts_by_rank(args)
         _warn_of_turns_by_rank(args)
+    else:  # on one rank losses and MLPs come in chunks, too
+        reasons += _strategy_problems()
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
