@@ -40,6 +40,7 @@ class HybridFamily:
         name.
     wide_norms, in_chunks: fields of `ModelShape`.
     windows: whether layers of the type sliding_attention have a window.
+    names: further names of keys in a config.json, each with the key that it stands for, as transformers takes them.
     defaults: values of keys that a config.json may leave out.
     """
 
@@ -47,7 +48,14 @@ class HybridFamily:
     wide_norms: bool = False
     windows: bool = False
     in_chunks: tuple[str, ...] = ("mlp", "heads")
+    names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def complete(self, config: Config) -> tuple[Config, Mapping[str, str]]:
+        """Return a config.json with defaults, under the keys that are read, and {key: its further name there}."""
+        renamed = {self.names[name]: name for name in config if name in self.names}
+        plain = {key: value for key, value in config.items() if key not in self.names}
+        return {**self.defaults, **plain, **{key: config[name] for key, name in renamed.items()}}, renamed
 
 
 def dense(width: int, more: int = 0) -> Layer:
@@ -372,18 +380,13 @@ _DELTA = MappingProxyType(
     }
 )
 _MAMBA2 = MappingProxyType(
-    {
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    }
+    {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 )
 _MAMBA = MappingProxyType(
     {"state_size": 16, "expand": 2, "conv_kernel": 4, "tie_word_embeddings": True, "residual_in_fp32": True}
 )
 _CONVOLVING = MappingProxyType({"num_key_value_heads": 8, "conv_L_cache": 3, "tie_word_embeddings": True})
+_OF_LFM2 = MappingProxyType({"tie_embedding": "tie_word_embeddings"})
 STREAM_IN_FLOAT32 = ("mamba", "mamba2", "falcon_mamba")
 """Those in which residual_in_fp32 changes something."""
 _QWEN_EXPERTS = MappingProxyType(
@@ -415,17 +418,13 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         "granitemoehybrid": HybridFamily(
             layers=_granite,
             in_chunks=("heads",),
-            defaults={
-                **_MAMBA2,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "shared_intermediate_size": 1024,
-            },
+            defaults={**_MAMBA2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
         ),
         "nemotron_h": HybridFamily(
             layers=_nemotron,
             in_chunks=("heads",),
             wide_norms=True,
+            names={"num_local_experts": "n_routed_experts"},
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -456,6 +455,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         "falcon_mamba": HybridFamily(layers=_mamba_alone, in_chunks=(), defaults=_MAMBA),
         "jamba": HybridFamily(
             layers=_jamba,
+            names={"num_local_experts": "num_experts"},
             defaults={
                 "num_key_value_heads": 8,
                 "num_experts": 16,
@@ -471,16 +471,19 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
         ),
         "minimax": HybridFamily(
             layers=_minimax,
+            names={"num_experts": "num_local_experts"},
             defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
         ),
         "lfm2": HybridFamily(
             layers=_lfm2,
             in_chunks=("mlp",),
+            names=_OF_LFM2,
             defaults={**_CONVOLVING, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
         ),
         "lfm2_moe": HybridFamily(
             layers=_lfm2_moe,
             in_chunks=(),
+            names=_OF_LFM2,
             defaults={
                 **_CONVOLVING,
                 "num_dense_layers": 2,

@@ -211,6 +211,7 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
         "sarvam_mla": HybridFamily(
             layers=_with_experts,
             in_chunks=_IN_CHUNKS,
+            names={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
             defaults={**_DEEPSEEK_V3, "q_lora_rank": None, "n_routed_experts": 128, "first_k_dense_replace": 1},
         ),
         "axk1": HybridFamily(
@@ -221,10 +222,18 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
         "kimi_linear": HybridFamily(
             layers=_kimi_linear,
             in_chunks=_IN_CHUNKS,
+            names={
+                "num_local_experts": "num_experts",
+                "num_experts_per_tok": "num_experts_per_token",
+                "n_shared_experts": "num_shared_experts",
+            },
             defaults={
-                **_DEEPSEEK_V3,
+                **_DEEPSEEK,
                 "q_lora_rank": None,
                 "moe_intermediate_size": 1024,
+                "num_experts": 256,
+                "num_shared_experts": 1,
+                "num_experts_per_token": 8,
                 "first_k_dense_replace": 1,
                 "linear_head_dim": 128,
                 "linear_num_heads": 32,
@@ -251,6 +260,7 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
         "glm4_moe_lite": HybridFamily(
             layers=_with_experts,
             in_chunks=_IN_CHUNKS,
+            names={"head_dim": "qk_rope_head_dim"},
             defaults={
                 **_DEEPSEEK,
                 "q_lora_rank": 768,

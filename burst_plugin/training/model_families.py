@@ -135,7 +135,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             unused=_EXPERTS | {"initial_context_length", "experts_per_token"},
         ),
         "gemma": Family(
-            defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16, "query_pre_attn_scalar": None},
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "hidden_activation": None,
+                "hidden_act": "gelu_pytorch_tanh",
+                "num_key_value_heads": 16,
+                "query_pre_attn_scalar": None,
+            },
             features=_GEMMA,
             says={**_BIAS, "use_bidirectional_attention": ("bidirectional",)},
         ),

@@ -179,7 +179,10 @@ def _read_rest(features: _Features, config: Mapping[str, Any], family: Family) -
         "norm_epsilon", _number(config["rms_norm_eps"], "rms_norm_eps"), "rms_norm_eps", config["rms_norm_eps"]
     )
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    features.add("activation", str(config[key]), key, config[key])
+    activation = str(config[key])
+    if config["model_type"] == "gemma" and activation == "gelu":  # by which its first files mean the approximation
+        activation = "gelu_pytorch_tanh"
+    features.add("activation", activation, key, config[key])
     for key, name in (("initializer_range", "weight_std"), ("attention_dropout", "attention_dropout")):
         if config.get(key) is not None:
             features.add(name, _number(config[key], key), key, config[key])

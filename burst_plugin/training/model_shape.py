@@ -344,10 +344,10 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     _check(config, path)
     kind = str(config.get("model_type", "model"))
     family = _FAMILIES.get(kind)
-    config = config if family is None else {**family.defaults, **config}
+    config, names = (config, {}) if family is None else family.complete(config)
     if kind == "nemotron_h":
         config = {**config, "num_hidden_layers": len(nemotron_kinds(config))}
-    size = _Sizes(config, path)
+    size = _Sizes(config, path, names)
     hidden, layers = size("hidden_size"), size("num_hidden_layers")
     heads = size("num_attention_heads", default=None if family is None else 1)
     latent = latent_sizes(config, size) if kind in LATENT_FAMILIES else None
@@ -425,10 +425,13 @@ def _of_layers(base: ModelShape, layers: Sequence[Layer], windows: Sequence[int]
 
 
 class _Sizes:
-    """The sizes in a config.json."""
+    """The sizes in a config.json.
 
-    def __init__(self, config: Mapping[str, Any], path: str) -> None:
-        self._config, self._path = config, path
+    names: by key, the name under which the file has it, where that is another one.
+    """
+
+    def __init__(self, config: Mapping[str, Any], path: str, names: Mapping[str, str]) -> None:
+        self._config, self._path, self._names = config, path, names
 
     def __call__(self, *keys: str, default: int | None = None) -> int:
         """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent."""
@@ -438,7 +441,8 @@ class _Sizes:
                 continue
             number = as_whole(value)
             if number is None or number < (1 if default is None else 0):
-                raise ValueError(f"{self._path} has {key}={shown(value)}, expected a positive whole number")
+                name = self._names.get(key, key)
+                raise ValueError(f"{self._path} has {name}={shown(value)}, expected a positive whole number")
             return number
         if default is None:
             raise ValueError(

@@ -141,7 +141,7 @@ _QWEN_2_5 = MappingProxyType(
 
 def _qwen(v: _Vision, *, deepstack: int = 0) -> Tower:
     """Return the tower of Qwen3-VL and Qwen3.5, whose features go to `deepstack` layers besides."""
-    layers, h, ffn = v("depth"), v("hidden_size"), v("intermediate_size")
+    layers, h, ffn = v("num_hidden_layers", "depth"), v("hidden_size"), v("intermediate_size")
     merged, out = v("spatial_merge_size") ** 2, v("out_hidden_size")
     pixels = v("in_channels") * v("temporal_patch_size") * v.area("patch_size")
     wide = h * merged
@@ -177,7 +177,7 @@ def _qwen3_5(config: Config) -> Tower:
 
 def _qwen2_5_vl(config: Config) -> Tower:
     v = _Vision(config["vision_config"], {**_QWEN_2_5, "fullatt_block_indexes": (7, 15, 23, 31)})
-    layers, h, ffn = v("depth"), v("hidden_size"), v("intermediate_size")
+    layers, h, ffn = v("num_hidden_layers", "depth"), v("hidden_size"), v("intermediate_size")
     merge, out, patch = v("spatial_merge_size"), v("out_hidden_size"), v("patch_size")
     pixels = v("in_channels") * v("temporal_patch_size") * patch**2
     wide = h * merge**2

@@ -12,8 +12,12 @@ import torch
 
 from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.strategy import Strategy
+from burst_plugin.training.attention_families import ATTENTION_FAMILIES
 from burst_plugin.training.hybrid_families import HYBRIDS
-from burst_plugin.training.model_shape import ModelShape, model_shape
+from burst_plugin.training.latent_families import LATENT_FAMILIES
+from burst_plugin.training.model_families import FAMILIES
+from burst_plugin.training.model_shape import ModelShape, model_shape, shape_of
+from burst_plugin.training.tower_families import TEXT_DEFAULTS
 
 transformers = pytest.importorskip("transformers")
 hybrids = pytest.importorskip("tests.support.hybrids").hybrids
@@ -57,6 +61,25 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
     "jamba": {"num_experts": 1},
 }
+DEFAULTS: dict[str, Any] = {
+    **TEXT_DEFAULTS,
+    **{kind: family.defaults for kind, family in FAMILIES.items()},
+    **{kind: family.defaults for kind, family in {**HYBRIDS, **LATENT_FAMILIES, **ATTENTION_FAMILIES}.items()},
+}
+# By model_type, further names of keys that transformers takes besides those in its `attribute_map`.
+FURTHER_NAMES = {
+    "nemotron_h": {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"},
+    "lfm2": {"tie_embedding": "tie_word_embeddings"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+    "deepseek_v32": {"num_experts": "n_routed_experts"},
+    "glm_moe_dsa": {"num_experts": "n_routed_experts"},
+}
+NAMES = [
+    (kind, name, key)
+    for kind, defaults in DEFAULTS.items()
+    for name, key in {**transformers.CONFIG_MAPPING[kind].attribute_map, **FURTHER_NAMES.get(kind, {})}.items()
+    if name in defaults or key in defaults
+]
 
 
 def counted(config: Any) -> int:
@@ -118,6 +141,29 @@ def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path
         assert model_shape(str(tmp_path)) == shape
 
 
+@pytest.mark.parametrize(("kind", "name", "key"), NAMES)
+def test_sizes_are_read_under_all_names_that_transformers_takes(kind: str, name: str, key: str) -> None:
+    """No default of the key hides them, whatever the key is called in a plan."""
+    usual = transformers.AutoConfig.for_model(kind)
+    value = not getattr(usual, key) if isinstance(getattr(usual, key), bool) else 2 * getattr(usual, key)
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    fields: dict[str, Any] = {size: getattr(usual, size) for size in sizes}
+    if kind == "lfm2_moe":
+        fields["layer_types"] = ["conv", "full_attention"] * 16
+    if kind == "deepseek_v2":
+        fields["num_experts_per_tok"] = 6
+
+    def planned(**changes: Any) -> ModelShape:
+        text = {"model_type": kind, **fields, **changes}
+        return shape_of({"text_config": text} if kind in TEXT_DEFAULTS else text, kind)
+
+    config = transformers.AutoConfig.for_model(kind, **fields, **{name: value})
+    assert getattr(config, key) == value
+    if kind not in TEXT_DEFAULTS and kind != "mistral4":  # of which there is no class for text alone
+        assert planned(**{name: value}).parameters == counted(config)
+    assert planned(**{name: value}) == planned(**{key: value}) != planned()
+
+
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_parts_run_in_chunks_where_a_run_takes_that(kind: str, tmp_path: Path) -> None:
     fields = {**tiny()[kind].to_dict(), **WITHOUT_EXPERTS.get(kind, {})}
@@ -158,6 +204,7 @@ def test_parameters_of_published_models() -> None:
         ("nemotron_h", {"hybrid_override_pattern": "M?"}, r"hybrid_override_pattern has '\?', expected M \* - E"),
         ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 8}, "experts in a latent space"),
         ("qwen3_next", {"layer_types": ["linear_attention"]}, "expected a list with the kind of each of 2 layers"),
+        ("jamba", {"num_local_experts": "8"}, "has num_local_experts='8', expected a positive whole number"),
         ("bamba", {"num_hidden_layers": None}, "has no num_hidden_layers"),
         ("minimax", {"layer_types": ["conv", "full_attention"]}, "layers of the type conv are not known"),
         ("lfm2_moe", {}, "there is no layer_types; add a list"),

@@ -77,6 +77,15 @@ def test_features_are_read(tmp_path: Path) -> None:
     assert replace(model_features(read(beside_images, tmp_path)), towers=False) == gemma
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu", "gelu_pytorch_tanh"])
+def test_the_activation_of_gemma_is_the_one_that_transformers_takes(activation: str, tmp_path: Path) -> None:
+    """Whose first files mean the approximation by "gelu", and have no hidden_activation."""
+    transformers = pytest.importorskip("transformers")
+    config = {"model_type": "gemma", **SIZES, "hidden_act": activation}
+    taken = transformers.AutoConfig.for_model(**config).hidden_act
+    assert model_features(read(config, tmp_path)).activation == taken
+
+
 LLAMA, QWEN, OSS = PUBLISHED["llama_3_1"], PUBLISHED["qwen2"], PUBLISHED["gpt_oss"]
 
 

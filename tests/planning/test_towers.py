@@ -118,6 +118,15 @@ def test_parameters_of_variants(
     check_parameters(read(config, tmp_path), empty_model(config))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in TOWERS if kind.startswith("qwen")])
+def test_layers_are_counted_under_both_names_that_transformers_takes(kind: str) -> None:
+    """The default of one, a tower of 27 or 32 layers, does not hide the other."""
+    renamed = {"num_hidden_layers" if key == "depth" else key: value for key, value in _QWEN.items()}
+    assert transformers.AutoConfig.for_model(kind, vision_config=renamed).vision_config.depth == _QWEN["depth"]
+    towers = [tower_of({"model_type": kind, "vision_config": vision}, 48) for vision in (renamed, _QWEN)]
+    assert towers[0] == towers[1]
+
+
 def tiny(kind: str, text: dict[str, Any], vision: dict[str, Any], more: dict[str, Any]) -> Any:
     """A tiny configuration; its language model is of the family's usual kind."""
     usual = transformers.AutoConfig.for_model(kind).text_config.model_type
