@@ -262,8 +262,7 @@ def _mixer_backward(
     if setting.code.workspace:  # of GPUs
         work["workspace of the mixer's kernel"] = w.inside * mixer.workspace
     if setting.context > 1 and setting.recurrent == "heads":  # which leave and arrive
-        numbers = sum(heads * dim for _, heads, dim in mixer.tensors)
-        work["heads of the mixer, exchanged"] = 2 * BF16 * w.inside * numbers
+        work["heads of the mixer, exchanged"] = 2 * w.inside * mixer.exchanged
     backward_moments = {"mixer, backward": before | work}
     if setting.code.plain_mixers and mixer.norm_gradients:
         inside = {"gradients inside the mixer's norm": max(0.0, w.inside * mixer.norm_gradients - freed)}

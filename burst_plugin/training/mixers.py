@@ -25,7 +25,8 @@ class TokenMixer:
     kind: its name, such as "Mamba-2".
     parameters, weights: how many parameters it has, and how many of them are weights of projections, which multiply
         every token.
-    tensors: the inputs of the kernel, (name, heads, numbers per head and token); the first is as wide as its output.
+    tensors: the inputs of the kernel, (name, heads, numbers per head and token, bytes of a number); the first is as
+        wide as its output.
     by_heads: whether ranks can exchange heads instead of states.
     state, transition: numbers of a state, and of the transition that multiplies it, of all heads.
     flops: FLOPs of the kernel for one token, forward. on_ring: further FLOPs where states come from other ranks.
@@ -42,7 +43,7 @@ class TokenMixer:
     kind: str
     parameters: int
     weights: int
-    tensors: tuple[tuple[str, int, int], ...]
+    tensors: tuple[tuple[str, int, int, int], ...]
     by_heads: bool
     state: int
     transition: int
@@ -56,6 +57,11 @@ class TokenMixer:
     on_ring_backward: float | None = None
     saved_on_ring: float = 0.0
     workspace: float = 0.0
+
+    @property
+    def exchanged(self) -> int:
+        """Return the bytes of the kernel's inputs for one token, which an exchange of heads sends."""
+        return sum(heads * numbers * nbytes for _, heads, numbers, nbytes in self.tensors)
 
 
 def _delta_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -87,11 +93,11 @@ def delta_rule(
         parameters=weights + channels * width + 2 * heads + value_dim,
         weights=weights,
         tensors=(
-            ("v", heads, value_dim),
-            ("q", key_heads, key_dim),
-            ("k", key_heads, key_dim),
-            ("g", heads, 1),
-            ("beta", heads, 1),
+            ("v", heads, value_dim, BF16),
+            ("q", key_heads, key_dim, BF16),
+            ("k", key_heads, key_dim, BF16),
+            ("g", heads, 1, FP32),
+            ("beta", heads, 1, BF16),
         ),
         by_heads=True,
         state=heads * key_dim * value_dim,
@@ -126,7 +132,7 @@ def channel_delta_rule(*, hidden: int, heads: int, head_dim: int, width: int) ->
         kind="Kimi delta attention",
         parameters=weights + 3 * inner * width + heads + inner + head_dim,
         weights=weights,
-        tensors=(*plain.tensors[:3], ("g", heads, head_dim), ("beta", heads, 1)),
+        tensors=(*plain.tensors[:3], ("g", heads, head_dim, FP32), ("beta", heads, 1, BF16)),
         saved=BF16 * (2 * 3 * inner + 2 * head_dim) + gates + 2 * heads * _CHUNK * BF16,
         gradients=BF16 * (2 * 3 * inner + inner),
         saved_on_ring=plain.saved_on_ring + FP32 * inner,
@@ -162,7 +168,12 @@ def state_space(
         kind="Mamba-2",
         parameters=weights + others,
         weights=weights,
-        tensors=(("x", heads, head_dim), ("dt", heads, 1), ("B", groups, size), ("C", groups, size)),
+        tensors=(
+            ("x", heads, head_dim, BF16),
+            ("dt", heads, 1, FP32),
+            ("B", groups, size, BF16),
+            ("C", groups, size, BF16),
+        ),
         by_heads=True,
         state=inner * size,
         transition=heads,
@@ -207,7 +218,7 @@ def selective_scan(
         kind="Mamba",
         parameters=weights + others,
         weights=weights,
-        tensors=(("x", 1, inner), ("dt", 1, inner), ("B", 1, size), ("C", 1, size)),
+        tensors=(("x", 1, inner, BF16), ("dt", 1, inner, FP32), ("B", 1, size, BF16), ("C", 1, size, BF16)),
         by_heads=False,
         state=inner * size,
         transition=inner * size,
@@ -232,7 +243,7 @@ def decay_attention(*, hidden: int, heads: int, head_dim: int) -> TokenMixer:
         kind="lightning attention",
         parameters=weights + inner,
         weights=weights,
-        tensors=(("v", heads, head_dim), ("q", heads, head_dim), ("k", heads, head_dim)),
+        tensors=tuple((name, heads, head_dim, BF16) for name in "vqk"),
         by_heads=True,
         state=inner * head_dim,
         transition=heads,

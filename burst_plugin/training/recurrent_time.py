@@ -84,7 +84,7 @@ def hops(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]
 
 def _parts(mixer: TokenMixer, setting: Setting) -> int:
     """Return into how many parts a layer's heads are cut, so that other parts hide the messages of one."""
-    tokens, heads = setting.tokens_at_once / setting.context, [n // setting.tensor for _, n, _ in mixer.tensors]
+    tokens, heads = setting.tokens_at_once / setting.context, [n // setting.tensor for _, n, *_ in mixer.tensors]
     if not mixer.by_heads:
         return 1
     if setting.recurrent == "heads":
@@ -105,9 +105,10 @@ def _halo(mixer: TokenMixer, setting: Setting, pieces: Pieces) -> list[Hop]:
 def _exchanges(mixer: TokenMixer, setting: Setting, direction: Direction) -> list[Hop]:
     """Return the two hops of an exchange of heads: the kernel's inputs go towards heads, and its outputs back."""
     ranks, tokens = setting.context, setting.tokens_at_once / setting.context
-    of_peers = [(max(1.0, heads / setting.tensor / ranks), dim) for _, heads, dim in mixer.tensors]
-    into = BF16 * tokens * sum(heads * dim for heads, dim in of_peers)
-    back = BF16 * tokens * of_peers[0][0] * of_peers[0][1]
+    of_peers = [
+        max(1.0, heads / setting.tensor / ranks) * numbers * nbytes for _, heads, numbers, nbytes in mixer.tensors
+    ]
+    into, back = tokens * sum(of_peers), tokens * of_peers[0]
     both = (into, back) if direction == "forward" else (back, into)
     peers = [(src, dst) for src in range(ranks) for dst in range(ranks) if src != dst]
     return [dict.fromkeys(peers, nbytes) for nbytes in both]
@@ -120,7 +121,7 @@ def can_exchange_heads(mixers: Sequence[TokenMixer], context: int, tensor: int) 
     it.
     """
     by_heads = [mixer for mixer in mixers if mixer.by_heads]
-    heads = [[count // tensor for _, count, _ in mixer.tensors] for mixer in by_heads]
+    heads = [[count // tensor for _, count, *_ in mixer.tensors] for mixer in by_heads]
     return bool(by_heads) and context > 1 and all(can_share(context, each) for each in heads)
 
 

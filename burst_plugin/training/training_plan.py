@@ -165,7 +165,7 @@ def _layouts(goal: Goal) -> Iterator[Setting]:
     """Yield all cuts of model, sequence and batch over all GPUs, with nothing switched on."""
     gpus, per_node, model = goal.cluster.gpus, goal.cluster.gpus_per_node, goal.model
     heads = [kind.kv_heads for kind in model.attending] + [
-        n for mixer, _ in model.mixers for _, n, _ in mixer.tensors
+        n for mixer, _ in model.mixers for _, n, *_ in mixer.tensors
     ]
     tensors = [n for n in _divisors(per_node) if n == 1 or (goal.space.tensor and not any(h % n for h in heads))]
     pipelines = [n for n in (1, 2, 4) if n == 1 or (goal.space.pipeline and model.layers % n == 0)]

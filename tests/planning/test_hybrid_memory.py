@@ -249,6 +249,21 @@ def test_a_ring_keeps_what_the_plan_says(ranks: int) -> None:
     assert expected == pytest.approx(measured_bytes, rel=0.12)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear"])
+def test_inputs_of_kernels_are_of_the_types_that_the_plan_counts(kind: str, tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    shape, config = shape_of(kind, tmp_path, **layers, **({"mlp_layer_types": ["dense"]} if "kimi" in kind else {}))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    name = "chunk_kimi_delta_attention" if "kimi" in kind else "torch_chunk_gated_delta_rule"
+    with mock.patch.object(sys.modules[type(model).__module__], name, side_effect=delta_rule) as kernel:
+        model(torch.zeros(1, 8, dtype=torch.long, device="cpu"), use_cache=False)
+    q, k, v = kernel.call_args.args
+    inputs = {"q": q, "k": k, "v": v, "g": kernel.call_args.kwargs["g"], "beta": kernel.call_args.kwargs["beta"]}
+    assert shape.mixer is not None
+    counted = {name: nbytes for name, _, _, nbytes in shape.mixer.tensors}
+    assert counted == {name: x.element_size() for name, x in inputs.items()}
+
+
 def said(shape: ModelShape, setting: Setting) -> tuple[float, str]:
     found = memory(shape, setting, Cluster())
     return sum(found.gpu[name] for name in WAITS), found.fullest

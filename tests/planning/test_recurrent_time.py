@@ -9,7 +9,9 @@ import torch
 
 from burst_plugin import Strategy, Topology, VirtualRing, recurrent
 from burst_plugin.planning.cluster import Cluster
-from burst_plugin.training.mixers import TokenMixer, delta_rule, selective_scan, state_space
+from burst_plugin.training.layer_memory import moments
+from burst_plugin.training.mixers import FP32, TokenMixer, channel_delta_rule, delta_rule, selective_scan, state_space
+from burst_plugin.training.model_shape import ModelShape
 from burst_plugin.training.recurrent_time import (
     KERNELS,
     MESSAGES,
@@ -23,7 +25,9 @@ from burst_plugin.types import DIRECTIONS
 
 CODE = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
 DELTA = delta_rule(hidden=64, keys=(8, 16), values=(16, 32), width=4)
+KIMI = channel_delta_rule(hidden=64, heads=8, head_dim=32, width=4)
 SPACE = state_space(hidden=64, heads=16, head_dim=16, groups=8, size=32, width=4)
+TINY = {"name": "tiny", "layers": 1, "hidden": 64, "ffn": 0, "heads": 1, "kv_heads": 1, "head_dim": 64, "vocab": 8}
 
 
 def setting(ranks: int, inner: int, tokens: int = 2**20, **more: object) -> Setting:
@@ -34,15 +38,15 @@ def measured(mixer: TokenMixer, topology: Topology, how: str, tokens: int) -> di
     """The bytes that each rank of a virtual ring sends in the passes of one call."""
     ring = VirtualRing(topology, Strategy(recurrent=how, layout="zigzag"))
     xs = [
-        (0.1 * torch.randn(1, tokens, heads, dim)).to(torch.bfloat16).squeeze(-1)
-        if dim == 1
-        else (0.1 * torch.randn(1, tokens, heads, dim)).to(torch.bfloat16)
-        for _, heads, dim in mixer.tensors
+        (0.1 * torch.randn((1, tokens, heads, dim) if dim > 1 else (1, tokens, heads))).to(
+            torch.float32 if nbytes == FP32 else torch.bfloat16
+        )
+        for _, heads, dim, nbytes in mixer.tensors
     ]
     place = recurrent.Placement(ring)
     for x in xs:
         x.requires_grad_()
-    if mixer is DELTA:
+    if mixer is not SPACE:
         v, q, k, g, beta = xs
         out = recurrent.gated_delta_rule(q, k, v, -g.abs(), beta, place)
     else:
@@ -56,7 +60,7 @@ def measured(mixer: TokenMixer, topology: Topology, how: str, tokens: int) -> di
 
 @pytest.mark.parametrize("how", ["state", "heads"])
 @pytest.mark.parametrize("topology", [Topology(1, 2), Topology(1, 4), Topology(2, 4)], ids=str)
-@pytest.mark.parametrize("mixer", [DELTA, SPACE], ids=lambda mixer: mixer.kind)
+@pytest.mark.parametrize("mixer", [DELTA, KIMI, SPACE], ids=lambda mixer: mixer.kind)
 def test_ranks_send_the_bytes_of_the_plan(mixer: TokenMixer, topology: Topology, how: str) -> None:
     tokens = 16 * topology.ranks
     counted = measured(mixer, topology, how, tokens)
@@ -66,6 +70,11 @@ def test_ranks_send_the_bytes_of_the_plan(mixer: TokenMixer, topology: Topology,
         print(mixer.kind, topology, how, direction, said, counted[direction])
         for mine, theirs in zip(said, counted[direction], strict=True):  # which have labels besides
             assert mine == pytest.approx(theirs, rel=0.03, abs=512)
+    if how == "heads":  # inputs leave and arrive, of as many bytes
+        work = moments(ModelShape(**TINY, attends=False, mixer=mixer), planned)["mixer, backward"]
+        outputs = 2 * tokens * mixer.tensors[0][1] * mixer.tensors[0][2]
+        sent = sum(counted["backward"]) * topology.ranks / (topology.ranks - 1) - outputs
+        assert work["heads of the mixer, exchanged"] * topology.ranks == pytest.approx(2 * sent, rel=0.03, abs=512)
 
 
 def test_a_scan_takes_twice_the_depth_of_the_tree() -> None:
@@ -94,8 +103,7 @@ def test_seconds_are_those_of_operations_hops_and_bytes() -> None:
         for how in ("state", "heads")
     ]
     assert times[0] / times[1] == pytest.approx(1 + SPACE.on_ring / SPACE.flops)
-    numbers = sum(heads * dim for _, heads, dim in DELTA.tensors) + 16 * 32
-    exchanged_s = 2 * numbers * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s
+    exchanged_s = (DELTA.exchanged + 2 * 16 * 32) * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s
     assert by_heads[MESSAGES] == pytest.approx(2 * exchanged_s, rel=0.01)
     assert without[MESSAGES] < 0.01 * by_heads[MESSAGES]
     sends_again = spent[MESSAGES] - without[MESSAGES]
@@ -111,8 +119,8 @@ def test_half_of_an_exchange_hides_behind_half_of_the_kernels() -> None:
     mixer = delta_rule(hidden=64, keys=(16, 16), values=(16, 32), width=0)
     slow = replace(cluster := Cluster(hop_s=0.0), recurrent_share=1e-9)
     by_heads = setting(8, 8, recompute="none", recurrent="heads")
-    numbers = sum(heads * dim for _, heads, dim in mixer.tensors) + 16 * 32
-    exchanged_s = 2 * 2 * numbers * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s  # both ways, of two bytes
+    nbytes = mixer.exchanged + 2 * 16 * 32
+    exchanged_s = 2 * nbytes * 2**20 / 8 * 7 / 8 / cluster.intra_bytes_per_s  # both ways
 
     assert recurrent_seconds(mixer, by_heads, slow)[MESSAGES] == pytest.approx(exchanged_s / 2, rel=0.01)
     fast = recurrent_seconds(mixer, by_heads, replace(cluster, recurrent_share=1e9))
