@@ -41,6 +41,7 @@ class HybridFamily:
     wide_norms, in_chunks: fields of `ModelShape`.
     windows: whether layers of the type sliding_attention have a window.
     names: further names of keys in a config.json, each with the key that it stands for, as transformers takes them.
+    ignored: keys that transformers does not read in this family.
     defaults: values of keys that a config.json may leave out.
     """
 
@@ -49,12 +50,13 @@ class HybridFamily:
     windows: bool = False
     in_chunks: tuple[str, ...] = ("mlp", "heads")
     names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, config: Config) -> tuple[Config, Mapping[str, str]]:
         """Return a config.json with defaults, under the keys that are read, and {key: its further name there}."""
         renamed = {self.names[name]: name for name in config if name in self.names}
-        plain = {key: value for key, value in config.items() if key not in self.names}
+        plain = {key: value for key, value in config.items() if key not in (*self.names, *self.ignored)}
         return {**self.defaults, **plain, **{key: config[name] for key, name in renamed.items()}}, renamed
 
 
@@ -425,6 +427,7 @@ HYBRIDS: Mapping[str, HybridFamily] = MappingProxyType(
             in_chunks=("heads",),
             wide_norms=True,
             names={"num_local_experts": "n_routed_experts"},
+            ignored=("tie_word_embeddings",),
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,

@@ -227,6 +227,7 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
                 "num_experts_per_tok": "num_experts_per_token",
                 "n_shared_experts": "num_shared_experts",
             },
+            ignored=("tie_word_embeddings",),
             defaults={
                 **_DEEPSEEK,
                 "q_lora_rank": None,

@@ -80,6 +80,11 @@ NAMES = [
     for name, key in {**transformers.CONFIG_MAPPING[kind].attribute_map, **FURTHER_NAMES.get(kind, {})}.items()
     if name in defaults or key in defaults
 ]
+# What has no default in transformers.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
 
 
 def counted(config: Any) -> int:
@@ -122,7 +127,7 @@ def test_parameters_are_those_of_models_with_biases_and_other_layers(kind: str, 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path: Path) -> None:
     """A key that is left out means what transformers takes it for."""
-    more = {"layer_types": ["conv", "full_attention"] * 16} if kind == "lfm2_moe" else {}  # which it needs
+    more = NEEDED.get(kind, {})
     config = transformers.AutoConfig.for_model(kind, **more)
     shape = read(config, tmp_path, use_diff=False)
     assert shape.parameters == counted(config)
@@ -141,6 +146,14 @@ def test_parameters_are_those_of_default_models(kind: str, whole: bool, tmp_path
         assert model_shape(str(tmp_path)) == shape
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", sorted({*HYBRIDS, *LATENT_FAMILIES, *ATTENTION_FAMILIES} - {"mistral4"}))
+def test_heads_are_tied_where_transformers_ties_them(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    """Which it never does in some families, whatever the file says."""
+    config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=is_tied, **NEEDED.get(kind, {}))
+    assert read(config, tmp_path, use_diff=False).parameters == counted(config)
+
+
 @pytest.mark.parametrize(("kind", "name", "key"), NAMES)
 def test_sizes_are_read_under_all_names_that_transformers_takes(kind: str, name: str, key: str) -> None:
     """No default of the key hides them, whatever the key is called in a plan."""
@@ -148,10 +161,7 @@ def test_sizes_are_read_under_all_names_that_transformers_takes(kind: str, name:
     value = not getattr(usual, key) if isinstance(getattr(usual, key), bool) else 2 * getattr(usual, key)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     fields: dict[str, Any] = {size: getattr(usual, size) for size in sizes}
-    if kind == "lfm2_moe":
-        fields["layer_types"] = ["conv", "full_attention"] * 16
-    if kind == "deepseek_v2":
-        fields["num_experts_per_tok"] = 6
+    fields |= NEEDED.get(kind, {})
 
     def planned(**changes: Any) -> ModelShape:
         text = {"model_type": kind, **fields, **changes}
