@@ -22,17 +22,24 @@ ACTIVE = (
 )
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_SHARED_WIDTH = (
+SHARED_WIDTH = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
     "share_expert_dim",
 )
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-_LAYERS = (*_FIRST, "moe_layer_freq", "moe_layer_interval", "moe_layer_end_index")
+LAYERS = (
+    *_FIRST,
+    "moe_layer_freq",
+    "moe_layer_interval",
+    "moe_layer_end_index",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
 _OF_HYBRIDS = ("expert_layer_period", "expert_layer_offset", "moe_latent_size")
 _NO_SIZES = ("num_expert_group", "moe_capacity")
-_KNOWN = frozenset((*COUNT, *ACTIVE, *WIDTH, *_SHARED_COUNT, *_SHARED_WIDTH, *_LAYERS, *_OF_HYBRIDS, *_NO_SIZES))
+_KNOWN = frozenset((*COUNT, *ACTIVE, *WIDTH, *_SHARED_COUNT, *SHARED_WIDTH, *LAYERS, *_OF_HYBRIDS, *_NO_SIZES))
 _OF_EXPERTS = re.compile("expert|moe_")
 
 
@@ -42,7 +49,7 @@ def experts(size: Callable[..., int]) -> Mapping[str, Any]:
     size: returns the size under the first of some keys that a config.json has; see `model_shape`.
     """
     ffn = size(*WIDTH)
-    shared = size(*_SHARED_COUNT, default=0) * ffn or size(*_SHARED_WIDTH, default=0)
+    shared = size(*_SHARED_COUNT, default=0) * ffn or size(*SHARED_WIDTH, default=0)
     return {"ffn": ffn, "experts": size(*COUNT), "active": size(*ACTIVE), "shared_ffn": shared}
 
 

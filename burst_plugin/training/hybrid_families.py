@@ -80,11 +80,11 @@ def layer_kinds(config: Config, layers: int) -> list[str] | None:
     Kinds are named as transformers names them now, "linear_attention" for "mamba" of older files. Raises ValueError
     for a list whose length is not `layers`.
     """
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    if listed is None:
+    key = "layers_block_type" if config.get("layer_types") is None else "layer_types"
+    if (listed := config.get(key)) is None:
         return None
-    if not isinstance(listed, Sequence) or len(listed) != layers:
-        raise ValueError(f"layer_types is {shown(listed)}, expected a list with the kind of each of {layers} layers")
+    if not isinstance(listed, list | tuple) or len(listed) != layers:
+        raise ValueError(f"{key} is {shown(listed)}, expected a list with the kind of each of {layers} layers")
     return [_RENAMED.get(str(kind), str(kind)) for kind in listed]
 
 
@@ -120,11 +120,12 @@ def _head_dim(size: Size) -> int:
     return size("head_dim", default=size("hidden_size") // size("num_attention_heads"))
 
 
-def _chosen(kinds: Sequence[str], by_kind: Mapping[str, Layer], mlps: Sequence[Layer]) -> list[Layer]:
+def chosen(kinds: Sequence[str], by_kind: Mapping[str, Layer], mlps: Sequence[Layer]) -> list[Layer]:
     """Return layers of these kinds, each with its MLP. Raise ValueError for a kind that is not in `by_kind`."""
     unknown = sorted(set(kinds) - set(by_kind))
     if unknown:
-        raise ValueError(f"layers of the type {unknown[0]} are not known; expected {', '.join(by_kind)}")
+        usual = " or ".join(by_kind)
+        raise ValueError(f"layers of the type {unknown[0]} are not known; write {usual} in layer_types")
     return [_joined(by_kind[kind], mlp) for kind, mlp in zip(kinds, mlps, strict=True)]
 
 
@@ -156,7 +157,7 @@ def _qwen_next(config: Config, size: Size) -> list[Layer]:
         sparse = _experts(size, "moe_intermediate_size", "num_experts", shared, gate)
         has_experts = sparse_layers(config, size, layers)
         mlps = [sparse if has else mlp for has, mlp in zip(has_experts, mlps, strict=True)]
-    return _chosen(_interleaved(config, layers), by_kind, mlps)
+    return chosen(_interleaved(config, layers), by_kind, mlps)
 
 
 def _olmo(config: Config, size: Size) -> list[Layer]:
@@ -174,7 +175,7 @@ def _olmo(config: Config, size: Size) -> list[Layer]:
     )
     more = (heads + _kv_heads(size) - 2) * _head_dim(size)  # norms of all heads, not of one
     attention = _attention(config, size, qk_norm=True, extra=more)
-    return _chosen(
+    return chosen(
         _interleaved({**config, "full_attention_interval": None}, layers),
         {"linear_attention": _mixing(mixer), "full_attention": attention},
         [dense(size("intermediate_size"))] * layers,
@@ -226,7 +227,7 @@ def _bamba(config: Config, size: Size) -> list[Layer]:
     mixer = _mamba2(config, size, size("mamba_expand") * size("hidden_size"))
     kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(layers)]
     by_kind = {"linear_attention": _mixing(mixer), "full_attention": _attention(config, size)}
-    return _chosen(kinds, by_kind, [_gated_mlp(config, size)] * layers)
+    return chosen(kinds, by_kind, [_gated_mlp(config, size)] * layers)
 
 
 def _falcon_h1(config: Config, size: Size) -> list[Layer]:
@@ -244,7 +245,7 @@ def _granite(config: Config, size: Size) -> list[Layer]:
     mixer = _mamba2(config, size, size("mamba_expand") * size("hidden_size"))
     by_kind = {"linear_attention": _mixing(mixer), "full_attention": _attention(config, size)}
     kinds = layer_kinds(config, layers) or ["linear_attention"] * layers
-    return _chosen(kinds, by_kind, [mlp] * layers)
+    return chosen(kinds, by_kind, [mlp] * layers)
 
 
 _NEMOTRON_LETTERS = MappingProxyType({"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"})
@@ -268,7 +269,7 @@ def _nemotron(config: Config, size: Size) -> list[Layer]:
         "mlp": _joined(_NO_ATTENTION, mlp, {"matrices": 2}),
         "moe": _joined(_NO_ATTENTION, experts, {"matrices": 2}),
     }
-    return _chosen(kinds, by_kind, [{}] * len(kinds))
+    return chosen(kinds, by_kind, [{}] * len(kinds))
 
 
 def nemotron_kinds(config: Config) -> list[str]:
@@ -326,7 +327,7 @@ def _jamba(config: Config, size: Size) -> list[Layer]:
     every, first = size("expert_layer_period"), size("expert_layer_offset", default=0)
     kinds = ["full_attention" if layer % period == offset else "linear_attention" for layer in range(layers)]
     mlps = [sparse if experts > 1 and layer % every == first else dense(width) for layer in range(layers)]
-    return _chosen(kinds, {"linear_attention": _mixing(mixer), "full_attention": _attention(config, size)}, mlps)
+    return chosen(kinds, {"linear_attention": _mixing(mixer), "full_attention": _attention(config, size)}, mlps)
 
 
 def _minimax(config: Config, size: Size) -> list[Layer]:
@@ -335,7 +336,7 @@ def _minimax(config: Config, size: Size) -> list[Layer]:
     usual = ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
     experts = _experts(size, "intermediate_size", "num_local_experts")
     by_kind = {"linear_attention": _mixing(mixer), "full_attention": {}}
-    return _chosen(layer_kinds(config, layers) or usual, by_kind, [experts] * layers)
+    return chosen(layer_kinds(config, layers) or usual, by_kind, [experts] * layers)
 
 
 def _lfm2(config: Config, size: Size) -> list[Layer]:
@@ -366,7 +367,7 @@ def _convolving(config: Config, size: Size, mlps: Sequence[Layer]) -> list[Layer
         hidden=size("hidden_size"), width=size("conv_L_cache"), has_bias=bool(config.get("conv_bias"))
     )
     by_kind = {"conv": _mixing(mixer), "full_attention": {"qk_norm": True}}
-    return _chosen(layer_kinds(config, len(mlps)) or usual, by_kind, mlps)
+    return chosen(layer_kinds(config, len(mlps)) or usual, by_kind, mlps)
 
 
 # --------------------------------------------------------------------------------------------------------- the table

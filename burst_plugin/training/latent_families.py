@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from burst_plugin.checks import shown
-from burst_plugin.training.expert_layers import experts, sparse_layers
-from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, dense, layer_kinds
+from burst_plugin.checks import as_whole, shown
+from burst_plugin.training.expert_layers import LAYERS, SHARED_WIDTH, experts, sparse_layers
+from burst_plugin.training.hybrid_families import Config, HybridFamily, Layer, Size, chosen, dense, layer_kinds
 from burst_plugin.training.mixers import channel_delta_rule
 
 
@@ -146,28 +146,62 @@ def _normed_experts(config: Config, size: Size) -> list[Layer]:
 
 def _kimi_linear(config: Config, size: Size) -> list[Layer]:
     """Return layers of which every fourth has latent attention, and all others Kimi Delta Attention."""
-    listed = config.get("linear_attn_config") or {}  # as published files have it, which count layers from 1
-    layers = _with_experts(config, size)
-    kinds = layer_kinds(config, len(layers)) or _kimi_kinds(listed, len(layers))
-    mixer = channel_delta_rule(
-        hidden=size("hidden_size"),
-        heads=listed.get("num_heads") or size("linear_num_heads"),
-        head_dim=listed.get("head_dim") or size("linear_head_dim"),
-        width=listed.get("short_conv_kernel_size") or size("linear_conv_kernel_dim"),
+    for key in ("v_head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_token"):
+        size(key)  # which no other key replaces where it is null
+    size("num_shared_experts", least=0)
+    if config.get("mlp_layer_types") is None:
+        size("first_k_dense_replace", least=0)
+    section = config.get("linear_attn_config", {})
+    if not isinstance(section, Mapping):
+        raise ValueError(f"linear_attn_config is {shown(section)}, expected an object with num_heads and head_dim")
+    heads, head_dim, width = (
+        size(f"linear_attn_config.{key}" if key in section else usual) for key, usual in _KIMI_SIZES.items()
     )
-    of_attention = _of_attention(config, size)
-    return [
-        layer
-        if kind == "full_attention"
-        else {**layer, "attends": False, "latent": None, "mixer": mixer, "extra": layer["extra"] - of_attention}
-        for kind, layer in zip(kinds, layers, strict=True)
-    ]
+    mixer = channel_delta_rule(hidden=size("hidden_size"), heads=heads, head_dim=head_dim, width=width)
+    layers = _with_experts(config, size)
+    kinds = layer_kinds(config, len(layers)) or _kimi_kinds(section, len(layers))
+    mixing = {"attends": False, "latent": None, "mixer": mixer, "extra": -_of_attention(config, size)}
+    return chosen(kinds, {"full_attention": {}, "linear_attention": mixing}, layers)
 
 
-def _kimi_kinds(listed: Config, layers: int) -> list[str]:
-    attending = listed.get("full_attn_layers")
-    numbers = range(5, layers + 1, 4) if attending is None else attending
-    return ["full_attention" if layer + 1 in numbers else "linear_attention" for layer in range(layers)]
+def _kimi_kinds(section: Config, layers: int) -> list[str]:
+    """Return the kinds of layers by both lists of a `linear_attn_config`, which count from 1, or the usual kinds."""
+    if not all(key in section for key in _KIMI_LISTS):
+        return ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(layers)]
+    kinds = [""] * layers
+    for key, kind in _KIMI_LISTS.items():
+        numbers = section[key]
+        if not isinstance(numbers, list | tuple):
+            raise ValueError(f"linear_attn_config.{key} is {shown(numbers)}, expected a list of layers")
+        for entry in numbers:
+            number = as_whole(entry)
+            if number is None or not 1 <= number <= layers:
+                raise ValueError(f"linear_attn_config.{key} has {shown(entry)}, expected layers from 1 to {layers}")
+            if kinds[number - 1] not in ("", kind):
+                raise ValueError(f"linear_attn_config.{key} has {number}, as {_FULL} has; keep it in one of them")
+            kinds[number - 1] = kind
+    if "" in kinds:
+        raise ValueError(
+            f"linear_attn_config has layer {kinds.index('') + 1} of {layers} in neither list; add it to "
+            f"{' or '.join(_KIMI_LISTS)}"
+        )
+    return kinds
+
+
+_FULL = "full_attn_layers"
+_KIMI_LISTS = MappingProxyType({_FULL: "full_attention", "kda_layers": "linear_attention"})
+# By names in the linear_attn_config of published files, those that transformers writes.
+_KIMI_SIZES = MappingProxyType(
+    {
+        "num_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+)
+_IGNORED_BY_KIMI = tuple(
+    {"tie_word_embeddings", "layers_block_type", "n_routed_experts", *SHARED_WIDTH, *LAYERS}
+    - {"first_k_dense_replace"}
+)
 
 
 _DEEPSEEK = MappingProxyType(
@@ -227,7 +261,7 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
                 "num_experts_per_tok": "num_experts_per_token",
                 "n_shared_experts": "num_shared_experts",
             },
-            ignored=("tie_word_embeddings",),
+            ignored=_IGNORED_BY_KIMI,
             defaults={
                 **_DEEPSEEK,
                 "q_lora_rank": None,

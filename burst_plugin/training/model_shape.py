@@ -381,7 +381,8 @@ def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
     try:
         every = family.layers(config, size)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        text = str(error)
+        raise ValueError(text if text.startswith(path) else f"{path}: {text}") from error
     return _of_layers(base, every, layer_windows(config, layers, path) if family.windows else (0,) * layers)
 
 
@@ -433,20 +434,34 @@ class _Sizes:
     def __init__(self, config: Mapping[str, Any], path: str, names: Mapping[str, str]) -> None:
         self._config, self._path, self._names = config, path, names
 
-    def __call__(self, *keys: str, default: int | None = None) -> int:
-        """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent."""
+    def __call__(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
+        """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent.
+
+        keys: that of an entry of an object is "object.key".
+        least: the smallest number allowed; 0 if None and there is a default, else 1.
+        """
+        least = (1 if default is None else 0) if least is None else least
+        nulls = []
         for key in keys:
-            value = self._config.get(key)
+            holder, _, entry = key.rpartition(".")
+            config = self._config[holder] if holder else self._config
+            value = config.get(entry)
             if value is None:
+                nulls += [key] if entry in config else []
                 continue
             number = as_whole(value)
-            if number is None or number < (1 if default is None else 0):
-                name = self._names.get(key, key)
-                raise ValueError(f"{self._path} has {name}={shown(value)}, expected a positive whole number")
+            if number is None or number < least:
+                raise self._invalid(key, value, least)
             return number
+        if default is None and nulls:
+            raise self._invalid(nulls[0], None, least)
         if default is None:
             raise ValueError(
                 f"{self._path} has no {' or '.join(keys)}; expected the config.json of a decoder with the sizes "
                 "num_hidden_layers, hidden_size, intermediate_size, num_attention_heads and vocab_size"
             )
         return default
+
+    def _invalid(self, key: str, value: object, least: int) -> ValueError:
+        expected = "a positive whole number" if least else "a whole number, 0 or more"
+        return ValueError(f"{self._path} has {self._names.get(key, key)}={shown(value)}, expected {expected}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,93 @@ def test_layers_with_experts_may_be_listed(tmp_path: Path) -> None:
     config.mlp_layer_types = ["sparse", "dense"]
     with pytest.raises(ValueError, match='expected a list with "dense" or "sparse" for each of 3 layers'):
         read(config, tmp_path)
+
+
+KIMI: dict[str, Any] = {"model_type": "kimi_linear", "num_hidden_layers": 8, "hidden_size": 256, "vocab_size": 128}
+KIMI |= {"intermediate_size": 512, "num_attention_heads": 4, "num_experts": 16, "moe_intermediate_size": 64}
+KIMI |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+SECTION = {
+    "full_attn_layers": [4, 8],
+    "kda_layers": [1, 2, 3, 5, 6, 7],
+    "head_dim": 32,
+    "num_heads": 4,
+    "short_conv_kernel_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"linear_attn_config": {}},
+        {"linear_attn_config": {"full_attn_layers": [4], "head_dim": 32}},
+        {"linear_attn_config": {"kda_layers": 4}},
+        {"linear_attn_config": {**SECTION, "full_attn_layers": 4}, "layer_types": ["full_attention"] * 8},
+        {"layers_block_type": ["full_attention"] * 8},
+        {"layer_types": ["mamba", "attention"] * 4},
+        {"mlp_layer_types": ["dense", "sparse"] * 4, "first_k_dense_replace": None},
+        {"first_k_dense_replace": 9},
+        {"num_shared_experts": 0, "shared_expert_intermediate_size": 32},
+        {"n_routed_experts": 4},
+        {"moe_layer_freq": 2},
+        {"moe_layer_freq": "2", "mlp_only_layers": [5], "decoder_sparse_step": 2},
+        {"moe_layer_freq": [0], "moe_layer_interval": 2, "moe_layer_start_index": 3, "moe_layer_end_index": 5},
+    ],
+    ids=str,
+)
+def test_a_file_of_kimi_linear_means_what_transformers_takes_it_for(changes: dict[str, Any]) -> None:
+    """Which ignores what other families say, one list of layers alone, and lists beside `layer_types`."""
+    config = {**KIMI, "linear_attn_config": SECTION, **changes}
+    theirs = transformers.KimiLinearConfig.from_dict(copy.deepcopy(config))
+    assert shape_of(config, "config.json").parameters == counted(theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_attn_config": "x"}, ": linear_attn_config is 'x', expected an object with num_heads and head_dim"),
+        (
+            {"linear_attn_config": None},
+            ": linear_attn_config is None, expected an object with num_heads and head_dim",
+        ),
+        ({"head_dim": "128"}, " has linear_attn_config.head_dim='128', expected a positive whole number"),
+        ({"head_dim": None}, " has linear_attn_config.head_dim=None, expected a positive whole number"),
+        ({"num_heads": -1}, " has linear_attn_config.num_heads=-1, expected a positive whole number"),
+        ({"num_heads": 16.0}, " has linear_attn_config.num_heads=16.0, expected a positive whole number"),
+        (
+            {"short_conv_kernel_size": 0},
+            " has linear_attn_config.short_conv_kernel_size=0, expected a positive whole number",
+        ),
+        ({"full_attn_layers": 4}, ": linear_attn_config.full_attn_layers is 4, expected a list of layers"),
+        ({"kda_layers": None}, ": linear_attn_config.kda_layers is None, expected a list of layers"),
+        ({"full_attn_layers": [4, 9]}, ": linear_attn_config.full_attn_layers has 9, expected layers from 1 to 8"),
+        ({"full_attn_layers": ["4"]}, ": linear_attn_config.full_attn_layers has '4', expected layers from 1 to 8"),
+        (
+            {"full_attn_layers": [1, 4, 8]},
+            ": linear_attn_config.kda_layers has 1, as full_attn_layers has; keep it in one of them",
+        ),
+        (
+            {"full_attn_layers": [8]},
+            ": linear_attn_config has layer 4 of 8 in neither list; add it to full_attn_layers or kda_layers",
+        ),
+        (
+            {"layer_types": ["kda"] * 8},
+            ": layers of the type kda are not known; write full_attention or linear_attention in layer_types",
+        ),
+        ({"layer_types": []}, ": layer_types is [], expected a list with the kind of each of 8 layers"),
+        ({"num_experts": None}, " has num_experts=None, expected a positive whole number"),
+        ({"n_shared_experts": None}, " has n_shared_experts=None, expected a whole number, 0 or more"),
+        ({"num_experts_per_token": "8"}, " has num_experts_per_token='8', expected a positive whole number"),
+        ({"moe_intermediate_size": None}, " has moe_intermediate_size=None, expected a positive whole number"),
+        ({"first_k_dense_replace": None}, " has first_k_dense_replace=None, expected a whole number, 0 or more"),
+        ({"v_head_dim": None}, " has v_head_dim=None, expected a positive whole number"),
+    ],
+)
+def test_what_is_odd_in_a_file_of_kimi_linear_is_named(changes: dict[str, Any], message: str) -> None:
+    section = SECTION | {key: value for key, value in changes.items() if key in SECTION}
+    others = {key: value for key, value in changes.items() if key not in SECTION}
+    with pytest.raises(ValueError, match=f"^config.json{re.escape(message)}$"):
+        shape_of({**KIMI, "linear_attn_config": section, **others}, "config.json")
 
 
 @pytest.mark.parametrize("kind", sorted(set(families.mla_families()) & set(LATENT_FAMILIES)))
