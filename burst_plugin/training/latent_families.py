@@ -113,20 +113,32 @@ def _all_dense(config: Config, size: Size) -> list[Layer]:
 
 def _indexed(config: Config, size: Size) -> list[Layer]:
     """Return layers with experts whose queries select keys; some may take the keys of the layer before them."""
-    kinds, layers = config.get("indexer_types"), _with_experts(config, size)
-    if kinds is not None and len(kinds) != len(layers):
-        raise ValueError(f"indexer_types is {shown(kinds)}, expected the kind of each of {len(layers)} layers")
+    layers = _with_experts(config, size)
+    kinds = _indexer_kinds(config, size, len(layers))
     indexed_layers: list[Layer] = []
-    for number, layer in enumerate(layers):
+    for kind, layer in zip(kinds, layers, strict=True):
         indexer = IndexerSizes(
             heads=size("index_n_heads"),
             dim=size("index_head_dim"),
             top_k=size("index_topk"),
-            scores=kinds is None or kinds[number] != "shared",
+            scores=kind == "full",
         )
         norm = 2 * indexer.dim * indexer.scores
         indexed_layers.append({**layer, "indexer": indexer, "extra": layer["extra"] + norm})
     return indexed_layers
+
+
+def _indexer_kinds(config: Config, size: Size, layers: int) -> list[str]:
+    """Return for each layer "full" if it selects keys itself, "shared" if it takes those of the layer before it."""
+    key = "index_topk_pattern" if config.get("indexer_types") is None else "indexer_types"
+    if (listed := config.get(key)) is None:
+        period, first = size("index_topk_freq", default=1) or 1, size("index_skip_topk_offset", default=2)
+        return ["shared" if max(layer - first + 1, 0) % period else "full" for layer in range(layers)]
+    letters = {"F": "full", "S": "shared"}
+    kinds = [letters.get(str(kind), str(kind)) for kind in listed] if isinstance(listed, list | str) else []
+    if len(kinds) != layers or any(kind not in ("full", "shared") for kind in kinds):
+        raise ValueError(f'{key} is {shown(listed)}, expected a list with "full" or "shared" for {layers} layers')
+    return kinds
 
 
 def _with_experts(config: Config, size: Size) -> list[Layer]:
@@ -278,6 +290,7 @@ LATENT_FAMILIES: Mapping[str, HybridFamily] = MappingProxyType(
         "deepseek_v32": HybridFamily(
             layers=_indexed,
             in_chunks=_IN_CHUNKS,
+            ignored=("indexer_types", "index_topk_pattern", "index_topk_freq"),
             defaults={**_DEEPSEEK_V3, **_INDEXER},
         ),
         "glm_moe_dsa": HybridFamily(

@@ -462,6 +462,35 @@ def test_layers_that_take_keys_of_others_have_no_indexer() -> None:
     assert both[1] == pytest.approx(3 * both[0])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 5},
+        {"index_topk_freq": 0},
+        {"index_topk_pattern": "FSSF" * 2, "index_topk_freq": 2},
+        {"index_topk_pattern": ["full", "shared"] * 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
+def test_layers_with_an_indexer_are_those_of_transformers(kind: str, fields: dict[str, Any]) -> None:
+    """Which reads these keys of GLM-5 alone; that all layers have one is the default."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = {"model_type": kind, "vocab_size": 128, **sizes, **fields}
+    assert shape_of(config, kind).parameters == counted(transformers.AutoConfig.for_model(**config))
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds"), [("indexer_types", 4), ("index_topk_pattern", "FS"), ("indexer_types", ["full", "half"])]
+)
+def test_kinds_of_indexers_that_do_not_fit_are_refused(key: str, kinds: Any) -> None:
+    config = transformers.AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=2).to_dict()
+    expected = f'{key} is {kinds!r}, expected a list with "full" or "shared" for 3 layers'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        shape_of({**config, "num_hidden_layers": 3, "mlp_layer_types": None, "indexer_types": None, key: kinds}, "x")
+
+
 def test_a_plan_counts_lists_of_keys_and_leaves_heads_where_they_are() -> None:
     shape, setting = indexed()
     kind = shape.by_kind[-1]
