@@ -159,7 +159,7 @@ def _normed_experts(config: Config, size: Size) -> list[Layer]:
 def _kimi_linear(config: Config, size: Size) -> list[Layer]:
     """Return layers of which every fourth has latent attention, and all others Kimi Delta Attention."""
     for key in ("v_head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_token"):
-        size(key)  # which no other key replaces where it is null
+        size(key, least=1)  # which no other key replaces where it is null
     size("num_shared_experts", least=0)
     if config.get("mlp_layer_types") is None:
         size("first_k_dense_replace", least=0)
@@ -167,7 +167,7 @@ def _kimi_linear(config: Config, size: Size) -> list[Layer]:
     if not isinstance(section, Mapping):
         raise ValueError(f"linear_attn_config is {shown(section)}, expected an object with num_heads and head_dim")
     heads, head_dim, width = (
-        size(f"linear_attn_config.{key}" if key in section else usual) for key, usual in _KIMI_SIZES.items()
+        size(f"linear_attn_config.{key}" if key in section else usual, least=1) for key, usual in _KIMI_SIZES.items()
     )
     mixer = channel_delta_rule(hidden=size("hidden_size"), heads=heads, head_dim=head_dim, width=width)
     layers = _with_experts(config, size)

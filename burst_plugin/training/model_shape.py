@@ -438,30 +438,24 @@ class _Sizes:
         """Return the size under the first of these keys that is there. Raise ValueError if invalid or absent.
 
         keys: that of an entry of an object is "object.key".
-        least: the smallest number allowed; 0 if None and there is a default, else 1.
+        least: the smallest number allowed, of one key that may not be null; if None, 1, or with a default 0.
         """
-        least = (1 if default is None else 0) if least is None else least
-        nulls = []
+        smallest = (1 if default is None else 0) if least is None else least
         for key in keys:
             holder, _, entry = key.rpartition(".")
             config = self._config[holder] if holder else self._config
             value = config.get(entry)
-            if value is None:
-                nulls += [key] if entry in config else []
+            if value is None and least is None:
                 continue
             number = as_whole(value)
-            if number is None or number < least:
-                raise self._invalid(key, value, least)
+            if number is None or number < smallest:
+                expected = "a positive whole number" if smallest else "a whole number, 0 or more"
+                name = self._names.get(key, key)
+                raise ValueError(f"{self._path} has {name}={shown(value)}, expected {expected}")
             return number
-        if default is None and nulls:
-            raise self._invalid(nulls[0], None, least)
         if default is None:
             raise ValueError(
                 f"{self._path} has no {' or '.join(keys)}; expected the config.json of a decoder with the sizes "
                 "num_hidden_layers, hidden_size, intermediate_size, num_attention_heads and vocab_size"
             )
         return default
-
-    def _invalid(self, key: str, value: object, least: int) -> ValueError:
-        expected = "a positive whole number" if least else "a whole number, 0 or more"
-        return ValueError(f"{self._path} has {self._names.get(key, key)}={shown(value)}, expected {expected}")
