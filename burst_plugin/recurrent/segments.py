@@ -17,34 +17,25 @@ from burst_plugin.recurrent.ways import Kernel
 
 OFFSETS = 2**31  # elements of a tensor that a kernel can count
 STEP = 256  # a multiple of the tokens in a chunk of the libraries' kernels
-_CHUNK = 64  # the fewest tokens for which kernels keep a state
+CHUNK = 64  # the fewest tokens for which kernels keep a state
 
 
 def in_segments(kernel: Kernel) -> Kernel:
-    """Return a kernel that runs `kernel` on as many tokens at a time as its offsets reach.
+    """Return a kernel that runs `kernel` on as many rows and tokens at a time as its offsets reach.
 
     kernel: `kernel(*tensors, initial_state)`, of pieces [N, L, ...]; tensors with one dim have no tokens. Returns
         outputs [N, L, ...] and the states that leave pieces, as many numbers as `initial_state`.
     """
 
     def run(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-        *tensors, state = arguments
-        most = _most_tokens([x for x in tensors if x is not None and x.dim() > 1])
-        first = next(x for x in tensors if x is not None)
-        count, tokens = first.shape[:2]
-        if count * tokens <= most:
+        xs = [x for x in arguments[:-1] if x is not None and x.dim() > 1]
+        (count, tokens), most = xs[0].shape[:2], _most_tokens(xs)
+        chunks = -(-tokens // CHUNK)  # of a row, each with a state, however short it is
+        rows = max(1, most // (chunks * CHUNK))
+        if count <= rows and tokens <= most:
             return kernel(*arguments)
-        outputs, states = [], []
-        for row in range(count):
-            entering = None if state is None else state[row : row + 1]
-            of_row = []
-            for start in range(0, tokens, most):
-                pieces = (_segment(x, row, start, start + most) for x in tensors)
-                out, entering = kernel(*pieces, entering)
-                of_row.append(out)
-            outputs.append(torch.cat(of_row, 1))
-            states.append(entering)
-        return torch.cat(outputs), torch.cat(states)  # type: ignore[arg-type]
+        results = [_one_after_another(kernel, each, most) for each in _cut(arguments, rows, 0)]
+        return _joined([out for out, _ in results], 0), _joined([state for _, state in results], 0)
 
     return run
 
@@ -66,14 +57,46 @@ def looking_back(function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor
     return torch.cat(outputs, 1)
 
 
-def _segment(x: Tensor | None, row: int, start: int, stop: int) -> Tensor | None:
-    return x if x is None or x.dim() == 1 else x[row : row + 1, start:stop]
+def _one_after_another(kernel: Kernel, arguments: Sequence[Tensor | None], most: int) -> tuple[Tensor, Tensor]:
+    """Return what `kernel` does, run on at most `most` tokens at a time."""
+    *tensors, state = arguments
+    outputs = []
+    for segment in _cut(tensors, most, 1):
+        out, state = kernel(*map(_dense, segment), state)
+        outputs.append(out)
+    return _joined(outputs, 1), state  # type: ignore[return-value]
 
 
-def _most_tokens(tensors: list[Tensor]) -> int:
+def _cut(xs: Sequence[Tensor | None], size: int, dim: int) -> list[tuple[Tensor | None, ...]]:
+    """Return parts of tensors, of at most `size` along `dim`; parameters are in every part.
+
+    The gradient of a split is one concatenation, where that of a slice would be as large as its tensor.
+    """
+    first = next(x for x in xs if x is not None and x.dim() > 1)
+    parts = -(-first.shape[dim] // size)
+    if parts == 1:
+        return [tuple(xs)]
+    cuts = [(x,) * parts if x is None or x.dim() == 1 else torch.split(x, size, dim) for x in xs]
+    return list(zip(*cuts, strict=True))
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """Return x [N, L, ...] so that each of its tokens ends in memory before the next one begins."""
+    if x is None or x.dim() == 1:
+        return x
+    last = sum((size - 1) * stride for size, stride in zip(x.shape[2:], x.stride()[2:], strict=True))
+    return x if x.stride(1) > last else x.contiguous()
+
+
+def _most_tokens(xs: Sequence[Tensor]) -> int:
     """Return the most tokens, a multiple of `STEP`, whose tensors and states have fewer than `OFFSETS` elements."""
-    widest = max(x.stride(1) for x in tensors)
-    heads = max(x.shape[2] for x in tensors)
-    widths = sorted(x.shape[3] for x in tensors if x.dim() == 4)[-2:]
-    of_states = heads * widths[0] * widths[-1] // _CHUNK
-    return max(1, (OFFSETS - 1) // max(1, widest, of_states) // STEP) * STEP
+    heads = max(x.shape[2] for x in xs)
+    widest = max(max(x.stride(1), x.shape[2:].numel()) for x in xs)
+    # The first one is as wide as states are high: q or k of a delta rule, x of a state space.
+    of_states = heads * xs[0].shape[3] * max(x.shape[3] for x in xs[1:] if x.dim() == 4) // CHUNK
+    of_chunks = heads * CHUNK  # of the products of a chunk's tokens with each other
+    return max(1, (OFFSETS - 1) // max(widest, of_states, of_chunks) // STEP) * STEP
