@@ -2,8 +2,8 @@
 
 mamba-ssm, and flash-linear-attention before 0.6, count elements of a tensor in int32: from 2**31 elements on, which a
 piece of some hundred thousand tokens has, they read and write elsewhere (state-spaces/mamba#1015,
-fla-org/flash-linear-attention#1080). causal-conv1d counts in uint32. A segment goes on from the state that the one
-before it leaves, or takes the tokens before it along.
+fla-org/flash-linear-attention#1080), and 0.6 where it finds maps of states (`fla.ops.cp`). causal-conv1d counts in
+uint32. A segment goes on from the state that the one before it leaves, or takes the tokens before it along.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from burst_plugin.recurrent.ways import Kernel
 OFFSETS = 2**31  # elements of a tensor that a kernel can count
 STEP = 256  # a multiple of the tokens in a chunk of the libraries' kernels
 CHUNK = 64  # the fewest tokens for which kernels keep a state
+
+
+def countable_tokens(elements: int) -> int:
+    """Return how many tokens with so many elements each a kernel can count, a multiple of `STEP`."""
+    return max(1, (OFFSETS - 1) // elements // STEP) * STEP
 
 
 def in_segments(kernel: Kernel) -> Kernel:
@@ -93,10 +98,10 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def _most_tokens(xs: Sequence[Tensor]) -> int:
-    """Return the most tokens, a multiple of `STEP`, whose tensors and states have fewer than `OFFSETS` elements."""
+    """Return the most tokens whose tensors and states can be counted, see `countable_tokens`."""
     heads = max(x.shape[2] for x in xs)
     widest = max(max(x.stride(1), x.shape[2:].numel()) for x in xs)
     # The first one is as wide as states are high: q or k of a delta rule, x of a state space.
     of_states = heads * xs[0].shape[3] * max(x.shape[3] for x in xs[1:] if x.dim() == 4) // CHUNK
     of_chunks = heads * CHUNK  # of the products of a chunk's tokens with each other
-    return max(1, (OFFSETS - 1) // max(widest, of_states, of_chunks) // STEP) * STEP
+    return countable_tokens(max(widest, of_states, of_chunks))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin import Documents, Strategy, Topology, VirtualRing, recurrent
+from burst_plugin.recurrent import segments
 from burst_plugin.recurrent.kernels import fla_delta_rule
 from tests.support.recurrences import DEFINITIONS
 
@@ -82,15 +83,26 @@ def _on_ring(by_channel: bool) -> dict[str, float]:
     return {name: float(((x.double() - y).norm() / y.norm()).detach()) for name, (x, y) in pairs.items()}
 
 
+def _in_segments(library: Any, sizes: fla_delta_rule.RuleSizes) -> float:
+    """Return the error of the stages where pieces have more elements than kernels count."""
+    with (
+        mock.patch.multiple(segments, STEP=64, OFFSETS=64 * sizes.shared * sizes.key_dim + 1),
+        mock.patch.object(library, "maps", wraps=library.maps) as maps,
+    ):
+        error = fla_delta_rule.worst_error(torch.device("cpu"), sizes)
+    assert [len(call.kwargs["hm"]) for call in maps.mock_calls] == [4], "two pieces have two segments each"
+    return error
+
+
 def main() -> None:
     """Print errors of the stages beside the library's function, and of a layer on a ring beside its definition."""
     warnings.simplefilter("ignore")
-    assert fla_delta_rule._library() is not None, "another version"
+    library = fla_delta_rule._library()
+    assert library is not None, "another version"
     _interpreted()
     by_channel = sys.argv[1:] == ["by_channel"]
     sizes = fla_delta_rule.RuleSizes(by_channel, 2, 80, 16, torch.float32)
-    alone = fla_delta_rule.worst_error(torch.device("cpu"), sizes)
-    print(json.dumps({"stages": alone, **_on_ring(by_channel)}))
+    print(json.dumps({"stages": _in_segments(library, sizes), **_on_ring(by_channel)}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.recurrent.delta_pairs import pair_by_kernel
+from burst_plugin.recurrent.segments import countable_tokens
 from burst_plugin.recurrent.staged import Pair, Stages, pair_by_stages
 from burst_plugin.recurrent.ways import Kernel
 
@@ -88,13 +89,24 @@ class FlaStages(Stages):
         self._scale, self._fla = scale, _library()
 
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, **decays: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B of pieces, given what chunks read, w, and write, u, [N, L, H, ...]."""
-        count, length, heads, width = u.shape
-        maps = torch.zeros(count, heads, k.shape[3], width + k.shape[3], dtype=torch.float32, device=u.device)
-        rows = {name: x.flatten(0, 1).unsqueeze(0) for name, x in {"k": k, "w": w, "u": u, **decays}.items()}
-        bounds = torch.arange(count + 1, dtype=torch.int64, device=u.device) * length
-        self._fla.maps(**rows, hm=maps, cu_seqlens=bounds, multi_seqs=True)
-        return maps[..., width:].contiguous(), maps[..., :width].contiguous()
+        """Return A and B of pieces, given what chunks read, w, and write, u, [N, L, H, ...].
+
+        The library's kernel counts elements of a sequence in 32 bits. So longer pieces are several sequences.
+        """
+        (count, length, heads, width), dim = u.shape, k.shape[3]
+        named = {"k": k, "w": w, "u": u, **decays}
+        rows = {name: x.flatten(0, 1).unsqueeze(0) for name, x in named.items()}
+        most = countable_tokens(max(x.shape[2:].numel() for x in named.values()))
+        steps = torch.arange(0, length, most, dtype=torch.int64, device=u.device)
+        starts = torch.arange(count, dtype=torch.int64, device=u.device).unsqueeze(1) * length + steps
+        bounds = torch.nn.functional.pad(starts.flatten(), (0, 1), value=count * length)
+        maps = torch.zeros((*starts.shape, heads, dim, width + dim), dtype=torch.float32, device=u.device)
+        self._fla.maps(**rows, hm=maps.flatten(0, 1), cu_seqlens=bounds, multi_seqs=True)
+        joined, *later = maps.unbind(1)
+        for late in later:
+            joined = late[..., width:] @ joined
+            joined[..., :width] += late[..., :width]
+        return joined[..., width:].contiguous(), joined[..., :width].contiguous()
 
     def _states(self, entries: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states that enter chunks, and what chunks write."""
