@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from burst_plugin.checks import as_listed, number, whole_number
 
@@ -13,7 +12,6 @@ _NUMBERS = {
     "softcap": "use a positive number, or None for none",
     "dropout": "use a share from 0 to below 1",
 }
-_UNSET: Any = object()
 _SLOPES = "give a list of finite numbers, one per query head, or None"
 
 
@@ -38,7 +36,7 @@ class Scores:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     dropout: float = 0.0
-    seed: int = _UNSET  # 0 without dropout
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("scale", "softcap", "alibi_slopes", "dropout"):
@@ -53,13 +51,13 @@ class Scores:
                 raise ValueError(f"Scores({name}={value}) is not valid; {_NUMBERS[name]}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Scores(dropout={self.dropout}) is not valid; {_NUMBERS['dropout']}")
-        if self.seed is _UNSET and self.dropout:
+        if self.seed is None and self.dropout:
             raise ValueError(
                 f"Scores(dropout={self.dropout}) has no seed, so that all layers and steps would leave out the same "
                 "probabilities; give another one to each, such as Scores(..., seed=step * layers + layer)"
             )
-        seed = 0 if self.seed is _UNSET else self.seed
-        object.__setattr__(self, "seed", whole_number("Scores(seed={})", seed, "use an integer", None))
+        if self.seed is not None:  # never set here: `replace(scores, dropout=...)` would take it for the caller's
+            object.__setattr__(self, "seed", whole_number("Scores(seed={})", self.seed, "use an integer", None))
         if self.alibi_slopes is not None:
             listed = as_listed("Scores(alibi_slopes={})", self.alibi_slopes, _SLOPES)
             slopes = tuple(number("Scores(alibi_slopes=...) with a slope of {}", slope, _SLOPES) for slope in listed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ SCALARS = [
     *_each("mesh_degree=", lambda x: Strategy(mesh_degree=x), NOT_WHOLE),
     *_each("ranks_per_node=", lambda x: Strategy(ranks_per_node=x), NOT_WHOLE),
     *_each("VirtualRing(seed=", lambda x: VirtualRing(Topology(1, 2), seed=x), NOT_WHOLE[:-1]),
-    *_each("Scores(seed=", lambda x: Scores(seed=x), NOT_WHOLE[:-1]),
+    *_each("Scores(seed=", lambda x: Scores(seed=x), NOT_WHOLE[:-1], (None,)),
     *_each("Scores(scale=", lambda x: Scores(scale=x), [*NO_NUMBERS, 0, -1], (None,)),
     *_each("Scores(softcap=", lambda x: Scores(softcap=x), [*NO_NUMBERS, 0, -1], (None,)),
     *_each("Scores(dropout=", lambda x: Scores(dropout=x, seed=0), [*NO_NUMBERS, 1, -1]),
@@ -443,5 +444,10 @@ def test_dropout_needs_a_seed() -> None:
     """Else every layer and step would leave out the same probabilities."""
     with pytest.raises(ValueError, match=r"Scores\(dropout=0.5\) has no seed, .*give another one to each"):
         Scores(dropout=0.5)
-    assert Scores() == Scores(seed=0)
+    with pytest.raises(ValueError, match=r"Scores\(dropout=0.5\) has no seed"):
+        replace(Scores(scale=0.5), dropout=0.5)
+    with pytest.raises(ValueError, match=r"Scores\(dropout=0.5\) has no seed"):
+        Scores(dropout=0.5, seed=None)
     assert Scores(dropout=0.5, seed=0).seed == 0
+    assert replace(Scores(seed=3), dropout=0.5).seed == 3
+    assert str(inspect.signature(Scores).parameters["seed"]) == "seed: 'int | None' = None"

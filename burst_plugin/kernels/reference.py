@@ -214,7 +214,8 @@ def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_posit
     """
     device = q_positions.device
     # Mixed before rows are added: no row of one seed is another row of the next.
-    seed = _mixed((scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS))
+    number = scores.seed or 0
+    seed = _mixed((number & _BITS) ^ _mixed((number >> 32) & _BITS))
     row = _mixed(seed + _mixed(torch.arange(rows.start, rows.stop, device=device))).view(-1, 1, 1)
     head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
     query = _mixed(head ^ _mixed(q_positions))

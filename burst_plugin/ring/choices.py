@@ -53,8 +53,9 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
         if len(known) >= _KNOWN_CALLS:
             known.clear()
         known[key] = plan
-    if plan.scores.seed != request.scores.seed:
-        plan = known[key] = plan.with_seed(request.scores.seed)
+    seed = request.scores.seed or 0
+    if plan.scores.seed != seed:
+        plan = known[key] = plan.with_seed(seed)
     return plan
 
 

@@ -221,6 +221,10 @@ def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
     assert torch.equal(labels[0], labels[2])
 
 
+def test_ranks_agree_without_dropout_whether_a_seed_of_zero_is_said_or_not() -> None:
+    assert plan_of(Request()).signature == plan_of(Request(scores=Scores(seed=0))).signature
+
+
 def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     """Dropout has another one at every call of every layer."""
     ring, (q, k, v, *_), known = VirtualRing(Topology(2, 2)), Problem.draw(8, (4, 2)), {}
