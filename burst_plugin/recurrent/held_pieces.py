@@ -295,6 +295,15 @@ class HeldPieces:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return torch.cat(rows or [nothing]).to(device), torch.cat(keep or [nothing]).to(device)
 
+    def most_with_halos(self, width: int) -> int:
+        """Return the most tokens that any rank has, with the `width` tokens before each of its pieces."""
+
+        def with_halos(rank: int) -> int:
+            return sum(self.pieces.every[number].length + width for number in self.pieces.of_rank(rank))
+
+        most: int = self._kept("most", width, lambda: max(map(with_halos, range(self.pieces.ranks))))
+        return most
+
     def _kept(self, key: object, variant: object, make: Callable[[], Any]) -> Any:
         value = self.known.get((key, variant))
         if value is None:

@@ -81,7 +81,8 @@ def with_tokens_before(
     rows = [call.held.flat(y) for y in xs]
     extended, keep = call.with_tokens_before(rows, width)
     inputs = [y.unsqueeze(0) for y in extended]
-    out = looking_back(lambda ys: function(ys[0] if isinstance(x, Tensor) else ys), inputs, width)
+    longest = call.held.most_with_halos(width)
+    out = looking_back(lambda ys: function(ys[0] if isinstance(x, Tensor) else ys), inputs, width, longest)
     return call.held.unflat(out[0][keep])
 
 

@@ -45,19 +45,24 @@ def in_segments(kernel: Kernel) -> Kernel:
     return run
 
 
-def looking_back(function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor], width: int) -> Tensor:
+def looking_back(
+    function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor], width: int, longest: int = 0
+) -> Tensor:
     """Return function(xs), [1, T, ...], computed on as many tokens at a time as offsets of kernels reach.
 
     function: causal, looks back at most `width` tokens. xs: [1, T, ...].
+    longest: the most tokens that any rank has. Ranks call `function`, which may communicate, equally often.
     """
-    tokens = xs[0].shape[1]
-    most = max(1, ((OFFSETS - 1) // max(1, *(x.stride(1) for x in xs)) - width) // STEP) * STEP
-    if tokens <= most:
+    tokens, widest = xs[0].shape[1], max(max(x.stride(1), x.shape[2:].numel()) for x in xs)
+    most = max(STEP, (countable_tokens(widest) - width) // STEP * STEP)
+    longest = max(longest, tokens)
+    if longest <= most:
         return function([*xs])
     outputs = []
-    for start in range(0, tokens, most):
-        before = min(start, width)
-        out = function([x[:, start - before : start + most] for x in xs])
+    for start in range(0, longest, most):
+        first = min(start, tokens)
+        before = min(first, max(1, width))  # at least a token, where none is left
+        out = function([_dense(x[:, first - before : start + most]) for x in xs])
         outputs.append(out[:, before:])
     return torch.cat(outputs, 1)
 
@@ -67,7 +72,7 @@ def _one_after_another(kernel: Kernel, arguments: Sequence[Tensor | None], most:
     *tensors, state = arguments
     outputs = []
     for segment in _cut(tensors, most, 1):
-        out, state = kernel(*map(_dense, segment), state)
+        out, state = kernel(*(None if x is None else _dense(x) for x in segment), state)
         outputs.append(out)
     return _joined(outputs, 1), state  # type: ignore[return-value]
 
@@ -89,9 +94,9 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
-    """Return x [N, L, ...] so that each of its tokens ends in memory before the next one begins."""
-    if x is None or x.dim() == 1:
+def _dense(x: Tensor) -> Tensor:
+    """Return x [N, L, ...] so that each token ends in memory before the next one begins; a parameter as is."""
+    if x.dim() == 1:
         return x
     last = sum((size - 1) * stride for size, stride in zip(x.shape[2:], x.stride()[2:], strict=True))
     return x if x.stride(1) > last else x.contiguous()

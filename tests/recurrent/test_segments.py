@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from burst_plugin import ContextParallel, Documents, Tokens, recurrent
 from burst_plugin.recurrent import segments
 from burst_plugin.recurrent.delta_pairs import pair_by_kernel
+from burst_plugin.recurrent.kernels.convolution import causal_convolution
 from burst_plugin.recurrent.kernels.delta_rule import delta_rule
 from burst_plugin.recurrent.kernels.state_space import state_space
 from burst_plugin.recurrent.segments import in_segments
 from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import run_ranks
 
 HEADS, KEYS, VALUES = 4, 3, 5
 KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"delta_rule": delta_rule, "state_space": state_space}
@@ -203,3 +207,51 @@ def test_state_spaces_are_not_cut_long_before_their_offsets_end(
 
     assert calls(least // 2 - 256) == 1
     assert calls(least + 256) > 1
+
+
+class _Noted(torch.autograd.Function):
+    """A tensor as it is, noting how many tokens each pass has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passes: list[tuple[str, int]]) -> Tensor:
+        ctx.passes = passes
+        passes.append(("forward", x.shape[1]))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.passes.append(("backward", grad.shape[1]))
+        return grad, None
+
+
+def _looking_back(rank: int, offsets: int, width: int) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """Return how many tokens each pass of a function has on a rank, and its outputs and gradients."""
+    segments.OFFSETS = offsets
+    cp = ContextParallel(dist.group.WORLD)
+    tokens = Tokens(42, holders=(0, 1, 2), bounds=(0, 40, 42, 42))
+    mask = Documents((*range(0, 42, 2), 42))
+    draw = torch.Generator().manual_seed(0)
+    x = cp.shard(torch.randn(1, 42, 5, generator=draw, dtype=torch.float64), 1, tokens).requires_grad_()
+    weight = torch.randn(5, width + 1, generator=draw, dtype=torch.float64, requires_grad=True)
+    passes: list[tuple[str, int]] = []
+
+    def convolve(x: Tensor) -> Tensor:
+        return causal_convolution(_Noted.apply(x, passes), weight)  # type: ignore[no-untyped-call]
+
+    out = recurrent.with_tokens_before(convolve, x, width, recurrent.Placement(cp, mask, tokens))
+    return passes, [out.detach(), *torch.autograd.grad(out, [x, weight], torch.cos(out.detach()))]
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_ranks_call_functions_that_look_back_equally_often(width: int) -> None:
+    """They may communicate, as parameters in shards do; a rank may have many pieces, few, or none."""
+    at_once = run_ranks(_looking_back, 3, 2**31, width)
+    in_turn = run_ranks(_looking_back, 3, 20 * 5, width)
+
+    assert [len(passes) for passes, _ in at_once] == [2, 2, 2]
+    kinds = [[kind for kind, _ in passes] for passes, _ in in_turn]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert len(kinds[0]) > 4
+    assert max(count for passes, _ in in_turn for _, count in passes) < 20
+    for (_, found), (_, expected) in zip(in_turn, at_once, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
