@@ -48,16 +48,20 @@ def in_segments(kernel: Kernel) -> Kernel:
 def looking_back(
     function: Callable[[list[Tensor]], Tensor], xs: Sequence[Tensor], width: int, longest: int = 0
 ) -> Tensor:
-    """Return function(xs), [1, T, ...], computed on as many tokens at a time as offsets of kernels reach.
+    """Return function(xs), [B, T, ...], computed on as many tokens at a time as offsets of kernels reach.
 
-    function: causal, looks back at most `width` tokens. xs: [1, T, ...].
+    function: causal, looks back at most `width` tokens. xs: [B, T, ...].
     longest: the most tokens that any rank has. Ranks call `function`, which may communicate, equally often.
     """
-    tokens, widest = xs[0].shape[1], max(max(x.stride(1), x.shape[2:].numel()) for x in xs)
+    count, tokens = xs[0].shape[:2]
+    widest = max(max(x.stride(1), x.shape[2:].numel()) for x in xs)
     most = max(STEP, (countable_tokens(widest) - width) // STEP * STEP)
     longest = max(longest, tokens)
-    if longest <= most:
+    if count * longest <= most:
         return function([*xs])
+    if count > 1:
+        rows = zip(*(torch.split(x, 1) for x in xs), strict=True)
+        return torch.cat([looking_back(function, row, width, longest) for row in rows])
     outputs = []
     for start in range(0, longest, most):
         first = min(start, tokens)

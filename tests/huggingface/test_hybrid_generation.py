@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from burst_plugin import ContextParallel
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.generation import name_of_cache
+from burst_plugin.recurrent import segments
 from tests.support.deepspeed_run import VOCAB
 from tests.support.hybrids import build, hybrids
 from tests.support.ranks import run_ranks
@@ -238,6 +240,33 @@ def test_states_do_not_grow_with_the_text() -> None:
     with torch.no_grad():
         model(PROMPT, attention_mask=torch.cat([PADDING, torch.ones_like(PADDING)], 1), **{NAME: kept})
     assert kept.bytes == before > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "mamba2"])
+def test_convolutions_of_a_turn_are_given_no_more_than_kernels_can_count(name: str) -> None:
+    """As in training: a kernel counts elements in 32 bits."""
+    convolve, shapes = torch.nn.functional.conv1d, list[torch.Size]()
+    mask = torch.cat([PADDING, torch.ones_like(PROMPT)], 1)
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shapes.append(x.shape)
+        return convolve(x, *args, **kwargs)
+
+    def told(offsets: int) -> torch.Tensor:
+        shapes.clear()
+        with mock.patch.object(segments, "OFFSETS", offsets), torch.no_grad():
+            model, kept = made(name)
+            logits: torch.Tensor = model(PROMPT, attention_mask=mask, **{NAME: kept}).logits
+        return logits
+
+    with mock.patch.object(torch.nn.functional, "conv1d", counted), mock.patch.object(segments, "STEP", 4):
+        expected = told(2**31)
+        longest, channels = max(shape[0] * shape[2] for shape in shapes), shapes[0][1]
+        found = told(20 * channels)
+
+    assert longest > 80
+    assert max(shape[0] * shape[2] for shape in shapes) < 20
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_states_are_of_the_type_that_transformers_computes_with() -> None:

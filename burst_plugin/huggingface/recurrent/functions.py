@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from burst_plugin.huggingface.recurrent.forward import (
     states_of_turn,
 )
 from burst_plugin.recurrent.kernels.fla_delta_rule import pair_by_library
+from burst_plugin.recurrent.segments import looking_back
 
 _Original = Callable[..., Any]
 _Given = Mapping[str, Any]
@@ -43,10 +44,6 @@ def _take_over(names: str, on_shard: _OnShard, original: _Original, /, *args: An
 
 def _convolve(original: _Original, shard: SequenceShard, arguments: _Given) -> Tensor:
     """Convolve [B, C, S] with the tokens before this rank's runs, which are there already in the turn of a cache."""
-    if states_of_turn() is not None:
-        inputs = arguments["hidden_states"], arguments["weight"], arguments.get("bias")
-        return cast(Tensor, original(*inputs, activation=arguments.get("activation")))
-    hidden_states = _without_padding(arguments["hidden_states"], shard)
     weight: Tensor = arguments["weight"]
 
     def convolve(x: Tensor) -> Tensor:
@@ -55,10 +52,12 @@ def _convolve(original: _Original, shard: SequenceShard, arguments: _Given) -> T
         )
         return out.transpose(1, 2)
 
-    place = placement(shard, "causal_conv1d_fn")
-    result: Tensor = recurrent.with_tokens_before(
-        convolve, hidden_states.transpose(1, 2), weight.shape[-1] - 1, place
-    )
+    width = weight.shape[-1] - 1
+    if states_of_turn() is not None:
+        x = arguments["hidden_states"].transpose(1, 2)
+        return looking_back(lambda xs: convolve(*xs), [x], width).transpose(1, 2)
+    x, place = _without_padding(arguments["hidden_states"], shard), placement(shard, "causal_conv1d_fn")
+    result: Tensor = recurrent.with_tokens_before(convolve, x.transpose(1, 2), width, place)
     return result.transpose(1, 2)
 
 
