@@ -26,6 +26,7 @@ from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, tak
 from burst_plugin.huggingface.mask_recipes import shard_of_forward
 from burst_plugin.huggingface.router_losses import RouterLosses, asks_for_router_loss, problem_of_router_loss
 from burst_plugin.ring.agreement import error_text, prepared_together
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.trajectories import Edges, Folded, edge_log_probs, fold, unfold
 
 
@@ -197,6 +198,7 @@ class _LossOfAll(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
+    @between_graphs
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.cp.meet("the backward pass of values of all rollouts")

@@ -17,6 +17,7 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import Passes
 from burst_plugin.recurrent.pieces import START, Pieces
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.rank_state import RankState
 
 
@@ -109,6 +110,7 @@ class HaloFunction(torch.autograd.Function):
         return tuple(torch.cat(parts) for parts in zip(*halos, strict=True))
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, plans = ctx.saved_tensors, ctx.plans
         slots = [plan.pieces * plan.width for plan in plans]

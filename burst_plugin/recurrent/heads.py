@@ -18,6 +18,7 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import Passes, Results
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction
 
@@ -186,6 +187,7 @@ class _ExchangeBegun(torch.autograd.Function):
         return xs[0].new_empty(0)
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, unused: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.exchange.finish()
 
@@ -200,6 +202,7 @@ class _ExchangeEnded(torch.autograd.Function):
         return exchange.finish()
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         ctx.exchange.start("backward", grads)

@@ -23,6 +23,7 @@ from burst_plugin.recurrent.held_pieces import Group, HeldPieces
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
 from burst_plugin.recurrent.pieces import START, cut_into_pieces
 from burst_plugin.recurrent.scan import ScanOfProcess, ScanPlan
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.request import as_tokens, check_mask
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import Tokens, positions
@@ -195,6 +196,7 @@ class _Tied(torch.autograd.Function):
         return x.detach()  # a new tensor, which may be modified in place
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         zeros = (
             torch.zeros((), dtype=dtype, device=device).expand(shape) if needed else None

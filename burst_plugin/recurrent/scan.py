@@ -24,6 +24,7 @@ from burst_plugin.recurrent.heads import heads_of
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import Passes, Results
 from burst_plugin.recurrent.scan_schedule import WHOLE, Compute, Kind, Move, ScanSchedule, Value
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction, Spec
 
@@ -398,6 +399,7 @@ class _Begun(torch.autograd.Function):
         return biases.new_empty(0)
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, unused: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.scan.gradients()
 
@@ -416,6 +418,7 @@ class _Ended(torch.autograd.Function):
         return entries, last
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors[1:])
         ctx.scan.start_backward(grad, [dict(zip(keys, saved, strict=False)) for keys in ctx.keys])

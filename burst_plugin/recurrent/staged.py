@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.ring.graph_breaks import between_graphs
+
 Pair = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 
 
@@ -73,6 +75,7 @@ class _Paired(torch.autograd.Function):
         return transition, bias
 
     @staticmethod
+    @between_graphs
     @once_differentiable
     def backward(ctx: Any, unused: Tensor, leaving: Tensor) -> tuple[Tensor | None, ...]:
         entries, grad, xs = ctx.between.pop("backward")
@@ -92,6 +95,7 @@ class _Entered(torch.autograd.Function):
             return stages.outputs(entries, *xs)
 
     @staticmethod
+    @between_graphs
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         entries, *xs = ctx.saved_tensors

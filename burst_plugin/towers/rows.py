@@ -19,6 +19,7 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.context import ContextParallel
 from burst_plugin.recurrent.messages import Messages
 from burst_plugin.recurrent.passes import OfOneRank, OfVirtualRing, Passes
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.types import Direction
 from burst_plugin.virtual import VirtualRing
@@ -169,6 +170,7 @@ class _ToHolders(torch.autograd.Function):
         return torch.cat(passes.run("forward", call, programs, x.device))
 
     @staticmethod
+    @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parts = torch.split_with_sizes(grad, [plan.held for plan in ctx.plans])
         programs = [

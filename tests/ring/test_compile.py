@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_plugin import ContextParallel, Scores, SlidingWindow, Topology, VirtualRing, burst_attention, shard_batch
+from burst_plugin import (
+    ContextParallel,
+    Scores,
+    SlidingWindow,
+    Topology,
+    VirtualRing,
+    burst_attention,
+    recurrent,
+    shard_batch,
+)
 from burst_plugin.inference import KVCache
+from burst_plugin.towers.rows import to_holders
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -130,9 +141,19 @@ def test_caches_and_rings_are_breaks_too_and_nothing_of_them_is_traced() -> None
         assert max(error, difference) < 1e-6
 
 
+def _difference(x: Tensor, loss: Callable[[], Tensor]) -> float:
+    """The largest difference between the gradients of x with and without a compiled backward pass."""
+    expected = torch.autograd.grad(loss(), x)[0]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        x.grad = None
+        loss().backward()
+    assert x.grad is not None
+    return float((x.grad - expected).abs().max())
+
+
 def _backward_compiled_too(rank: int) -> list[float]:
     """The largest difference of gradients whose backward pass is compiled, through each collective operation."""
-    cp, differences = ContextParallel(dist.group.WORLD), []
+    cp = ContextParallel(dist.group.WORLD)
     model = Block(cp)
     x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     losses: list[Any] = [
@@ -141,13 +162,7 @@ def _backward_compiled_too(rank: int) -> list[float]:
         lambda: cp.unshard(model.out(x), loss="same").sin().square().sum(),
         lambda: cp.shift(model.out(x), -1).sin().square().sum(),
     ]
-    for loss in losses:
-        expected = torch.autograd.grad(loss(), x)[0]
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-            x.grad = None
-            loss().backward()
-        assert x.grad is not None
-        differences.append(float((x.grad - expected).abs().max()))
+    differences = [_difference(x, loss) for loss in losses]
     cp.close()
     return differences
 
@@ -155,3 +170,45 @@ def _backward_compiled_too(rank: int) -> list[float]:
 def test_backward_passes_are_not_traced_either() -> None:
     for differences in run_ranks(_backward_compiled_too, 2, timeout_s=240.0):
         assert max(differences) < 1e-6
+
+
+def _convolution(place: recurrent.Placement, x: Tensor) -> Tensor:
+    return recurrent.causal_convolution(x, torch.ones(8, 3), place=place)
+
+
+def _scan(place: recurrent.Placement, x: Tensor) -> Tensor:
+    return recurrent.affine_scan(x, -x.abs(), place)  # type: ignore[no-any-return]
+
+
+def _exchange_of_heads(place: recurrent.Placement, x: Tensor) -> Tensor:
+    x = x.unflatten(2, (2, 4))
+    return place.call("an exchange of heads", {"x": x}, dict).exchange_heads(None, [x]).wait()[0]
+
+
+def _layer_compiled_too(rank: int, layer: Callable[[recurrent.Placement, Tensor], Tensor]) -> float:
+    """The largest difference of gradients whose backward pass is compiled, through a layer with messages."""
+    cp = ContextParallel(dist.group.WORLD)
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    difference = _difference(x, lambda: layer(recurrent.Placement(cp), x * 2).sin().sum())
+    cp.close()
+    return difference
+
+
+@pytest.mark.parametrize("layer", [_convolution, _scan, _exchange_of_heads])
+def test_backward_passes_of_layers_with_messages_are_not_traced_either(
+    layer: Callable[[recurrent.Placement, Tensor], Tensor],
+) -> None:
+    assert max(run_ranks(_layer_compiled_too, 2, layer, timeout_s=240.0)) < 1e-6
+
+
+def _rows_compiled_too(rank: int) -> float:
+    cp = ContextParallel(dist.group.WORLD)
+    encoded, held = [torch.arange(3), torch.arange(3, 6)], [torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3])]
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    difference = _difference(x, lambda: to_holders(cp, x * 2, encoded, held).sin().sum())
+    cp.close()
+    return difference
+
+
+def test_backward_passes_of_rows_on_their_way_are_not_traced_either() -> None:
+    assert max(run_ranks(_rows_compiled_too, 2, timeout_s=240.0)) < 1e-6
