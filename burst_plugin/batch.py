@@ -73,6 +73,8 @@ MEDIA = (
     "tile_",
     "video_",
 )
+# Names of labels, but not of marks such as "is_label", nor of what belongs to labels, such as "target_mask".
+_LABELS = re.compile(r"(?!is_|has_)(.*_)?(label|target)(s|_ids?)?", re.IGNORECASE)
 _WHOLE = ("input_ids", "attention_mask", "position_ids", *_TOKEN_TYPES)
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
 _DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
@@ -166,8 +168,9 @@ def shard_batch(
             are cut as well, but not shifted: shift weights of labels before. Numbers, strings and tensors of one
             dimension are passed on.
         pad_token_id: fills up the ids of a sequence that the layout cannot divide equally between ranks. Labels are
-            filled with -100: integers [B, S] that have a -100, or "label" or "target" in their name (without "mask"
-            or "weight"). Others are filled with 0.
+            filled with -100: integers [B, S, ...] whose name ends in "label", "labels", "target", "targets",
+            "label_ids" or "target_ids" (but not "is_label" or "has_target"), or that have a -100, and floats of such
+            a name that have one. Others are filled with 0.
         layer_mask: `burst_plugin.huggingface.layer_mask(model)`, for `layout="auto"` to balance work; None: causal.
 
     Returns:
@@ -355,11 +358,14 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_
 
 
 def _are_labels(name: str, x: Tensor) -> bool:
-    """Return whether an entry of a batch holds labels [B, S]: by its name, or since it has tokens to ignore."""
-    if x.dim() != 2 or x.is_floating_point() or x.is_complex() or not x.dtype.is_signed:  # bool is not signed
+    """Return whether an entry of a batch holds labels: by its name, or since it has tokens to ignore; floats by both.
+
+    Floats of such a name may be probabilities, which have no tokens to ignore, and a reward may be -100.
+    """
+    if x.is_complex() or not x.dtype.is_signed:  # bool is not signed
         return False
-    is_named = re.search("label|target", name) and not re.search("mask|weight", name)
-    return bool(is_named) or bool((x == IGNORED_LABEL).any())
+    is_named, is_whole = _LABELS.fullmatch(name) is not None, not x.is_floating_point()
+    return (is_named and is_whole) or ((is_named or is_whole) and bool((x == IGNORED_LABEL).any()))
 
 
 def _counted(

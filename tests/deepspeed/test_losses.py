@@ -500,23 +500,30 @@ def test_labels_are_changed_before_a_batch_is_cut() -> None:
     assert told[0] == told[1]
 
 
+_ARE_LABELS = ["targets", "entity_labels", "classes", "label_ids", "Labels"]
+_NO_LABELS = ["is_target", "has_label", "target_valid", "target_input_ids", "label_positions", "label_smoothing"]
+
+
 def _filled(rank: int) -> dict[str, set[float]]:
     """What fills up the entries of a batch of 5 tokens on a rank, by name; all tokens are 1, or -100."""
     ones = torch.ones(1, 5, dtype=torch.long)
-    names = ["targets", "entity_labels", "classes", "token_type_ids", "label_mask", "target_weights"]
-    batch = {name: ones.clone() for name in ["input_ids", *names]}
-    batch["classes"][0, 1] = IGNORED_LABEL
-    batch |= {"soft_targets": ones.double(), "is_target": ones.bool(), "target_bytes": ones.to(torch.uint8)}
+    others = [*_NO_LABELS, "token_type_ids", "label_mask", "target_weights"]
+    batch = {name: ones.clone() for name in ["input_ids", *_ARE_LABELS, *others]}
+    batch |= {name: ones.double() for name in ("soft_targets", "age_targets", "rewards")}
+    batch |= {"target_bytes": ones.to(torch.uint8), "known_labels": ones.bool()}
+    batch["mtp_labels"] = ones.unsqueeze(2).repeat(1, 1, 2)
+    for name in ("classes", "age_targets", "rewards"):
+        batch[name][0, 1] = IGNORED_LABEL
     cp = burst_plugin.ContextParallel(dist.group.WORLD)
     local = burst_plugin.shard_batch(batch, cp, pad_token_id=7)
     cp.close()
     is_padding = local["input_ids"] == 7
-    return {name: {*local[name][is_padding].tolist()} for name in batch}
+    return {name: {*local[name][is_padding].flatten().tolist()} for name in batch}
 
 
 def test_padding_that_fills_up_a_length_has_no_labels_under_any_name() -> None:
     for filled in run_ranks(_filled, 2):
-        for name in ("targets", "entity_labels", "classes"):
+        for name in (*_ARE_LABELS, "mtp_labels", "age_targets"):
             assert filled.pop(name) == {IGNORED_LABEL}, name
         assert filled.pop("input_ids") == {7}
         assert all(values == {0} for values in filled.values()), filled
