@@ -161,16 +161,15 @@ def shard_batch(
 
     Args:
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
-            `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
-            document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
-            for each row, which takes the place of labels and bounds. `position_ids` of mRoPE are [3, B, S], or
-            [4, B, S] with the positions in the text first, from which documents are read. Other tensors [B, S, ...]
-            are cut as well, but not shifted: shift weights of labels before. Numbers, strings and tensors of one
-            dimension are passed on.
+            `labels` (not shifted) or `shift_labels`, with -100 for none, `position_ids`, a padding mask
+            `attention_mask` [B, S], and document bounds as `cu_seq_lens_q` or as positions that start again, or a
+            `tree`, a `PrefixTree` or one for each row, which takes the place of labels and bounds. `position_ids` of
+            mRoPE are [3, B, S], or [4, B, S] with the positions in the text first, from which documents are read.
+            Other tensors [B, S, ...] are cut as well, but not shifted: shift weights of labels before. Numbers,
+            strings and tensors of one dimension are passed on.
         pad_token_id: fills up the ids of a sequence that the layout cannot divide equally between ranks. Labels are
-            filled with -100: integers [B, S, ...] whose name ends in "label", "labels", "target", "targets",
-            "label_ids" or "target_ids" (but not "is_label" or "has_target"), or that have a -100, and floats of such
-            a name that have one. Others are filled with 0.
+            filled with -100: integers [B, S, ...] that have a -100, or whose name ends as "labels", "target" or
+            "label_ids" do (but not "is_label"), and floats with both. Others are filled with 0.
         layer_mask: `burst_plugin.huggingface.layer_mask(model)`, for `layout="auto"` to balance work; None: causal.
 
     Returns:
@@ -194,7 +193,7 @@ def shard_batch(
         length=positions.shape[-1],
         tokens=tokens,
         mask=read.mask,
-        valid_tokens=int((tensors["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in tensors else 0,
+        valid_tokens=_count_labels(batch, tensors["shift_labels"]) if "shift_labels" in tensors else 0,
         seed=(read.checksum + number) % CHECKSUMS,
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
@@ -366,6 +365,22 @@ def _are_labels(name: str, x: Tensor) -> bool:
         return False
     is_named, is_whole = _LABELS.fullmatch(name) is not None, not x.is_floating_point()
     return (is_named and is_whole) or ((is_named or is_whole) and bool((x == IGNORED_LABEL).any()))
+
+
+def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> int:
+    """Return how many of the shifted `labels` are part of the loss; raise ValueError for unknown ones below 0."""
+    counts = labels != IGNORED_LABEL
+    if labels.is_floating_point() or not labels.dtype.is_signed:
+        return int(counts.sum())
+    count, others = torch.stack([counts.sum(), (counts & (labels < 0)).sum()]).tolist()  # one wait for a device
+    if others:
+        name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+        raise ValueError(
+            f"{name} has {others} values below 0 other than {IGNORED_LABEL}: they would be counted as labels, and "
+            f"what fills up a length is {IGNORED_LABEL}; write {IGNORED_LABEL} for labels that a loss ignores, by "
+            f"{name}.masked_fill({name} < 0, {IGNORED_LABEL}), and give the loss ignore_index={IGNORED_LABEL}"
+        )
+    return int(count)
 
 
 def _counted(

@@ -292,6 +292,21 @@ def test_batches_that_differ_between_ranks_are_refused_on_every_rank() -> None:
             assert ("do not prepare the loader" in line) == ("let the sampler count" in line)
 
 
+def _ignoring(rank: int) -> list[str]:
+    """What is said of labels that are ignored by another number than -100, which all ranks have."""
+    cp = ContextParallel(dist.group.WORLD)
+    labels = BATCH["labels"].index_fill(1, torch.arange(3), -1)
+    batches = [_changed(labels=labels), {"input_ids": BATCH["input_ids"], "shift_labels": labels}]
+    return [_said(lambda batch: shard_batch(batch, cp), batch) for batch in batches]
+
+
+def test_labels_to_ignore_are_minus_100_on_every_rank() -> None:
+    for found in run_ranks(_ignoring, 2):
+        assert "ValueError: labels has 4 values below 0 other than -100" in found[0]  # two follow no token
+        assert "ValueError: shift_labels has 6 values below 0 other than -100" in found[1]
+        assert "by shift_labels.masked_fill(shift_labels < 0, -100), and give the loss ignore_index=-100" in found[1]
+
+
 def _differ_later(rank: int) -> list[str]:
     """Where ranks compare calls 1, 2, 4, ... only, as on GPUs; the third batch is another one."""
     cp = as_on_gpus(ContextParallel(dist.group.WORLD))
