@@ -6,38 +6,46 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from burst_plugin.batch import SHARD_KEY
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.router_losses import asks_for_router_loss
 from burst_plugin.huggingface.text_only import text_modules
 
 
-def check_forward(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+def check_forward(pretrained: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for what a forward on a shard would compute wrongly.
 
-    That is logits of the last tokens only, which are other tokens on every rank, and layers whose other results than
-    hidden states need gradients, in reentrant checkpoints, with or without a ring.
+    That is logits of the last tokens only, which are other tokens on every rank of several, and layers whose other
+    results than hidden states need gradients, in reentrant checkpoints, with or without a ring.
     """
-    kept = kwargs.get("logits_to_keep")
-    if kept is not None and (isinstance(kept, Tensor) or kept != 0):
+    arguments = by_name(pretrained.forward, args, kwargs)
+    if arguments[SHARD_KEY].cp.ranks > 1 and not _keeps_all(arguments.get("logits_to_keep", 0)):
         raise ValueError(
             f"{type(pretrained).__name__} got logits_to_keep with a shard, of which every rank would keep its own "
-            "last tokens; leave it out, and pick logits of the whole sequence out of cp.unshard(logits, dim=1)"
+            "last tokens; leave it out, and pick logits of the whole sequence out of "
+            f'batch["{SHARD_KEY}"].unshard(logits) (for gradients with loss="same"), where batch is what shard_batch '
+            "returned"
         )
-    if not (pretrained.training and torch.is_grad_enabled() and _is_reentrant(pretrained)):
-        return
-    config = pretrained.config.get_text_config()
-    passed = []
+    config, passed = pretrained.config.get_text_config(), []
     if getattr(config, "num_kv_shared_layers", 0):
         passed.append(f"keys and values of other layers (num_kv_shared_layers={config.num_kv_shared_layers})")
-    if asks_for_router_loss(pretrained, kwargs):
+    if asks_for_router_loss(pretrained, arguments):
         passed.append("router logits (output_router_logits)")
-    if passed:
+    if passed and pretrained.training and torch.is_grad_enabled() and _is_reentrant(pretrained):
         raise ValueError(
             f"{type(pretrained).__name__} has gradient checkpointing with use_reentrant=True, which gives no "
-            f"gradient to {' and '.join(passed)}; pass gradient_checkpointing_kwargs={{'use_reentrant': False}}"
+            f"gradient to {' and '.join(passed)}; pass gradient_checkpointing_kwargs={{'use_reentrant': False}} to "
+            "model.gradient_checkpointing_enable, or to TrainingArguments"
         )
+
+
+def _keeps_all(kept: Any) -> bool:
+    """Return whether `logits_to_keep` of a forward asks for the logits of all tokens."""
+    if isinstance(kept, slice):
+        return kept.start in (None, 0) and kept.stop is None and kept.step in (None, 1)
+    return isinstance(kept, int) and kept == 0
 
 
 def _is_reentrant(pretrained: PreTrainedModel) -> bool:

@@ -174,7 +174,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     given_kwargs = kwargs
     if shard is not None:
         if not shard.as_given:
-            check_forward(model, kwargs)
+            check_forward(model, args, kwargs)
             check_adapters(model)
             check_media(model, args, kwargs)
             _check_encoder(model, args, kwargs)

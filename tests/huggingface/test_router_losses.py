@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,18 +144,47 @@ def test_reentrant_checkpoints_that_lose_gradients_are_refused(shares: bool) -> 
     batch = shard_batch(BATCHES["uneven"], ContextParallel())
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     lost = "keys and values of other layers" if shares else "router logits"
-    with pytest.raises(ValueError, match=f"use_reentrant=True, which gives no gradient to {lost}"):
+    with pytest.raises(ValueError, match=f"use_reentrant=True, which gives no gradient to {lost}") as refused:
         model(**batch)
+    assert "to model.gradient_checkpointing_enable, or to TrainingArguments" in str(refused.value)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model(**batch)
 
 
-def test_logits_of_the_last_tokens_of_a_shard_are_refused() -> None:
+_KEPT = [0, slice(0, None), 2, slice(-1, None), torch.arange(2)]
+
+
+def _keeping(rank: int) -> list[str]:
+    """What is said, if anything, of forwards for the logits of all or some tokens: by name, then by position."""
     model = prepare(build(Run(model=config("mixtral", output_router_logits=False))))
-    batch = shard_batch(BATCHES["plain"], ContextParallel())
-    model(**batch, logits_to_keep=0)
-    with pytest.raises(ValueError, match="got logits_to_keep with a shard, of which every rank would keep its own"):
-        model(**batch, logits_to_keep=2)
+    batch = shard_batch({"input_ids": BATCHES["plain"]["input_ids"]}, ContextParallel(dist.group.WORLD))
+    names = list(inspect.signature(model.forward).parameters)
+    before = [batch.pop(name, None) for name in names[: names.index("logits_to_keep")]]
+    by_name = dict(zip(names, before, strict=False))
+    calls: list[Any] = [partial(model, **by_name, **batch, logits_to_keep=kept) for kept in _KEPT]
+    texts = []
+    for call in [*calls, partial(model, *before, 2, **batch)]:
+        try:
+            call()
+            texts.append("")
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_logits_of_the_last_tokens_of_a_shard_are_refused() -> None:
+    for found in run_ranks(_keeping, 2):
+        assert found[:2] == ["", ""]
+        for text in found[2:]:
+            assert "got logits_to_keep with a shard, of which every rank would keep its own" in text
+            assert 'out of batch["burst"].unshard(logits)' in text
+
+
+def test_logits_of_the_last_tokens_are_those_of_the_text_on_a_ring_of_one_rank() -> None:
+    model = prepare(build(Run(model=config("mixtral", output_router_logits=False)))).eval()
+    batch = shard_batch({"input_ids": BATCHES["plain"]["input_ids"][:, :13]}, ContextParallel())
+    expected = model(**batch).logits[:, -2:]
+    torch.testing.assert_close(model(**batch, logits_to_keep=2).logits, expected, atol=1e-6, rtol=0)
 
 
 def unknown_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:

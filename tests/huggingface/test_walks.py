@@ -64,3 +64,14 @@ def test_a_forward_walks_over_its_model_a_few_times(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
     model(**local)
     assert len(walked) <= 3
+
+
+def test_only_what_reentrant_checkpoints_lose_has_a_forward_look_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters on all layers that walk took more than half of the checks before a forward."""
+    model = prepare(transformers.LlamaForCausalLM(llama(num_hidden_layers=1))).train()
+    local = shard_batch({"input_ids": torch.arange(8)[None]}, ContextParallel())
+    monkeypatch.delattr("burst_plugin.huggingface.forward_checks.text_modules")
+    model(**local)
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(NameError, match="text_modules"):
+        model(**local)
