@@ -48,6 +48,7 @@ from burst_plugin.huggingface.recurrent import (
     mixers,
     problems_of_mixers,
     use_recurrent,
+    warn_of_mixing_around,
 )
 from burst_plugin.huggingface.relative_bias import problems_of_relative_bias, use_relative_bias
 from burst_plugin.huggingface.ring_cache import ring_cache_of
@@ -94,6 +95,7 @@ def prepare_model(model: torch.nn.Module, averages_gradients: bool = False) -> N
     reasons = problems(model, averages_gradients=averages_gradients)
     if reasons:
         raise ValueError("; ".join(reasons))
+    warn_of_mixing_around(model)
     use_burst(model, averages_gradients)
 
 

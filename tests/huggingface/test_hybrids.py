@@ -315,6 +315,28 @@ class _Plain(_Own):
     forward = torch.nn.Module.forward
 
 
+class _InLambda(_Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (lambda y: recurrent.with_tokens_before(self.module, y, 3, self.place))(x)  # type: ignore[arg-type]
+
+
+def _mixed(layer: _Own, x: torch.Tensor) -> torch.Tensor:
+    return recurrent.with_tokens_before(layer.module, x, 3, layer.place)  # type: ignore[arg-type]
+
+
+class _ByHelper(_Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _mixed(self, x)
+
+
+_after_others = recurrent.with_tokens_before
+
+
+class _Renamed(_Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _after_others(self.module, x, 3, self.place)  # type: ignore[arg-type]
+
+
 def _with_own_layer(layer: torch.nn.Module) -> Any:
     model = transformers.LlamaForCausalLM(llama(num_hidden_layers=2))
     for each in model.model.layers:
@@ -328,21 +350,27 @@ def _with_own_layer(layer: torch.nn.Module) -> Any:
         *(kind(32, 32) for kind in (torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN)),
         *(kind(32, 32, 4) for kind in (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)),
         *(kind(32, 32, 4) for kind in (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d)),
+        *(torch.nn.ZeroPad2d((0, 0, 1, -1)), torch.nn.AvgPool1d(3, 1, 1), torch.nn.MaxPool1d(2)),
+        *(torch.nn.BatchNorm1d(32), torch.nn.InstanceNorm1d(32), torch.nn.MultiheadAttention(32, 4)),
     ],
     ids=lambda module: type(module).__name__,
 )
 def test_own_layers_of_modules_that_mix_tokens_are_refused_by_name(module: torch.nn.Module) -> None:
     """In a model that says neither that it is stateful nor of what type its layers are."""
     name = rf"its layers\.0\.mlp\.1\.module \({type(module).__name__}\)"
-    with pytest.raises(ValueError, match=rf"{name} would join neighbouring tokens, .*call burst_plugin\.recurrent"):
+    instead = {"MultiheadAttention": r"call burst_plugin\.burst_attention"}.get(
+        type(module).__name__, "use LayerNorm" if "Norm" in type(module).__name__ else r"call burst_plugin\.recurrent"
+    )
+    with pytest.raises(ValueError, match=rf"{name} would join tokens, of which another .*; {instead}"):
         prepare(_with_own_layer(_Plain(module)))
 
 
 def test_own_layers_that_mix_no_tokens_or_call_the_ring_are_accepted() -> None:
-    for module in (torch.nn.GRUCell(32, 32), torch.nn.Conv1d(32, 32, 1)):
+    for module in (torch.nn.GRUCell(32, 32), torch.nn.Conv1d(32, 32, 1), torch.nn.SyncBatchNorm(32)):
         assert problems(_with_own_layer(_Plain(module))) == []
-    own = _Own(torch.nn.Sequential(torch.nn.Conv1d(32, 32, 4, groups=32)), recurrent.Placement(ContextParallel()))
-    assert problems(_with_own_layer(own)) == []
+    for kind in (_Own, _InLambda, _ByHelper, _Renamed):
+        own = kind(torch.nn.Sequential(torch.nn.Conv1d(32, 32, 4, groups=32)), recurrent.Placement(ContextParallel()))
+        assert problems(_with_own_layer(own)) == []
     stateful = _with_own_layer(own)
     stateful.config.layer_types = ["linear_attention", "full_attention"]
     assert problems(stateful) == []
@@ -350,6 +378,23 @@ def test_own_layers_that_mix_no_tokens_or_call_the_ring_are_accepted() -> None:
     assert "carries a state along the sequence (in _Plain) in a way that is not known" in "; ".join(
         problems(stateful)
     )
+
+
+class _Around(torch.nn.Module):
+    """A user's module, with a layer of its own beside a model of transformers."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.layer = transformers.LlamaForCausalLM(llama(num_hidden_layers=1)), layer
+
+
+def test_own_modules_around_a_model_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    place = recurrent.Placement(ContextParallel())
+    for layer in (torch.nn.Conv2d(3, 32, 4), torch.nn.Conv1d(32, 32, 1), _Own(torch.nn.Conv1d(32, 32, 4), place)):
+        prepare(_Around(layer))
+    assert not [str(each.message) for each in recwarn if "has not been examined" in str(each.message)]
+    with pytest.warns(UserWarning, match=r"layer \(Conv1d\) of _Around is outside of its model .*; call burst_plug"):
+        prepare(_Around(torch.nn.Conv1d(32, 32, 4)))
 
 
 def test_layers_that_call_other_functions_than_is_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

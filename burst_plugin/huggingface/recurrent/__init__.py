@@ -14,6 +14,7 @@ from burst_plugin.huggingface.recurrent.families import (
     mixers,
     problems_of_mixers,
     use_recurrent,
+    warn_of_mixing_around,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "mixers",
     "problems_of_mixers",
     "use_recurrent",
+    "warn_of_mixing_around",
 ]

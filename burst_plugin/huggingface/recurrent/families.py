@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.modules import batchnorm, instancenorm, padding, pooling
 from transformers import PreTrainedModel
 
 from burst_plugin import recurrent
@@ -25,7 +28,7 @@ from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
 from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
 from burst_plugin.huggingface.text_only import named_text_modules, text_modules, text_part
-from burst_plugin.huggingface.walks import modules_in, once
+from burst_plugin.huggingface.walks import modules_in, names_and_modules, once
 
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache
@@ -35,7 +38,14 @@ _MASKS = "create_recurrent_attention_mask"
 _CONV = "causal_conv1d_fn"
 _EPS = 1e-6  # what `recurrent.mlstm` adds to denominators
 _ALONG_THE_SEQUENCE = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.ConvTranspose1d)
-_ALONG_SEVERAL = (torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
+_STATISTICS = (batchnorm._BatchNorm, instancenorm._InstanceNorm)
+# Around a language model these may be of images.
+_ALONG_SEVERAL = (
+    *(torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+    *(padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd, padding._CircularPadNd),
+    *(pooling._AvgPoolNd, pooling._MaxPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd),
+    *(*_STATISTICS, pooling._LPPoolNd, torch.nn.MultiheadAttention),
+)
 _CALLS_OF_A_RING = dict(inspect.getmembers(recurrent, inspect.isfunction))
 
 
@@ -167,12 +177,24 @@ def problems_of_mixers(pretrained: PreTrainedModel, kinds: set[str]) -> list[str
             "docs/families.md accepts, or call burst_plugin.recurrent in a layer of your own (docs/your_own.md)"
         )
     elif mixing:
-        others = f" and {len(mixing) - 1} more like it" if mixing[1:] else ""
+        (name, module), *others = mixing
         told.append(
-            f"its {mixing[0]}{others} would join neighbouring tokens, which another rank may have; call "
-            "burst_plugin.recurrent there (docs/your_own.md), or move it out of the language model"
+            f"its {_called(name, module, len(others))} would join tokens, of which another rank may have some; "
+            f"{_instead_of(module)} there (docs/your_own.md), or move it out of the language model"
         )
     return told
+
+
+def _called(name: str, module: torch.nn.Module, others: int) -> str:
+    return f"{name} ({type(module).__name__})" + (f" and {others} more like it" if others else "")
+
+
+def _instead_of(module: torch.nn.Module) -> str:
+    """Return what to write in place of a module of PyTorch that mixes tokens."""
+    if isinstance(module, _STATISTICS):
+        return "use LayerNorm or RMSNorm"
+    is_attention = isinstance(module, torch.nn.MultiheadAttention)
+    return f"call burst_plugin.{'burst_attention' if is_attention else 'recurrent'}"
 
 
 def _problems_of_code(kind: type[torch.nn.Module], known: Mixer) -> list[str]:
@@ -211,25 +233,46 @@ def _unknown(pretrained: PreTrainedModel, kinds: set[str], has_known: bool) -> s
     return ", ".join(sorted(names))
 
 
-def _unknown_mixing(pretrained: PreTrainedModel) -> list[str]:
-    """Return the modules of PyTorch that mix tokens in layers that are not known: their names and classes.
+def _unknown_mixing(pretrained: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
+    """Return the modules of PyTorch that mix tokens in layers that are not known, with their names.
 
     Models inside of `pretrained` are left out, which are examined by themselves; in a model around a language model,
-    so are convolutions in two or three dimensions, which are of images.
+    so is what may be of images.
     """
     kinds = _ALONG_THE_SEQUENCE if text_part(pretrained.config) else (*_ALONG_THE_SEQUENCE, *_ALONG_SEVERAL)
     inner = [module for module in text_modules(pretrained) if isinstance(module, PreTrainedModel)]
     left_out = {id(part) for model in inner if model is not pretrained for part in modules_in(model)}
-    left_out |= _handled_parts(pretrained)
+    return _mixing(named_text_modules(pretrained), kinds, left_out | _handled_parts(pretrained))
+
+
+def _mixing(
+    named_modules: Iterable[tuple[str, torch.nn.Module]], kinds: tuple[type, ...], left_out: set[int]
+) -> list[tuple[str, torch.nn.Module]]:
+    """Return the modules of some kinds that mix tokens, but none whose `id` is in `left_out`."""
     return [
-        f"{name} ({type(module).__name__})"
-        for name, module in named_text_modules(pretrained)
+        (name, module)
+        for name, module in named_modules
         if isinstance(module, kinds) and id(module) not in left_out and not _is_of_single_tokens(module)
     ]
 
 
+def warn_of_mixing_around(model: torch.nn.Module) -> None:
+    """Warn of modules along the sequence beside the model of transformers in a user's: they may be of audio."""
+    inner = [module for module in modules_in(model) if isinstance(module, PreTrainedModel)]
+    left_out = {id(part) for each in inner for part in modules_in(each)} | _handled_parts(model)
+    mixing = _mixing(names_and_modules(model).items(), _ALONG_THE_SEQUENCE, left_out)
+    if mixing:
+        (name, module), *others = mixing
+        warnings.warn(
+            f"{_called(name, module, len(others))} of {type(model).__name__} is outside of its model of "
+            "transformers, and has not been examined: if it gets the tokens of a shard, it joins those of one rank "
+            f"alone; {_instead_of(module)} there (docs/your_own.md)",
+            stacklevel=4,
+        )
+
+
 @once
-def _handled_parts(pretrained: PreTrainedModel) -> set[int]:
+def _handled_parts(pretrained: torch.nn.Module) -> set[int]:
     """Return the `id` of each module in a layer that carries its state over a ring, known or by code of its own."""
     parts: set[int] = set()
     calling = {kind for kind in {type(module) for module in text_modules(pretrained)} if _calls_ring(kind)}
@@ -240,12 +283,13 @@ def _handled_parts(pretrained: PreTrainedModel) -> set[int]:
 
 
 def _is_of_single_tokens(module: torch.nn.Module) -> bool:
-    """Return whether a module is a convolution of one token each, which is a linear layer."""
-    return set(getattr(module, "kernel_size", ())) == {1}
+    """Return whether a module works on one token each, as a convolution of one, or adds up over all ranks."""
+    size: Any = getattr(module, "kernel_size", ())
+    return set(size if isinstance(size, tuple) else (size,)) == {1} or isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _calls_ring(kind: type) -> bool:
-    """Return whether the code of a class of modules calls functions of burst_plugin.recurrent."""
+    """Return whether code of a class, or a helper in the same file, calls functions of burst_plugin.recurrent."""
     members: dict[str, Any] = {}
     for each in reversed(kind.__mro__):
         members |= {} if each in (torch.nn.Module, object) else vars(each)
@@ -253,11 +297,27 @@ def _calls_ring(kind: type) -> bool:
         function: Any = inspect.unwrap(member.__func__ if isinstance(member, staticmethod) else member)
         if not inspect.isfunction(function):  # a decorator may name anything as what it wraps
             continue
-        names = function.__code__.co_names
-        for name in _CALLS_OF_A_RING.keys() & set(names):
-            if "recurrent" in names or function.__globals__.get(name) is _CALLS_OF_A_RING[name]:
-                return True
+        home = function.__globals__
+        values: list[Any] = [home.get(name) for name in _names_in(function.__code__)]
+        helpers: list[Any] = [inspect.unwrap(value) for value in values if inspect.isfunction(value)]
+        codes = [helper.__code__ for helper in helpers if getattr(helper, "__globals__", None) is home]
+        if any(_names_ring(_names_in(code), home) for code in (function.__code__, *codes)):
+            return True
     return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that code uses, also in functions inside of it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _names_ring(names: set[str], home: dict[str, Any]) -> bool:
+    """Return whether names, some of which `home` defines, are of functions of burst_plugin.recurrent."""
+    values = [home[name] for name in names & home.keys()]
+    has_module = {"recurrent", "burst_plugin.recurrent"} & names or any(value is recurrent for value in values)
+    functions = {id(function) for function in _CALLS_OF_A_RING.values()}
+    return bool(has_module and _CALLS_OF_A_RING.keys() & names) or any(id(value) in functions for value in values)
 
 
 def is_recurrent_alone(pretrained: PreTrainedModel) -> bool:
