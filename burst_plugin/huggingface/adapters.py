@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from burst_plugin.huggingface.walks import modules_in
+
 _AROUND_HOOKS = {"ADALORA": "AdaLoRA", "ADAPTION_PROMPT": "LLaMA-Adapter"}  # call forward, not the model itself
 _BY_ROW = {"POLY": "Poly", "XLORA": "X-LoRA"}  # weigh their parts for each row or token of the whole batch
-_CHECKED = "_burst_plugin_adapters"  # of a model: the configurations of its adapters that were found to run on a ring
+_LAYERS = "peft.tuners."  # and then the kind, of modules of Python that define adapter layers
+_CHECKED = "_burst_plugin_adapters"  # of a model: its adapters that were found to run on a ring
 
 
 def is_peft(module: torch.nn.Module) -> bool:
@@ -18,8 +21,12 @@ def is_peft(module: torch.nn.Module) -> bool:
 
 
 def adapter_kinds(model: torch.nn.Module) -> set[str]:
-    """Return the kinds of the adapters in a model, the values of PEFT's `PeftType`, such as "LORA"."""
-    return {str(getattr(getattr(config, "peft_type", None), "value", "")) for config in _configs(model)}
+    """Return the kinds of the adapters in a model, the values of PEFT's `PeftType`, such as "LORA".
+
+    LLaMA-Adapter leaves no configuration in the model, only its layers.
+    """
+    of_layers = {module.removeprefix(_LAYERS).partition(".")[0].upper() for module in _python_modules(model)}
+    return of_layers | {str(getattr(getattr(config, "peft_type", None), "value", "")) for config in _configs(model)}
 
 
 def problems_of_peft(model: torch.nn.Module) -> list[str]:
@@ -48,16 +55,15 @@ def problems_of_peft(model: torch.nn.Module) -> list[str]:
 def check_adapters(model: torch.nn.Module) -> None:
     """Raise ValueError if a model has adapters that cannot run on a ring: some may be added after it was prepared.
 
-    Looks through the model only if it, or its body, has other adapters than in the forward before.
+    They are examined only if they are others than in the forward before.
     """
-    parts: tuple[Any, ...] = (model, getattr(model, "base_model", model))
-    configs = [config for part in parts if is_peft(part) for config in part.peft_config.values()]
-    if configs == getattr(model, _CHECKED, []):
+    adapters = _python_modules(model), list(_configs(model))
+    if adapters == getattr(model, _CHECKED, (set(), [])):
         return
     reasons = problems_of_peft(model)
     if reasons:
         raise ValueError(f"{type(model).__name__} has adapters that cannot run on a ring: {'; '.join(reasons)}")
-    setattr(model, _CHECKED, configs)
+    setattr(model, _CHECKED, adapters)
 
 
 def refuse_in_chunks(model: torch.nn.Module, option: str) -> None:
@@ -75,7 +81,13 @@ def refuse_in_chunks(model: torch.nn.Module, option: str) -> None:
 
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the configurations of all adapters in a model."""
-    for module in model.modules():
-        if is_peft(module):
+    for module in modules_in(model):
+        # A module takes ten times as long to say that it has no such attribute.
+        if ("peft_config" in vars(module) or hasattr(type(module), "peft_config")) and is_peft(module):
             configs: Any = module.peft_config
             yield from configs.values()
+
+
+def _python_modules(model: torch.nn.Module) -> set[str]:
+    """Return the names of PEFT's modules of Python that have the classes of a model's adapter layers."""
+    return {name for name in {type(module).__module__ for module in modules_in(model)} if name.startswith(_LAYERS)}
