@@ -230,7 +230,7 @@ def check_shard(batch: Mapping[str, Any]) -> None:
     if SHARD_KEY not in batch and _ids_are_cut(batch):
         raise ValueError(
             f"got the ids of a shard without its entry {SHARD_KEY!r}, as if they were a whole sequence; pass all "
-            "that shard_batch returned: model(**batch)"
+            "that shard_batch returned, to the model itself, not to its forward: model(**batch)"
         )
     if SHARD_KEY not in batch and batch.get("tree") is not None:
         raise ValueError(

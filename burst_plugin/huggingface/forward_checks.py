@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import SHARD_KEY
+from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.auto_memory import recomputes
 from burst_plugin.huggingface.router_losses import asks_for_router_loss
 from burst_plugin.huggingface.text_only import text_modules
+
+_OF_ENCODERS = ("encoder_hidden_states", "encoder_outputs")
 
 
 def check_forward(pretrained: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for what a forward on a shard would compute wrongly.
 
-    That is logits of the last tokens only, which are other tokens on every rank of several, and layers whose other
-    results than hidden states need gradients, in reentrant checkpoints, with or without a ring.
+    That is attention to an encoder, whose mask would be taken for one of the shard's tokens; logits of the last
+    tokens only, which are other tokens on every rank of several; and layers whose other results than hidden states
+    need gradients, in reentrant checkpoints, with or without a ring.
     """
     arguments = by_name(pretrained.forward, args, kwargs)
+    for name in filter(arguments.__contains__, _OF_ENCODERS):
+        raise ValueError(
+            f"{type(pretrained).__name__} got {name} with a shard: it attends to an encoder, whose masks a shard "
+            "does not have; leave it out"
+        )
     if arguments[SHARD_KEY].cp.ranks > 1 and not _keeps_all(arguments.get("logits_to_keep", 0)):
         raise ValueError(
             f"{type(pretrained).__name__} got logits_to_keep with a shard, of which every rank would keep its own "
@@ -61,3 +71,16 @@ def _is_reentrant(pretrained: PreTrainedModel) -> bool:
             checkpoint = next(iter(getattr(checkpoint, "args", ())), None)
         return False
     return False
+
+
+def warn_without_checkpoints(model: PreTrainedModel, shard: SequenceShard) -> None:
+    """Warn on rank 0 if a model trains with options that act on its checkpoints, and has none."""
+    strategy = shard.cp.strategy
+    acts = strategy.offload or (strategy.kept_share > 0 and "keep_attention" not in shard.cp.chosen)
+    if acts and model.training and torch.is_grad_enabled() and not recomputes(model) and not shard.cp.rank:
+        warnings.warn(
+            "offload and keep_attention act on activation checkpoints, but gradient checkpointing is off: set "
+            "gradient_checkpointing=True, or call model.gradient_checkpointing_enable(), unless your code makes "
+            "checkpoints itself",
+            stacklevel=2,
+        )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from burst_plugin.huggingface.compressors import (
     problems_of_compressors,
     use_compressors,
 )
-from burst_plugin.huggingface.forward_checks import check_forward
+from burst_plugin.huggingface.forward_checks import check_forward, warn_without_checkpoints
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
 from burst_plugin.huggingface.indexers import layer_types_of_indexers, problems_of_indexers, use_indexers
 from burst_plugin.huggingface.latents import use_latents
-from burst_plugin.huggingface.mask_recipes import enter_forward, leave_forward
+from burst_plugin.huggingface.mask_recipes import enter_forward, forward_in_progress, leave_forward
 from burst_plugin.huggingface.media.absent import with_absent_media
 from burst_plugin.huggingface.media.entries import check_entries
 from burst_plugin.huggingface.media.features import use_media
@@ -73,7 +73,6 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSS = "ForCausalLM"
 _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
-_OF_ENCODERS = ("encoder_hidden_states", "encoder_outputs")
 # Of a model in the middle of a forward: the calls before it, of attention and others, and whether it makes others.
 _CALLS = "_burst_plugin_calls"
 _MIXING = {  # options with which ranks compute something other than one rank would
@@ -162,8 +161,40 @@ def _watch(pretrained: PreTrainedModel) -> None:
         pretrained.register_forward_hook(_check_calls, with_kwargs=True)
         watch_own_loss(pretrained)
         pretrained.register_forward_hook(_forget_shard, always_call=True)
+        for body in text_modules(pretrained):
+            if isinstance(body, PreTrainedModel) and body is not pretrained:
+                _watch_body(pretrained, body)
     for key in [key for key, hook in pretrained._forward_pre_hooks.items() if hook is _note_shard]:
         pretrained._forward_pre_hooks.move_to_end(key)
+
+
+def _watch_body(model: PreTrainedModel, body: PreTrainedModel) -> None:
+    """Add hooks to a model inside of another one, which do what the other's do where it is not called itself."""
+    watch_positions(body)
+    body.register_forward_pre_hook(partial(_note_shard_of_body, model), with_kwargs=True)
+    body.register_forward_hook(_check_calls, with_kwargs=True)
+    body.register_forward_hook(_forget_shard, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_shard_of_body(
+    model: PreTrainedModel, body: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do what `_note_shard` does in a call of a body for a loss of one's own, or by the model's `forward`."""
+    shard, forward = kwargs.get(SHARD_KEY), forward_in_progress()
+    if torch._C._current_graph_task_id() != -1:  # it is computed again, with the arguments that it had
+        return None
+    if forward is None:
+        check_shard(by_name(body.forward, args, kwargs))
+    if shard is None or shard.as_given or (forward is not None and forward.shard is not None):
+        return None
+    check_adapters(model)
+    if kwargs.get("output_router_logits"):
+        raise ValueError(
+            f"{type(model).__name__} was not called itself, but its forward or its {type(body).__name__}, for router "
+            "logits of each rank's tokens; call the model itself, or leave output_router_logits out"
+        )
+    return _note_shard(body, args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -179,7 +210,6 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             check_forward(model, args, kwargs)
             check_adapters(model)
             check_media(model, args, kwargs)
-            _check_encoder(model, args, kwargs)
             _check_labels(model, kwargs)
             check_entries(model, shard, kwargs)
             kwargs = with_media_positions(model, shard, begin(model, shard, kwargs))
@@ -188,7 +218,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         shard = shard.of_forward() if model.training else shard
         choose_kept(model, shard, kwargs)
         chunk_modules(model, shard.cp.strategy, is_chosen="mlp_chunk" in shard.cp.chosen)
-        _warn_without_checkpoints(model, shard)
+        warn_without_checkpoints(model, shard)
         expect_on_host(model, shard, kwargs)
     kwargs = with_positions(model, shard, args, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
@@ -212,9 +242,12 @@ def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) ->
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise ValueError after a forward on a shard without calls on the ring, of each kind that the model makes."""
-    shard = kwargs.get(SHARD_KEY)
-    if shard is None or shard.as_given:
+    """Raise ValueError after a forward on a shard without calls on the ring, of each kind that the model makes.
+
+    The calls of a body inside of a model are those of the model's forward, if that is in progress.
+    """
+    shard, forward = kwargs.get(SHARD_KEY), forward_in_progress()
+    if shard is None or shard.as_given or forward is None or forward.model is not model:
         return
     (attended, carried), (attended_before, carried_before, has_states) = _calls(shard), getattr(model, _CALLS)
     if attended == attended_before and not is_recurrent_alone(model):
@@ -377,17 +410,6 @@ def _check_labels(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
         )
 
 
-def _check_encoder(pretrained: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for states of an encoder with a shard: their mask would be taken for a mask of its tokens."""
-    arguments = by_name(pretrained.forward, args, kwargs)
-    for name in _OF_ENCODERS:
-        if name in arguments:
-            raise ValueError(
-                f"{type(pretrained).__name__} got {name} with a shard: it attends to an encoder, whose masks a shard "
-                "does not have; leave it out"
-            )
-
-
 def has_own_loss(pretrained: PreTrainedModel) -> bool:
     """Return whether a model computes the loss of labels in code of its own, not by transformers' `loss_function`.
 
@@ -453,19 +475,6 @@ def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[A
 
 def _is_pretrained(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
-
-
-def _warn_without_checkpoints(model: PreTrainedModel, shard: SequenceShard) -> None:
-    """Warn on rank 0 if a model trains with options that act on its checkpoints, and has none."""
-    strategy = shard.cp.strategy
-    acts = strategy.offload or (strategy.kept_share > 0 and "keep_attention" not in shard.cp.chosen)
-    if acts and model.training and torch.is_grad_enabled() and not recomputes(model) and not shard.cp.rank:
-        warnings.warn(
-            "offload and keep_attention act on activation checkpoints, but gradient checkpointing is off: set "
-            "gradient_checkpointing=True, or call model.gradient_checkpointing_enable(), unless your code makes "
-            "checkpoints itself",
-            stacklevel=2,
-        )
 
 
 def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:

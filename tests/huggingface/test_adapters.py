@@ -115,3 +115,25 @@ def test_adapters_added_after_prepare_are_examined_too(kind: str, place: str) ->
     for _ in range(2):
         with pytest.raises(ValueError, match=f"LlamaForCausalLM has adapters .* ring: {message}"):
             model(**local, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["AdaLoRA", "LLaMA-Adapter"])
+def test_adapters_that_go_past_the_model_are_examined_in_its_body(kind: str) -> None:
+    """They call the forward of the model that was prepared, without its hooks."""
+    ada = {
+        "r": 2,
+        "target_r": 1,
+        "init_r": 2,
+        "total_step": 10,
+        "tinit": 1,
+        "tfinal": 1,
+        "target_modules": ["q_proj"],
+    }
+    config = (
+        peft.AdaLoraConfig(task_type="CAUSAL_LM", **ada)
+        if kind == "AdaLoRA"
+        else peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+    )
+    model = peft.get_peft_model(prepare(build(Run(model=llama()))), config)
+    with pytest.raises(ValueError, match=f"adapters that cannot run on a ring: PEFT's {kind} calls the model's forw"):
+        model(**shard_batch(BATCH, ContextParallel()))
