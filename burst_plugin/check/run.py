@@ -62,17 +62,22 @@ def is_first() -> bool:
     return place is None or place[0] == 0
 
 
-def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
+def check(settings: Settings, ranks: int | None = None, problem: str = "") -> Iterator[Finding]:
     """Run the sections of the settings, and yield findings as they come; all ranks of a launcher yield equal ones.
 
-    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; a launcher brings its own ranks. If there are
-    fewer GPUs, ranks share them, and only checks without timing run.
+    Args:
+        settings: what is checked.
+        ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; a launcher brings its own ranks. If there
+            are fewer GPUs, ranks share them, and only checks without timing run.
+        problem: why the first rank cannot begin, which it tells the others of a launcher; "" if it can.
 
-    Raises ValueError, before anything is started, for a kernel that cannot be loaded, ranks that do not divide into
-    nodes, and ranks beside a launcher's.
+    Raises ValueError, before anything is measured, for `problem`, a kernel that cannot be loaded, ranks that do not
+    divide into nodes, and ranks beside a launcher's.
     """
-    load_kernel(settings.kernel)
     place = launcher_environment()
+    if problem and place is None:
+        raise ValueError(problem)
+    load_kernel(settings.kernel)
     if place is not None and ranks is not None and ranks != place[1]:
         raise ValueError(f"ranks={ranks} contradicts the launcher, which has started {place[1]}; leave it out")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -81,7 +86,7 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
         Topology.from_sizes(asked, ranks_per_node=settings.ranks_per_node)
     if place is not None:
         yield from _of_machine(settings.sections, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
-        yield from _in_launcher(settings, place, gpus)
+        yield from _in_launcher(settings, place, gpus, problem)
         if gpus and CORRECTNESS in settings.sections:
             yield Finding(
                 CORRECTNESS,
@@ -191,10 +196,17 @@ def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
                 return
 
 
-def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> Iterator[Finding]:
-    """Run the sections in the ranks of a launcher; fault tolerance in further processes on the first node."""
+def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int, problem: str) -> Iterator[Finding]:
+    """Run the sections in the ranks of a launcher; fault tolerance in further processes on the first node.
+
+    Raises ValueError on every rank if the first one has a `problem`: the others would wait for it.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
     with joined(place, settings.sizes(device_kind()).timeout_s, None, settings.ranks_per_node) as world:
+        problem = world.exchange("its arguments", problem)[0]
+        if problem:
+            _wait_for_all(world)
+            raise ValueError(problem)
         try:
             yield from run_sections(world, settings)
         except Exception as error:  # of this rank, or of one that it missed; the others meet theirs

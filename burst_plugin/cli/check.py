@@ -76,8 +76,6 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
 
     options: the parsed options of `add_arguments`.
     """
-    if is_first():
-        _check_files(options)
     q_heads, kv_heads = options.heads
     settings = Settings(
         sections=tuple(section for section in SECTIONS if section in options.sections),
@@ -88,7 +86,7 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
         profile=options.profile,
     )
     start, findings = time.monotonic(), list[Finding]()
-    for finding in _with_bar(check(settings, options.ranks), settings.sections):
+    for finding in _with_bar(check(settings, options.ranks, _problem_of_files(options)), settings.sections):
         findings.append(finding)
         if is_first():
             yield str(finding)
@@ -106,12 +104,18 @@ def lines(options: argparse.Namespace) -> Generator[str, None, int]:
     return int(failed(findings))
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Raise ValueError for a file that cannot be written at the end."""
-    if options.json is not None:
-        check_writable("--json", options.json)
-    if options.profile and RECOMMENDATION in options.sections:
-        check_writable("--profile", Path(options.profile))
+def _problem_of_files(options: argparse.Namespace) -> str:
+    """Return why a file cannot be written at the end by this rank; empty if it can, or another rank writes it."""
+    if not is_first():
+        return ""
+    try:
+        if options.json is not None:
+            check_writable("--json", options.json)
+        if options.profile and RECOMMENDATION in options.sections:
+            check_writable("--profile", Path(options.profile))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _end(findings: list[Finding], seconds: float) -> Iterator[str]:

@@ -78,6 +78,14 @@ def test_quick_under_a_launcher(tmp_path: Path) -> None:
     assert "culprit: kernel wrong_sign: " in wrong.stdout
 
 
+def test_what_ends_the_first_rank_before_it_measures_ends_all(tmp_path: Path) -> None:
+    """The others would wait for it until the time-out, if nothing but the ranks themselves ends them."""
+    words = ["check", "--quick", "--sections", "right", "--json", str(tmp_path)]
+    done = launched(["-m", "burst_plugin.cli", *words], ranks=2, timeout_s=60.0)
+    assert done.returncode == 1
+    assert done.stderr.count(f"burst check: --json {tmp_path} cannot be written: {tmp_path} is a folder") == 2
+
+
 def _links(rank: int, profile: str, slow_rank: int | None) -> list[Finding]:
     if rank == slow_rank:
         shape = "tc qdisc replace dev nic root tbf rate 25mbit burst 128kb limit 64mb"

@@ -14,7 +14,7 @@ import torch
 
 import burst_plugin
 from burst_plugin.check.findings import Finding
-from burst_plugin.cli import check, doctor, main
+from burst_plugin.cli import doctor, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -335,7 +335,8 @@ def test_plans_and_the_doctor_write_json(tmp_path: Path, capsys: pytest.CaptureF
 def test_check_looks_at_its_files_before_it_measures(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "check", lambda *_: iter([Finding("fast", "passed", "a link", "measured")]))
+    found = [Finding("fast", "passed", "a link", "measured")]
+    monkeypatch.setattr("burst_plugin.check.run.spawned", lambda *_: iter(found))
     assert main(["check", option, str(tmp_path)]) == 1
     assert f"burst check: {option} {tmp_path} cannot be written: {tmp_path} is a fol" in capsys.readouterr().err
     assert main(["check", option, str(tmp_path / "there" / "x.json")]) == 1
