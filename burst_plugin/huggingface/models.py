@@ -75,6 +75,7 @@ _LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same funct
 _OWN_LOSS = "its forward computes the loss of labels in its own way; leave them out, and compute one from its logits"
 # Of a model in the middle of a forward: the calls before it, of attention and others, and whether it makes others.
 _CALLS = "_burst_plugin_calls"
+_ALONE = "_burst_plugin_alone"  # of a body: whether it was called outside of a model's forward last
 _MIXING = {  # options with which ranks compute something other than one rank would
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
@@ -177,15 +178,15 @@ def _watch_body(model: PreTrainedModel, body: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _note_shard_of_body(
-    model: PreTrainedModel, body: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _note_shard_of_body(model: Any, body: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `_note_shard` does in a call of a body for a loss of one's own, or by the model's `forward`."""
     shard, forward = kwargs.get(SHARD_KEY), forward_in_progress()
-    if torch._C._current_graph_task_id() != -1:  # it is computed again, with the arguments that it had
+    if torch._C._current_graph_task_id() == -1:
+        setattr(body, _ALONE, forward is None)
+        if forward is None:
+            check_shard(by_name(body.forward, args, kwargs))
+    elif not getattr(body, _ALONE, False):  # computed again, with the arguments that the model gave it
         return None
-    if forward is None:
-        check_shard(by_name(body.forward, args, kwargs))
     if shard is None or shard.as_given or (forward is not None and forward.shard is not None):
         return None
     check_adapters(model)
@@ -242,12 +243,9 @@ def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) ->
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise ValueError after a forward on a shard without calls on the ring, of each kind that the model makes.
-
-    The calls of a body inside of a model are those of the model's forward, if that is in progress.
-    """
+    """Raise ValueError after a forward on a shard without calls on the ring, of each kind that the model makes."""
     shard, forward = kwargs.get(SHARD_KEY), forward_in_progress()
-    if shard is None or shard.as_given or forward is None or forward.model is not model:
+    if shard is None or shard.as_given or forward is None or forward.model is not model:  # a body in its model
         return
     (attended, carried), (attended_before, carried_before, has_states) = _calls(shard), getattr(model, _CALLS)
     if attended == attended_before and not is_recurrent_alone(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
@@ -103,9 +105,10 @@ def test_labels_that_are_shifted_twice_are_refused_on_every_rank() -> None:
 
 
 def _logits(model: Any, way: str, batch: dict[str, Any]) -> torch.Tensor:
-    """Logits by a call of the model, of its body, or of its `forward`."""
-    if way == "body":
-        return model.get_output_embeddings()(model.base_model(**batch, use_cache=False)[0])
+    """Logits by a call of the model, of its body, perhaps in a checkpoint, or of its `forward`."""
+    if way in ("body", "checkpoint"):
+        call: Any = partial(checkpoint, use_reentrant=False) if way == "checkpoint" else lambda body: body()
+        return model.get_output_embeddings()(call(partial(model.base_model, **batch, use_cache=False))[0])
     return (model.forward if way == "forward" else model)(**batch, use_cache=False).logits
 
 
@@ -118,7 +121,7 @@ def _past_the_model(rank: int, name: str) -> list[Any]:
     """Gradients added up over ranks, for a loss of one's own from a body, and from `forward`; or what is told."""
     found: list[Any] = []
     cp = ContextParallel(dist.group.WORLD)
-    for way in ("body", "forward"):
+    for way in ("body", "checkpoint", "forward"):
         model = prepare(build(BODIES[name])).train()
         local = shard_batch(BATCH, cp)
         labels = local.pop("shift_labels")
@@ -139,9 +142,10 @@ def test_calls_past_the_model_itself_are_prepared_as_its_own_or_refused(name: st
     model = build(BODIES[name]).train()
     labels = torch.nn.functional.pad(BATCH["labels"][:, 1:], (0, 1), value=-100)
     truth = _gradients(model, _logits(model, "model", {"input_ids": BATCH["input_ids"]}), labels)
-    for body, forward in run_ranks(_past_the_model, 2, name):
-        error, where = worst(body, truth)
-        assert error < 1e-4, where
+    for *bodies, forward in run_ranks(_past_the_model, 2, name):
+        for body in bodies:
+            error, where = worst(body, truth)
+            assert error < 1e-4, where
         if name in _AS_MODEL:
             assert "to the model itself, not to its forward: model(**batch)" in forward
         else:
