@@ -39,9 +39,10 @@ from burst_plugin.deepspeed.cpu import leave_out_shared_memory
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
 from burst_plugin.deepspeed.loaders import ShardedLoader
+from burst_plugin.deepspeed.losses import OwnLosses
 from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.deepspeed.whole_outputs import classifier_in, score_layer
-from burst_plugin.frameworks.wrapping import announce, wrap
+from burst_plugin.frameworks.wrapping import announce, remove_forward_hooks, wrap
 from burst_plugin.huggingface.auto_memory import HeldStates, choose_chunks, note_states
 from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
@@ -116,7 +117,10 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Remove the hooks of earlier engines from `model` and its parts, and let its modules run in one piece."""
+        """Remove the hooks of earlier engines from `model` and its parts, and let its modules run in one piece.
+
+        So are hooks that a deep copy has of the model that it was made of, of which no session knows.
+        """
         if not isinstance(model, torch.nn.Module):
             return
         for module in restore_modules(model):
@@ -125,6 +129,7 @@ class Adapter:
             session = self.watched.pop(module, None)
             if session is not None:
                 session.detach()
+            remove_forward_hooks(module, (ModelHooks.__module__, OwnLosses.__module__))
 
     def __str__(self) -> str:
         return "burst_plugin in DeepSpeed:\n" + "\n".join(f"  - {line}" for line in self.report)

@@ -94,6 +94,19 @@ def hooks_of_others(module: torch.nn.Module, harmless: tuple[str, ...]) -> list[
     return descriptions
 
 
+def remove_forward_hooks(module: torch.nn.Module, homes: tuple[str, ...]) -> None:
+    """Remove the hooks on a module's forward that are defined in `homes`, the names of Python modules.
+
+    Needs no handles, which a deep copy of a model lacks, while it has the model's hooks.
+    """
+    for kind in ("forward_pre", "forward"):
+        hooks = getattr(module, f"_{kind}_hooks")
+        for number in [number for number, hook in hooks.items() if _origin(hook)[0] in homes]:
+            for flags in ("_with_kwargs", "_always_called"):
+                getattr(module, f"_{kind}_hooks{flags}", {}).pop(number, None)
+            del hooks[number]
+
+
 def _origin(hook: Any) -> tuple[str, str]:
     """Return the module that defines a hook, and the hook's name there."""
     while isinstance(hook, partial):

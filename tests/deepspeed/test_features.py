@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -242,6 +243,25 @@ def _second_engine(rank: int) -> list[float]:
 def test_a_model_goes_from_one_engine_to_another() -> None:
     for losses in run_ranks(_second_engine, 2):
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def _engine_of_a_copy(rank: int) -> list[float]:
+    """Losses in training of a model in its engine, and of a deep copy of it in one of its own."""
+    run = Run(cp=2)
+    first = start(run, 2)
+    losses = [float(first(**BATCHES[0]).loss)]
+    model = copy.deepcopy(first.module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 2))
+    losses.append(float(second(**BATCHES[0]).loss))
+    first.destroy()
+    return [*losses, float(second(**BATCHES[0]).loss)]
+
+
+def test_a_deep_copy_of_a_model_trains_in_an_engine_of_its_own() -> None:
+    """It has the hooks that cut batches for the model that it was made of."""
+    for losses in run_ranks(_engine_of_a_copy, 2):
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def _accelerate(rank: int, run: Run) -> tuple[dict[str, torch.Tensor], int]:
