@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.context import ContextParallel
@@ -37,29 +39,36 @@ class ShardedLoader:
         self._session = session
         self._exchange = exchange
         self._pad_token_id = pad_token_id
-        self._skip = 0
+        self._first_drawn = self._first_turn = 0  # of every pass: the batch of `loader`, the turn with it
         self._turns_left = 0
         if exchange and hasattr(loader, "state_dict"):  # Accelerate asks `loader` itself
             loader.state_dict = partial(self._state_dict, loader.state_dict)
 
     def __len__(self) -> int:
-        count = len(self.loader)  # type: ignore[arg-type]
-        return count * self._found().cp.ranks if self._exchange else count
+        count = len(self.loader) - self._first_drawn  # type: ignore[arg-type]
+        return count * self._turns() - self._first_turn
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        skip, self._skip = self._skip, 0
-        for number, batch in enumerate(self._whole()):
-            if number >= skip:
-                session = self._found()
-                yield batch if session.gathers else session.shard_batch(batch, pad_token_id=self._pad_token_id)
+        for batch in itertools.islice(self._whole(), self._first_turn, None):
+            session = self._found()
+            yield batch if session.gathers else session.shard_batch(batch, pad_token_id=self._pad_token_id)
 
-    def skip_first(self, batches: int) -> ShardedLoader:
-        """Return this loader, whose next pass leaves out the first `batches` batches that it would yield.
+    def skip_first(
+        self, batches: int, without_first: Callable[[DataLoader[Any], int], Iterable[Any]] | None = None
+    ) -> ShardedLoader:
+        """Return a loader of the batches of this one but the first `batches`, to resume in the middle of an epoch.
 
-        This resumes training in the middle of an epoch.
+        Ranks exchange none of these but those that they drew together with the first batch that is left.
+
+        without_first: returns a `DataLoader` without so many of its first batches, which it does not read, either.
         """
-        self._skip = batches
-        return self
+        drawn, turn = divmod(self._first_turn + batches, self._turns())
+        loader = self.loader
+        if without_first is not None and isinstance(loader, DataLoader):
+            loader, drawn = without_first(loader, drawn), 0
+        rest = ShardedLoader(loader, self._session, exchange=self._exchange, pad_token_id=self._pad_token_id)
+        rest._first_drawn, rest._first_turn = self._first_drawn + drawn, turn
+        return rest
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
@@ -76,6 +85,10 @@ class ShardedLoader:
             )
         return self._session
 
+    def _turns(self) -> int:
+        """Return how many batches of the ring come from one batch of `loader`."""
+        return self._found().cp.ranks if self._exchange else 1
+
     def _state_dict(self, original: Callable[[], Any]) -> Any:
         """Replace `state_dict` of a stateful loader, which counts the batches that it has drawn."""
         if self._turns_left:
@@ -89,7 +102,7 @@ class ShardedLoader:
 
     def _whole(self) -> Iterator[Any]:
         cp, self._turns_left = self._found().cp, 0
-        for number, batch in enumerate(self.loader):
+        for number, batch in enumerate(itertools.islice(self.loader, self._first_drawn, None)):
             turns = exchanged(batch, cp) if self._exchange else [batch]
             if number == 0 and len(turns) > 1 and all(_equal(turn, turns[0]) for turn in turns[1:]):
                 warnings.warn(

@@ -445,5 +445,5 @@ def _generate(
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
     """Replace `skip_first_batches`, which resumes a run in the middle of an epoch."""
     if isinstance(dataloader, ShardedLoader):
-        return dataloader.skip_first(num_batches)
+        return dataloader.skip_first(num_batches, original)
     return original(dataloader, num_batches)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate
 import deepspeed
 import pytest
 import torch
@@ -24,6 +25,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
+from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 
 import burst_plugin
@@ -143,6 +145,41 @@ def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:
             [] if number % 2 else [True]
         )
     return burst.gather_logits(logits, local["burst"], engine), positions, local["burst"].valid_tokens
+
+
+class _Noted(list[Any]):
+    """Samples that note which of them are read."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        super().__init__(samples)
+        self.reads: list[int] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def _skipped(rank: int) -> tuple[int, list[int], int]:
+    """Batches left of an epoch of 8 after 5, and the samples read and batches exchanged for them."""
+    engine = start(Run(cp=2), 2)
+    samples = _Noted([{"input_ids": torch.full((2, 8), 10 * rank + number)} for number in range(4)])
+    drawn = DataLoader(samples, batch_size=1, collate_fn=lambda batch: batch[0])
+    of_torch = burst.sharded_loader(drawn, engine, exchange=True)
+    every = [batch["input_ids"] for batch in of_torch]
+    samples.reads.clear()
+    rest = accelerate.skip_first_batches(of_torch, 5)
+    with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as exchange:
+        left = [batch["input_ids"] for batch in rest]
+    listed = burst.sharded_loader(list(samples), engine, exchange=True).skip_first(3).skip_first(2)
+    for batches in (left, [batch["input_ids"] for batch in listed]):
+        assert len(rest) == len(listed) == len(batches)
+        assert all(torch.equal(x, every[5 + number]) for number, x in enumerate(batches))
+    return len(left), samples.reads, exchange.call_count
+
+
+def test_batches_that_a_resumed_run_skips_are_neither_read_nor_exchanged() -> None:
+    """It stopped in the turn of rank 1 with the third batches."""
+    assert run_ranks(_skipped, 2) == [(3, [2, 3], 3)] * 2  # an exchange for each batch drawn, and for the end
 
 
 def _uneven_loaders(rank: int, exchange: bool) -> list[str]:
