@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from burst_plugin.checks import shown, whole_number
-from burst_plugin.comm.differences import CHECKSUMS, checksum_of
+from burst_plugin.comm.differences import checksum_of
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.agreement import prepared_together
 from burst_plugin.ring.graph_breaks import between_graphs
@@ -77,17 +77,19 @@ MEDIA = (
 _LABELS = re.compile(r"(?!is_|has_)(.*_)?(label|target)(s|_ids?)?", re.IGNORECASE)
 _WHOLE = ("input_ids", "attention_mask", "position_ids", *_TOKEN_TYPES)
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
-_DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
 _LOOKS = 10  # batches to look at until one is uneven; each look takes as long as making a new mask's plan
 _looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # by ring: batches looked at so far
 _LOG = logging.getLogger(__name__)
 
 
 class _Forwards:
-    """The number of forwards that a shard was used in. Not a dataclass: FSDP copies dataclasses in every forward."""
+    """The number of forwards that a shard was used in, and the seed of the last one.
+
+    Not a dataclass: FSDP copies dataclasses in every forward.
+    """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.made = self.seed = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,8 @@ class SequenceShard:
     mask: padding and document bounds, in positions of the whole sequence, beside a layer's own mask; None for
         neither. Padding that makes the length fit is last; layers that are not causal add `Keys(((0, length),))`.
     valid_tokens: number of labels that are part of the loss, in the whole batch.
-    seed: a seed for dropout, equal on all ranks of `cp`; None where it is not known which forward is recomputed.
+    seed: the batch's checksum, of which each forward's copy has a seed for dropout, equal on all ranks of `cp`; None
+        where it is not known which forward is recomputed.
     name: the name of the batch in errors of ranks that are out of step.
     real: which of this rank's tokens [B, S_local] are no padding; None if all are.
     longest: the largest position of the whole batch; of mRoPE's positions the largest in its three axes.
@@ -132,17 +135,18 @@ class SequenceShard:
         return self.name
 
     def of_forward(self) -> SequenceShard:
-        """Return the shard for the next forward in training: this one at first, then copies with other dropout seeds.
+        """Return the shard for the next forward in training: a copy with a dropout seed of its own.
 
         Layers that a checkpoint recomputes are given their forward's copy again. A checkpoint around a whole model
         runs it inside the backward pass, for a forward that is not known: with several so far the seed is None.
         """
-        if torch._C._current_graph_task_id() != -1:
-            return self if self._forwards.made <= 1 or self.seed is None else replace(self, seed=None)
-        number, self._forwards.made = self._forwards.made, self._forwards.made + 1
-        if not number or self.seed is None:
+        if self.seed is None:
             return self
-        return replace(self, seed=(self.seed + number * _DRAW) % CHECKSUMS)
+        forwards = self._forwards
+        if torch._C._current_graph_task_id() != -1:
+            return replace(self, seed=None if forwards.made > 1 else forwards.seed)
+        forwards.made, forwards.seed = forwards.made + 1, self.cp.rank_state.draws.next_seed(self.seed)
+        return replace(self, seed=forwards.seed)
 
     def unshard(self, local: Tensor, dim: int = 1, *, loss: Literal["same", "own"] | None = None) -> Tensor:
         """Return the whole tensor [B, length, ...] on every rank, from all ranks' [B, S_local, ...]; collective.
@@ -182,6 +186,9 @@ def shard_batch(
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
     read, number = prepared_together(partial(_read, batch, cp, pad_token_id), partial(_compare, cp))
+    draws = cp.rank_state.draws
+    if draws.seed is None:
+        draws.seed = int(cp.agreement.of_first_rank(str(torch.initial_seed())))
     tensors, positions = read.tensors, read.tensors["position_ids"]
     types = {name: type_runs(tensors[name]) for name in _TOKEN_TYPES if name in tensors}
     tokens = _tokens(cp, read, Causal() if layer_mask is None else layer_mask(types))
@@ -194,7 +201,7 @@ def shard_batch(
         tokens=tokens,
         mask=read.mask,
         valid_tokens=_count_labels(batch, tensors["shift_labels"]) if "shift_labels" in tensors else 0,
-        seed=(read.checksum + number) % CHECKSUMS,
+        seed=read.checksum,
         name=f"batch {read.checksum:08x} of comparison {number}",
         real=real,
         longest=int((positions[-3:] if positions.dim() == 3 else positions).max()),

@@ -428,9 +428,11 @@ class ContextParallel:
         """Note that the calls from now on belong to training step `number`, and to this microbatch of it.
 
         Ranks compare it before every pass that they compare, and on CPUs messages carry it, so that a rank that
-        skipped a step is found at its next call, before anything of that is computed. Adapters of frameworks call
-        this themselves. Not collective.
+        skipped a step is found at its next call, before anything of that is computed. Dropout of attention in models
+        of transformers is drawn by it, so that a resumed run repeats it. Adapters of frameworks call this themselves.
+        Not collective.
         """
+        self.rank_state.draws.begin(number)
         self.rank_state.training_step = f"step {number}" + (
             "" if microbatch is None else f", microbatch {microbatch}"
         )

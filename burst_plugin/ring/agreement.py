@@ -71,6 +71,13 @@ class Agreement:
         self.compare(f"comparison {number}, of {of}", signature, problem)
         return number
 
+    def of_first_rank(self, text: str) -> str:
+        """Return the `text` of rank 0 on every rank; collective."""
+        if self.consistency is None:
+            return text
+        with self.rank_state.alone():
+            return self.consistency.exchange(text, "the exchange of seeds")[0]
+
     def meet(self, at: str) -> None:
         """Check that all ranks are at one place of the program, as often as calls are compared; collective.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,32 @@ if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import Profile
 
 
+@dataclass
+class Draws:
+    """What tells a ring's forwards in training apart, so that each has dropout of its own: equal on all ranks.
+
+    It goes by the step's number, which a resumed run has again, and by no forward in evaluation.
+
+    seed: the seed of rank 0's generator when the ring cut its first batch; None before.
+    step: the number of the training step. forwards: how many forwards in training that step has had.
+    """
+
+    seed: int | None = None
+    step: int = 0
+    forwards: int = 0
+
+    def begin(self, step: int) -> None:
+        """Note that the forwards from now on belong to training step `step`."""
+        if step != self.step:
+            self.step, self.forwards = step, 0
+
+    def next_seed(self, batch: int) -> int:
+        """Return dropout's seed for the next forward, below 2^63, of the batch with the checksum `batch`."""
+        self.forwards += 1
+        name = f"{self.seed} {self.step} {self.forwards} {batch}"
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
 @dataclass(eq=False, repr=False)
 class RankState:
     """One rank of the context-parallel group: its place, its transports, its caches and its counts of calls.
@@ -42,7 +69,7 @@ class RankState:
     choices: of the call made last, for people to read.
     calls_made, state_calls: attention calls so far, and calls of layers that carry a state along the sequence, or of
         convolutions.
-    training_step: the step that the next calls belong to, if the caller says so.
+    training_step: the step that the next calls belong to, if the caller says so. draws: seeds for dropout.
     progress: where this rank is in its program.
     passes_digest: of all passes so far, in their order, which ranks compare.
     expected_bytes: the bytes that schedules have had this rank send, by channel.
@@ -63,6 +90,7 @@ class RankState:
     state_calls: int = 0  # of layers that carry a state along the sequence, or a convolution
     lengths: set[tuple[int, int]] = field(default_factory=set)  # (queries, keys) of sequences, the first few
     training_step: str = ""  # that the next calls belong to, if the caller says so
+    draws: Draws = field(default_factory=Draws)
     progress: Progress = field(default_factory=Progress)
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)

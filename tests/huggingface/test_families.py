@@ -287,7 +287,7 @@ def test_a_forward_that_is_refused_before_it_begins_leaves_the_one_around_it_alo
 
     outer.model.norm.register_forward_hook(within)
     outer(**local, use_cache=False)
-    assert found == [local["burst"], None]
+    assert [None if shard is None else shard.name for shard in found] == [local["burst"].name, None]
 
 
 def _marked(ids: torch.Tensor) -> torch.Tensor:
@@ -558,13 +558,40 @@ def _drawn_twice(rank: int, kind: str) -> tuple[list[torch.Tensor], dict[str, to
 
 
 def test_every_forward_with_one_batch_has_dropout_of_its_own_and_its_recomputation_the_same() -> None:
-    """As consistency losses need it (R-Drop, SimCSE). The first has that of the batch's seed, as ever."""
+    """As consistency losses need it (R-Drop, SimCSE)."""
     logits, grads = run_ranks(_drawn_twice, 1, "plain")[0]
     assert float((logits[0] - logits[1]).norm() / logits[0].norm()) > 0.1
     for kind in ("plain", "copied", "one by one", "reentrant", "not reentrant"):
         found, others = run_ranks(_drawn_twice, 2, kind)[0]
         torch.testing.assert_close(found, logits, rtol=2e-5, atol=2e-5)
         assert worst(others, grads)[0] <= 1e-5, kind
+
+
+def _by_step(rank: int, seed: int, first: int, evaluates: bool) -> list[torch.Tensor]:
+    """Logits of two micro-batches of each of the steps `first` to 2, all of one batch."""
+    model = prepare(build(Run(model=llama(attention_dropout=0.5))))
+    torch.manual_seed(seed + rank)
+    cp, logits = ContextParallel(dist.group.WORLD), []
+    with torch.no_grad():
+        for step in range(first, 3):
+            cp.step(step)
+            for _ in range(2):
+                local = shard_batch(BATCH, cp)
+                logits.append(local["burst"].unshard(model(**local, use_cache=False).logits))
+            if evaluates:
+                model.eval()(**shard_batch(BATCH, cp), use_cache=False)
+                model.train()
+    return logits
+
+
+def test_dropout_goes_by_the_seed_of_rank_0_and_by_the_step() -> None:
+    """A resumed run draws what an uninterrupted one would, and evaluation draws nothing."""
+    plain, *others = run_ranks(_by_step, 2, 1, 0, False)[0]
+    for other in (*others, *run_ranks(_by_step, 2, 2, 0, False)[0]):
+        assert float((other - plain).norm() / plain.norm()) > 0.1
+    for first, evaluates in ((0, True), (1, False)):
+        logits = run_ranks(_by_step, 2, 1, first, evaluates)[0]
+        torch.testing.assert_close(logits, [plain, *others][2 * first :], rtol=0, atol=0)
 
 
 def _whole_model(rank: int, use_reentrant: bool) -> tuple[float, str]:
@@ -574,7 +601,7 @@ def _whole_model(rank: int, use_reentrant: bool) -> tuple[float, str]:
     for recomputes in (False, True):
         model = prepare(build(Run(model=llama(attention_dropout=0.5))))
         local = shard_batch(BATCH, cp)
-        local = {**local, "burst": replace(local["burst"], seed=7)}  # the same for both
+        cp.rank_state.draws.forwards = 0  # the same seed for both
         local.pop("shift_labels")
         hidden = model.get_input_embeddings()(local.pop("input_ids")).detach().requires_grad_()
 
