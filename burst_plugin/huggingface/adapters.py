@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,12 @@ from burst_plugin.huggingface.walks import modules_in
 _AROUND_HOOKS = {"ADALORA": "AdaLoRA", "ADAPTION_PROMPT": "LLaMA-Adapter"}  # call forward, not the model itself
 _BY_ROW = {"POLY": "Poly", "XLORA": "X-LoRA"}  # weigh their parts for each row or token of the whole batch
 _LAYERS = "peft.tuners."  # and then the kind, of modules of Python that define adapter layers
+_DROPS_PARTS = {  # kinds of adapters that leave parts out at random, once per module, by options
+    "LOHA": ("module_dropout", "rank_dropout"),
+    "LOKR": ("module_dropout", "rank_dropout"),
+    "OFT": ("module_dropout",),
+    "BOFT": ("boft_dropout",),
+}
 _CHECKED = "_burst_plugin_adapters"  # of a model: its adapters that were found to run on a ring
 
 
@@ -26,7 +32,11 @@ def adapter_kinds(model: torch.nn.Module) -> set[str]:
     LLaMA-Adapter leaves no configuration in the model, only its layers.
     """
     of_layers = {module.removeprefix(_LAYERS).partition(".")[0].upper() for module in _python_modules(model)}
-    return of_layers | {str(getattr(getattr(config, "peft_type", None), "value", "")) for config in _configs(model)}
+    return of_layers | {_kind(config) for config in _configs(model)}
+
+
+def _kind(config: Any) -> str:
+    return str(getattr(getattr(config, "peft_type", None), "value", ""))
 
 
 def problems_of_peft(model: torch.nn.Module) -> list[str]:
@@ -49,7 +59,18 @@ def problems_of_peft(model: torch.nn.Module) -> list[str]:
         reasons.append(
             "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
         )
-    return reasons
+    return reasons + _problems_of_dropout(configs)
+
+
+def _problems_of_dropout(configs: Sequence[Any]) -> list[str]:
+    """Return the reasons why ranks would run other parts of adapters for tokens of one sequence."""
+    return [
+        f"PEFT's {name}={getattr(config, name)} of {type(config).__name__} leaves out whole parts of an adapter at "
+        f"random, and on every rank others; use {name}=0.0"
+        for config in configs
+        for name in _DROPS_PARTS.get(_kind(config), ())
+        if getattr(config, name, 0.0)
+    ]
 
 
 def check_adapters(model: torch.nn.Module) -> None:

@@ -91,6 +91,13 @@ def test_gradients_equal_eager_on_one_rank(kind: str) -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "alora": (lambda: peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5]), "PEFT's aLoRA looks"),
     "lily": (lambda: peft.LilyConfig(target_modules=["q_proj"]), "PEFT's Lily weighs"),
+    "loha": (lambda: peft.LoHaConfig(target_modules=["q_proj"], module_dropout=0.1), "PEFT's module_dropout=0.1 of"),
+    "lokr": (lambda: peft.LoKrConfig(target_modules=["q_proj"], rank_dropout=0.2), "PEFT's rank_dropout=0.2 of LoKr"),
+    "oft": (
+        lambda: peft.OFTConfig(target_modules=["q_proj"], module_dropout=0.1),
+        "PEFT's module_dropout=0.1 of OFT",
+    ),
+    "boft": (lambda: peft.BOFTConfig(target_modules=["q_proj"], boft_dropout=0.1), "PEFT's boft_dropout=0.1 of"),
 }
 
 
