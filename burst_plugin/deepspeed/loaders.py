@@ -81,7 +81,8 @@ class ShardedLoader:
         if self._session is None:
             raise RuntimeError(
                 "this data loader has no engine: call accelerator.prepare(model, ...) first; and make a new Trainer "
-                "for a second train(): Accelerate destroys the engine of the first one when it begins"
+                "for a second train(), or for train() after evaluate() or predict() with ZeRO-3: Accelerate destroys "
+                "the engine that these have made when training begins"
             )
         return self._session
 

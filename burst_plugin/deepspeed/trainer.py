@@ -57,6 +57,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
     wrap(ulysses, "register_with_transformers", requested_size)
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "__init__", partial(_init_trainer, adapter))
+    wrap(trainer.Trainer, "train", partial(_train, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
     if hasattr(trainer.Trainer, "_track_num_input_tokens"):  # a function of its own in later releases
         wrap(trainer.Trainer, "_track_num_input_tokens", partial(_count_input_tokens, adapter))
@@ -169,6 +170,16 @@ def _init_trainer(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
         parameters = inspect.signature(trainer.model.forward).parameters.values()
         takes_count = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     trainer.model_accepts_loss_kwargs = takes_count
+
+
+def _train(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `Trainer.train`, after which a loop of one's own may call the model."""
+    try:
+        return original(trainer, *args, **kwargs)
+    finally:
+        session = _of(adapter, trainer)
+        if session is not None:
+            session.only_caller = ""
 
 
 def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

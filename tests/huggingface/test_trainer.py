@@ -248,6 +248,40 @@ def test_a_loss_of_ones_own_starts_from_that_of_the_ring(tmp_path: Path) -> None
         run_ranks(_train, 2, [replace(setup, trainer=ShiftsLabels)], True, timeout_s=120.0)
 
 
+def _loop_after_training(rank: int, setup: Setup) -> tuple[float, float]:
+    """The loss of a batch on the ring, by a call of the model, and that of this rank alone."""
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    batch = draw(1, rows=setup.rows, length=setup.length)[0]
+    trainer = Trainer(model=load(setup), args=arguments(setup, deepspeed=True), train_dataset=Rows(batch))
+    trainer.train()
+    on_ring = trainer.model.train()(**batch).loss.item()
+    with torch.no_grad():
+        return on_ring, trainer.model.eval()(**batch).loss.item()
+
+
+def test_a_loop_of_ones_own_goes_on_where_trainer_has_ended(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path), max_steps=1))
+    for on_ring, alone in run_ranks(_loop_after_training, 2, setup, timeout_s=120.0):
+        assert on_ring == pytest.approx(alone, rel=1e-5)
+
+
+def _evaluated_before_training(rank: int, setup: Setup) -> None:
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    data = Rows(draw(1, rows=setup.rows, length=setup.length)[0])
+    args = arguments(setup, deepspeed=True)
+    trainer = Trainer(model=load(setup), args=args, train_dataset=data, eval_dataset=data)
+    trainer.evaluate()
+    trainer.train()
+
+
+def test_training_after_evaluation_needs_a_new_trainer(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=3, model=llama(num_hidden_layers=1)), str(tmp_path), max_steps=1))
+    with pytest.raises(RankError, match=r"new Trainer .* train\(\) after evaluate\(\) or predict\(\) with ZeRO-3: "):
+        run_ranks(_evaluated_before_training, 2, setup, timeout_s=120.0)
+
+
 def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
     train(replace(setup, options=options), deepspeed=True)
 
