@@ -170,6 +170,19 @@ def _init_trainer(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
         parameters = inspect.signature(trainer.model.forward).parameters.values()
         takes_count = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     trainer.model_accepts_loss_kwargs = takes_count
+    _warn_of_other_rows(trainer.args, parallelism.sp_size)
+
+
+def _warn_of_other_rows(args: Any, size: int) -> None:
+    """Warn on rank 0 if several rings of `size` ranks train the rows of an epoch in another order than one rank."""
+    rings, steps = dist.get_world_size() // size, args.gradient_accumulation_steps
+    if rings > 1 and steps % size and not args.process_index:
+        warnings.warn(
+            f"gradient_accumulation_steps={steps} is not a multiple of sp_size={size}, and a ring takes the batches "
+            f"of its ranks in turn: with {rings} rings a step has other rows than on one rank, and resuming with "
+            "another number of rings skips rows that were not trained; use a multiple, if that matters",
+            stacklevel=3,
+        )
 
 
 def _train(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,28 @@ def test_a_loss_of_ones_own_starts_from_that_of_the_ring(tmp_path: Path) -> None
         run_ranks(_train, 2, [replace(setup, trainer=CallsTheModel)], True, timeout_s=120.0)
     with pytest.raises(RuntimeError, match=r"KeyError: 'labels'"):
         run_ranks(_train, 2, [replace(setup, trainer=ShiftsLabels)], True, timeout_s=120.0)
+
+
+def _warned(rank: int, setup: Setup, accumulations: list[int]) -> list[str]:
+    """What is said of accumulation while a trainer is made, for each of these numbers of batches in a step."""
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    said = []
+    for accumulation in accumulations:
+        args = arguments(replace(setup, run=replace(setup.run, accumulation=accumulation)), deepspeed=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer(model=load(setup), args=args, train_dataset=Rows(draw(1)[0]))
+        texts = [str(warning.message) for warning in caught]
+        said += [text for text in texts if text.startswith("gradient_accumulation_steps=")]
+    return said
+
+
+def test_rings_whose_steps_have_other_rows_than_one_rank_are_told_of(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
+    first, *others = run_ranks(_warned, 4, setup, [3, 4], timeout_s=120.0)
+    assert ["with 2 rings a step has other rows than on one rank" in text for text in first] == [True]
+    assert others == [[]] * 3
 
 
 def _loop_after_training(rank: int, setup: Setup) -> tuple[float, float]:
