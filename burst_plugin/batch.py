@@ -383,8 +383,7 @@ def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> int:
     if others:
         name = "labels" if batch.get("shift_labels") is None else "shift_labels"
         raise ValueError(
-            f"{name} has {others} values below 0 other than {IGNORED_LABEL}: they would be counted as labels, and "
-            f"what fills up a length is {IGNORED_LABEL}; write {IGNORED_LABEL} for labels that a loss ignores, by "
+            f"{name} has {others} values below 0 other than {IGNORED_LABEL}, which would be counted as labels; write "
             f"{name}.masked_fill({name} < 0, {IGNORED_LABEL}), and give the loss ignore_index={IGNORED_LABEL}"
         )
     return int(count)
@@ -438,10 +437,8 @@ def _tensors_to_cut(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     labels = tensors.pop("labels", None)
     if labels is not None:
         if labels.shape != ids.shape[:2]:
-            raise ValueError(
-                f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}; give "
-                "others than those of the next token another name"
-            )
+            wrong = f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}"
+            raise ValueError(f"{wrong}; give others than those of the next token another name")
         tensors.setdefault("shift_labels", shifted(labels))
     return tensors
 
@@ -450,10 +447,8 @@ def _check_passed_on(name: str, value: object) -> None:
     """Raise ValueError for tensors in a list or dict, as images may be given, which would be passed on whole."""
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     if any(isinstance(part, Tensor) and part.dim() > 1 for part in parts):
-        raise ValueError(
-            f"{name}, tensors in a {type(value).__name__}, cannot be cut along the sequence; take {name} out of the "
-            "batch"
-        )
+        held = f"{name}, tensors in a {type(value).__name__}"
+        raise ValueError(f"{held}, cannot be cut along the sequence; take {name} out of the batch")
     for part in parts:
         _check_passed_on(name, part)
 

@@ -23,11 +23,7 @@ from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
-from burst_plugin.huggingface.compressors import (
-    layer_types_of_compressors,
-    problems_of_compressors,
-    use_compressors,
-)
+from burst_plugin.huggingface.compressors import layer_types_of_compressors, problems_of_compressors, use_compressors
 from burst_plugin.huggingface.forward_checks import check_forward, warn_without_checkpoints
 from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.image_groups import MAKES_MASKS
