@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.activations.recomputed_chunks import wide_dtype
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
 from burst_plugin.recurrent.held_pieces import Group
@@ -192,7 +193,9 @@ def _near(call: Call, tensors: tuple[Tensor, ...], profiles: Tensor, band: _Band
     if groups:
         out, lse = (held.joined(groups, each) for each in zip(*outs, strict=True))
     else:
-        out, lse = (q.new_zeros(shape, dtype=_wide(q)) for shape in ((0, q.shape[1], v.shape[2]), (0, q.shape[1])))
+        out, lse = (
+            q.new_zeros(shape, dtype=wide_dtype(q.dtype)) for shape in ((0, q.shape[1], v.shape[2]), (0, q.shape[1]))
+        )
     out = call.tied(out, *halos)  # also where all pieces begin documents, so that all ranks have its backward pass
     return held.unflat(out), held.unflat(lse)
 
@@ -219,10 +222,6 @@ def _tokens_before(pieces: Pieces, number: int, most: int) -> int:
     return min(count, most)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class _BandFunction(torch.autograd.Function):
     """The autograd function of a band's attention, which computes scores again in its backward pass.
 
@@ -235,8 +234,8 @@ class _BandFunction(torch.autograd.Function):
     def forward(ctx: Any, band: _Band, before: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Compute out and lse, a chunk of queries at a time."""
         q, _, v = tensors[:3]
-        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=_wide(q))
-        lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide_dtype(q.dtype))
+        lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
         with torch.autocast(q.device.type, enabled=False):
             for chunk in _chunks(band.reach, tensors):
                 out[chunk.queries], lse[chunk.queries] = _attend(band, before, chunk, chunk.of(tensors))
@@ -250,7 +249,7 @@ class _BandFunction(torch.autograd.Function):
         """Compute the gradients of the tensors, a chunk of queries at a time."""
         saved = ctx.saved_tensors
         before, tensors = (saved[0], saved[1:]) if ctx.has_before else (None, saved)
-        grads = [torch.zeros_like(x, dtype=_wide(x)) for x in tensors]
+        grads = [torch.zeros_like(x, dtype=wide_dtype(x.dtype)) for x in tensors]
         with torch.autocast(dout.device.type, enabled=False), torch.enable_grad():
             for chunk in _chunks(ctx.band.reach, tensors):
                 parts = [x.detach().requires_grad_() for x in chunk.of(tensors)]
@@ -286,7 +285,9 @@ def _chunks(reach: int, tensors: tuple[Tensor, ...]) -> Iterator[_BandChunk]:
     count, length, heads = q.shape[:3]
     in_front = k.shape[1] - length
     tokens = min(length, QUERIES_AT_ONCE)
-    pieces = max(1, BYTES_AT_ONCE // (heads * tokens * min(k.shape[1], tokens + reach) * _wide(q).itemsize))
+    pieces = max(
+        1, BYTES_AT_ONCE // (heads * tokens * min(k.shape[1], tokens + reach) * wide_dtype(q.dtype).itemsize)
+    )
     for first in range(0, count, pieces):
         rows = slice(first, min(first + pieces, count))
         for start in range(0, length, tokens):
@@ -304,7 +305,7 @@ def _attend(
     before: how many keys in front of each piece are of its document; None without keys in front. tensors: the parts
         of q, k, v, relative and profiles that the chunk works on.
     """
-    q, k, v, relative, profiles = (x.to(_wide(tensors[0])) for x in tensors)
+    q, k, v, relative, profiles = (x.to(wide_dtype(tensors[0].dtype)) for x in tensors)
     (count, queries, heads), (keys, kv_heads) = q.shape[:3], k.shape[1:3]
     by_group = q.view(count, queries, kv_heads, heads // kv_heads, -1)
     scores = torch.einsum("nagrd,nbgd->ngrab", by_group, k).reshape(count, heads, queries, keys) * band.scale

@@ -175,7 +175,7 @@ def _watch_body(model: PreTrainedModel, body: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_shard_of_body(model: Any, body: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what `_note_shard` does in a call of a body for a loss of one's own, or by the model's `forward`."""
+    """Prepare a body's forward on a shard where it is called for a loss of one's own, or by `model.forward`."""
     shard, forward = kwargs.get(SHARD_KEY), forward_in_progress()
     if torch._C._current_graph_task_id() == -1:
         setattr(body, _ALONE, forward is None)

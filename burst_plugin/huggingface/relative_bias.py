@@ -30,12 +30,12 @@ _KNOWN = ("hidden_states", "key_hidden_states", "value_hidden_states", "attentio
 _OnShard = Callable[[Any, SequenceShard, Mapping[str, Any]], Any]
 
 
-def _inkling(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
+def _inkling(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> tuple[Tensor, None]:
     """Compute Inkling's attention on a shard, in place of `forward`; collective. Returns [B, S_local, E], None."""
-    hidden: Tensor = given["hidden_states"]
+    hidden: Tensor = arguments["hidden_states"]
     shape = (*hidden.shape[:2], -1, module.head_dim)
     k, v = (
-        convolve(project(hidden), cache=None, conv_mask=given.get("conv_mask")).view(shape)
+        convolve(project(hidden), cache=None, conv_mask=arguments.get("conv_mask")).view(shape)
         for project, convolve in ((module.k_proj, module.k_sconv), (module.v_proj, module.v_sconv))
     )
     q = module.q_norm(module.q_proj(hidden).view(shape))
@@ -46,45 +46,46 @@ def _inkling(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tup
         factor = 1.0 + module.config.log_scaling_alpha * torch.log((counts / floor).clamp(min=1.0))[..., None, None]
         q, relative = ((x.float() * factor).to(x.dtype) for x in (q, relative))
     profiles = module.rel_logits_proj(relative, None, None)
-    out = _attend(module, shard, given, (q, module.k_norm(k), v, relative), profiles)
+    out = _attend(module, shard, arguments, (q, module.k_norm(k), v, relative), profiles)
     return module.o_proj(out.flatten(2)), None
 
 
-def _inkling2(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, None]:
+def _inkling2(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> tuple[Tensor, None]:
     """Compute Inkling 2's attention on a shard, in place of its `forward`; collective. Returns [B, S_local, E], None.
 
     A further logit of each query (its sink) takes part in its softmax.
     """
-    hidden: Tensor = given["hidden_states"]
-    positions = given["position_ids"]
-    options = {"cache": None, "conv_mask": given.get("conv_mask"), "seq_idx": given.get("seq_idx")}
-    of_keys, of_values = (given.get(f"{name}_hidden_states", hidden) for name in ("key", "value"))
+    hidden: Tensor = arguments["hidden_states"]
+    positions = arguments["position_ids"]
+    options = {"cache": None, "conv_mask": arguments.get("conv_mask"), "seq_idx": arguments.get("seq_idx")}
+    of_keys, of_values = (arguments.get(f"{name}_hidden_states", hidden) for name in ("key", "value"))
     q, k, v = module.q_proj(hidden, positions), module.k_proj(of_keys, **options), module.v_proj(of_values, **options)
     relative, profiles = module.relative_position_bias(hidden, None, positions)
     tensors = (*(x.transpose(1, 2) for x in (q, k, v)), relative)
-    out = _attend(module, shard, given, tensors, profiles, module.sink_proj(hidden))
+    out = _attend(module, shard, arguments, tensors, profiles, module.sink_proj(hidden))
     return module.o_proj(out.flatten(2), hidden), None
 
 
 def _attend(
     module: Any,
     shard: SequenceShard,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     tensors: tuple[Tensor, ...],
     profiles: Tensor,
     sink: Tensor | None = None,
 ) -> Tensor:
     """Return attention [B, S_local, H, D] with a bias by distance. Raise ValueError for what it does not support."""
-    name = type(module).__name__
-    recipe = given.get("attention_mask")
-    problem = problem_of_call(module, recipe, {each: x for each, x in given.items() if each not in _KNOWN})
-    if module.training and module.attention_dropout:
-        problem = f"{name} drops attention probabilities, which a bias by distance does not support; set "
-        problem += "attention_dropout to 0 in the model's config"
-    if recipe is not None and recipe.mask.looks_ahead:
-        problem = f"{name} attends to later tokens, too; use a causal model"
+    name, recipe = type(module).__name__, arguments.get("attention_mask")
+    problem = problem_of_call(module, recipe, {each: x for each, x in arguments.items() if each not in _KNOWN})
     if problem:
         raise ValueError(problem)
+    if module.training and module.attention_dropout:
+        raise ValueError(
+            f"{name} drops attention probabilities, which a bias by distance does not support; set attention_dropout "
+            "to 0 in the model's config"
+        )
+    if recipe is not None and recipe.mask.looks_ahead:
+        raise ValueError(f"{name} attends to later tokens, too; use a causal model")
     shard.cp.rank_state.calls_made += 1
     q, k, v, relative = (cast(x) for x in tensors)
     return relative_attention(
@@ -103,7 +104,7 @@ def _attend(
     )
 
 
-def _profiles(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
+def _profiles(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> Tensor:
     """Return the profiles by distance of Inkling's bias, [R, extent], in place of its module's `forward`.
 
     They are a new tensor: ZeRO-3 takes parameters away where the module's forward ends.
@@ -112,14 +113,14 @@ def _profiles(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Te
     return profiles
 
 
-def _mix_and_profiles(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _mix_and_profiles(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return, in place of the `forward` of Inkling 2's bias, how queries mix its profiles, and these [R, extent].
 
     The first is [B, S_local, H, R].
     """
-    hidden: Tensor = given["hidden_states"]
+    hidden: Tensor = arguments["hidden_states"]
     mix = module.linear(hidden).view(*hidden.shape[:2], module.num_heads, -1)
-    return module.norm(mix, given["position_ids"]), module.proj.clone()
+    return module.norm(mix, arguments["position_ids"]), module.proj.clone()
 
 
 def _positions(shard: SequenceShard, hidden: Tensor) -> Tensor:
@@ -130,22 +131,22 @@ def _positions(shard: SequenceShard, hidden: Tensor) -> Tensor:
     return shard.cp.positions(shard.tokens, hidden.device)[None]
 
 
-def _mixed_blocks(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def _mixed_blocks(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Compute Inkling 2's mix of a token's earlier states, in place of its module's `forward`.
 
     Returns [B, S_local, E] for each query of the module.
     """
-    return _mixed(module, module.query, given).unbind(-2)
+    return _mixed(module, module.query, arguments).unbind(-2)
 
 
-def _messages(module: Any, shard: SequenceShard, given: Mapping[str, Any]) -> Tensor:
-    """Return what a loop's layer reads of the pass before, [B, S_local, 4, E], in place of a module's `forward`."""
-    return _mixed(module, module.query[given["loop_layer_idx"]], given)
+def _messages(module: Any, shard: SequenceShard, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the messages of the pass before to a loop's layer, [B, S_local, 4, E], in place of a `forward`."""
+    return _mixed(module, module.query[arguments["loop_layer_idx"]], arguments)
 
 
-def _mixed(module: Any, queries: Tensor, given: Mapping[str, Any]) -> Tensor:
+def _mixed(module: Any, queries: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Return the attention of queries, [n, E] or [E], to the earlier states of each token, [B, S_local, n, E]."""
-    states = torch.cat([given["block_states"], given["partial_block_states"].unsqueeze(-2)], -2).float()
+    states = torch.cat([arguments["block_states"], arguments["partial_block_states"].unsqueeze(-2)], -2).float()
     states = module.norm(states)
     queries = queries.float().view(-1, states.shape[-1])
     weights = torch.softmax(torch.einsum("bsne,qe->bsqn", states, queries) * states.shape[-1] ** -0.5, -1)

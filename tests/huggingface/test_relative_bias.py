@@ -16,6 +16,7 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.generation import name_of_cache
+from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Batch, draw, worst
 from tests.support.inkling import FAMILIES
@@ -187,3 +188,14 @@ def test_code_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     kind = type(model.model.layers[0].self_attn)
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kwargs: hidden_states)
     assert "its Inkling2SlidingAttention does not use q_proj, k_proj" in "; ".join(problems(model))
+
+
+def test_a_mask_tensor_is_refused_by_name() -> None:
+    model = prepare(_build("inkling"))
+    local = shard_batch(BATCHES["packed"], ContextParallel(hierarchy=[1]))
+    local.pop("shift_labels")
+    layer = model.model.layers[0].self_attn
+    inside = Forward(model, local["burst"], None, None)
+    message = "InklingAttention got an attention_mask of its own, a Tensor"
+    with as_in_forward(inside), pytest.raises(ValueError, match=message):
+        layer(torch.zeros(1, sum(DOCUMENTS), 32), torch.ones(1, 1, 40, 40), **local)

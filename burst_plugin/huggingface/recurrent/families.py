@@ -190,7 +190,7 @@ def _called(name: str, module: torch.nn.Module, others: int) -> str:
 
 
 def _instead_of(module: torch.nn.Module) -> str:
-    """Return what to write in place of a module of PyTorch that mixes tokens."""
+    """Return the advice for a module of PyTorch that mixes tokens: the function or norm to use in its place."""
     if isinstance(module, _STATISTICS):
         return "use LayerNorm or RMSNorm"
     is_attention = isinstance(module, torch.nn.MultiheadAttention)
