@@ -29,12 +29,12 @@ def calm_gloo_threads() -> None:
     original = gloo.__init__
 
     @functools.wraps(original)
-    def on_one_device(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
-        options = timeout  # or options, from whoever wants others
-        if isinstance(timeout, timedelta):
-            options = gloo._Options()
-            options._devices, options._timeout = [_device(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
-        original(self, store, rank, size, options)
+    def on_one_device(self: Any, store: Any, rank: int, size: int, timeout: Any, **further: Any) -> None:
+        if not isinstance(timeout, timedelta) or any(further.values()):  # from whoever wants other options
+            return original(self, store, rank, size, timeout, **further)
+        options = gloo._Options()
+        options._devices, options._timeout = [_device(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
+        return original(self, store, rank, size, options)
 
     mock.patch.object(gloo, "__init__", on_one_device).start()  # until the process ends
 
