@@ -182,8 +182,10 @@ def strategy_for(block: Block, model: Any) -> Strategy:
         return strategy
     config = next(m.config for m in model.modules() if hasattr(getattr(m, "config", None), "get_text_config"))
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):  # of a model with other layers than attention
+    by_layer = set(getattr(text, "per_layer_attributes", None) or ())  # transformers gives no value for all layers
+    is_unlike = bool(by_layer & {"num_attention_heads", "num_key_value_heads", "head_dim"})
+    heads = None if is_unlike else getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):  # of a model with other layers than attention, or with unlike ones
         return strategy
     sizes = {
         "q_heads": heads,

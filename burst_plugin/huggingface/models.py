@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from burst_plugin.activations.host_memory import host_memory
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.huggingface.adapters import check_adapters, is_peft, problems_of_peft
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
-from burst_plugin.huggingface.auto_memory import choose_kept, recomputes
+from burst_plugin.huggingface.auto_memory import choose_kept
 from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
@@ -34,6 +33,7 @@ from burst_plugin.huggingface.media.absent import with_absent_media
 from burst_plugin.huggingface.media.entries import check_entries
 from burst_plugin.huggingface.media.features import use_media
 from burst_plugin.huggingface.media.positions import with_media_positions
+from burst_plugin.huggingface.offloaded_bytes import expect_on_host
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
 from burst_plugin.huggingface.own_losses import watch_own_loss
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
@@ -469,29 +469,3 @@ def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[A
 
 def _is_pretrained(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
-
-
-def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[str, Any]) -> None:
-    """Raise MemoryError if host memory does not suffice for what a model's checkpoints will offload in a step.
-
-    Does nothing in evaluation, or without `Strategy.offload` or gradient checkpointing.
-
-    batch: the keyword arguments of the forward on `shard`.
-    """
-    strategy = shard.cp.strategy
-    tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
-    if not (strategy.offload and model.training and recomputes(model)) or tokens is None:
-        return
-    memory, config = host_memory(tokens.device), model.config.get_text_config()
-    if memory is None or not torch.is_grad_enabled():
-        return
-    if is_recurrent_alone(model):
-        return
-    hidden, heads, share = config.hidden_size, config.num_attention_heads, strategy.kept_share
-    kind = tokens.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-    out = heads * (getattr(config, "head_dim", None) or hidden // heads) * dtype.itemsize
-    chunks = heads // (strategy.head_chunk or heads)
-    of_chunk = [share * out / chunks, share * heads * torch.float32.itemsize / chunks]
-    nbytes = [tokens.numel() * each for each in (hidden * model.dtype.itemsize, *(of_chunk * chunks))]
-    memory.expect(nbytes, config.num_hidden_layers, shard.cp.topology.ranks_per_node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.profiling.cluster_profile import Model
 from burst_plugin.strategy import MeasuredStrategy
 from tests.planning.test_choice import PROFILE
+from tests.support.sparse_families import build, sparse_families
 
 SIZES = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -42,8 +45,17 @@ def test_a_model_of_transformers_says_its_heads(config: dict[str, int], expected
     )
 
 
-def test_other_models_are_planned_for_as_burst_check_was_told() -> None:
-    found = strategy_for(block_of(), torch.nn.Linear(2, 2))
+def _dots3() -> torch.nn.Module:
+    """A model of transformers whose layers have unlike numbers of heads, so that no number is true of all."""
+    return build(sparse_families()["dots3_note_text"])
+
+
+OTHERS = [partial(torch.nn.Linear, 2, 2), *([_dots3] if "dots3_note_text" in sparse_families() else [])]
+
+
+@pytest.mark.parametrize("make", OTHERS)
+def test_other_models_are_planned_for_as_burst_check_was_told(make: Callable[[], torch.nn.Module]) -> None:
+    found = strategy_for(block_of(), make())
     assert isinstance(found, MeasuredStrategy)
     assert found.model == PROFILE.model
     plain = Block(True, "auto", Strategy())

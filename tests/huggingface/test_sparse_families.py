@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from burst_plugin import ContextParallel
+from burst_plugin.activations import host_memory, pages
+from burst_plugin.activations.host_memory import HostMemory
 from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface import pool_indexers as pools
@@ -341,3 +344,22 @@ def test_a_cache_of_a_ring_is_refused_where_pools_are_selected() -> None:
     model = prepare(build(FAMILIES["glm5_next"])).eval()
     with pytest.raises(ValueError, match="selects pools of the keys of all tokens"):
         model.generate(BATCHES["plain"]["input_ids"], past_key_values=RingCache(ContextParallel()), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", [name for name in ("deepseek_v32", "dots3_note_text") if name in FAMILIES])
+def test_the_host_is_asked_for_what_each_layer_keeps(name: str) -> None:
+    """The dim of values is not the dim of queries, and the layers of Dots 3 have unlike numbers of heads."""
+    batch, cpu = draw(1, rows=2, length=16)[0], torch.device("cpu")
+    cp = ContextParallel(offload=True, keep_attention="all")
+    model = prepare(build(FAMILIES[name]))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with (
+        mock.patch.object(host_memory, "LEAST_BYTES", 1),
+        mock.patch.object(pages, "PAGE_BYTES", 4),
+        mock.patch.dict(host_memory.BY_DEVICE, {cpu: HostMemory(cpu)}),
+    ):
+        local = shard_batch(batch, cp)
+        del local["shift_labels"]
+        model(**local, use_cache=False).logits.sum().backward()
+        memory = host_memory.BY_DEVICE[cpu]
+        assert memory.parked_bytes == memory.fetched_bytes == memory.expected_bytes
