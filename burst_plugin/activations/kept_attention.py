@@ -249,7 +249,7 @@ def follow_torch(needed: bool = False) -> None:
     if needed and not are_followed():
         raise ValueError(
             f"keep_attention and offload are not supported with torch {torch.__version__}, whose checkpoints are "
-            "made in a way that is not known here: nothing would be kept; leave both out, or use torch 2.11 to 2.14"
+            "made in a way that is not known here: nothing would be kept; leave both out, or use torch 2.11 to 2.15"
         )
 
 
