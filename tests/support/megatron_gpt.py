@@ -221,7 +221,8 @@ def packed_forward_step(
         batch[name].index_select(1, rows) for name in ("tokens", "labels", "loss_mask", "position_ids")
     )
     offsets = torch.tensor(starts, dtype=torch.int32)
-    params = PackedSeqParams("thd", lengths, lengths, offsets, offsets, 24, 24)
+    longest = int(offsets.diff().max())
+    params = PackedSeqParams("thd", lengths, lengths, offsets, offsets, longest, longest)
     output = model(tokens, position_ids, None, labels=labels, loss_mask=mask, packed_seq_params=params)
     return output, partial(loss_of, mask)
 
