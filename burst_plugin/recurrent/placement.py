@@ -198,8 +198,8 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = (
-            torch.zeros((), dtype=dtype, device=device).expand(shape) if needed else None
+        zeros = (  # in memory of their own: callers sum gradients of parameters over ranks, in place
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
             for (shape, dtype, device), needed in zip(ctx.others, ctx.needs_input_grad[1:], strict=True)
         )
         return grad, *zeros

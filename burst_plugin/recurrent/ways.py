@@ -426,6 +426,6 @@ def _sorted_pieces(call: Call, finals: bool) -> tuple[list[int], list[int], list
 
 def _joined(call: Call, done: Sequence[tuple[Group, Tensor]], out: Tensor) -> Tensor:
     """Return [B, S, ...] from the outputs of groups of all pieces; without pieces, an empty tensor like `out`."""
-    if not done:
-        return torch.zeros_like(out)
+    if not done:  # tied: layers before this one have backward passes that other ranks wait for
+        return call.tied(torch.zeros_like(out), *call.tensors)
     return call.held.unflat(call.held.joined([group for group, _ in done], [each for _, each in done]))

@@ -359,6 +359,37 @@ def test_ranks_without_tokens_take_part() -> None:
     assert max(run_ranks(_with_an_empty_rank, 4)) < 1e-11
 
 
+def _convolved(kind: str, xs: dict[str, Tensor], place: recurrent.Placement) -> list[Tensor]:
+    """Return the gradients of a layer whose inputs are convolved one by one."""
+    leaves = {name: x.detach().requires_grad_() for name, x in xs.items()}
+    inputs, weight = dict(leaves), torch.tensor([[0.1, 0.2, 0.7]], dtype=torch.float64)
+    for name, x in leaves.items():
+        if x.dim() > 1:
+            of_channels = weight.expand(x.shape[2:].numel(), -1)
+            inputs[name] = recurrent.causal_convolution(x.flatten(2), of_channels, place=place).view(x.shape)
+    return list(torch.autograd.grad(LAYERS[kind](**inputs, place=place).square().sum(), list(leaves.values())))
+
+
+def _on_a_rank_without_tokens(rank: int, kind: str, documents: tuple[int, ...]) -> float:
+    """The error of gradients on ranks with 3, 3 and no tokens. All have the same backward passes, or would wait."""
+    cp, tokens = ContextParallel(dist.group.WORLD), Tokens(6, holders=(0, 1, 2), bounds=(0, 3, 6, 6))
+    whole, mask = _drawn(kind, 0, 1, 6), Documents(documents)
+    local = {name: x if x.dim() == 1 else cp.shard(x, 1, tokens) for name, x in whole.items()}
+    grads = _convolved(kind, local, recurrent.Placement(cp, mask, tokens))
+    truth = _convolved(kind, whole, recurrent.Placement(ContextParallel(hierarchy=[1]), mask))
+    for grad in grads:
+        if grad.dim() == 1:
+            dist.all_reduce(grad)
+    exact = [x if x.dim() == 1 else cp.shard(x, 1, tokens) for x in truth]
+    return max((_error(*each, each[1]) for each in zip(grads, exact, strict=True) if each[1].numel()), default=0.0)
+
+
+@pytest.mark.parametrize("documents", [(0, 3, 6), (0, 6)])
+@pytest.mark.parametrize("kind", ["delta_rule", "state_space", "mlstm", "rwkv"])
+def test_ranks_without_tokens_have_all_backward_passes(kind: str, documents: tuple[int, ...]) -> None:
+    assert max(run_ranks(_on_a_rank_without_tokens, 3, kind, documents)) < 1e-11
+
+
 class _Watched(torch.autograd.Function):
     """The first tensor as it is, noting in both passes whether a pass of the ring is in flight."""
 
