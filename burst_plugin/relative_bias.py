@@ -196,7 +196,8 @@ def _near(call: Call, tensors: tuple[Tensor, ...], profiles: Tensor, band: _Band
         out, lse = (
             q.new_zeros(shape, dtype=wide_dtype(q.dtype)) for shape in ((0, q.shape[1], v.shape[2]), (0, q.shape[1]))
         )
-    out = call.tied(out, *halos)  # also where all pieces begin documents, so that all ranks have its backward pass
+    # Also where all pieces begin documents, or there are none, so that all ranks have the same backward passes.
+    out = call.tied(out, *halos, *(() if groups else call.tensors))
     return held.unflat(out), held.unflat(lse)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from burst_plugin import ContextParallel
 from burst_plugin.relative_bias import relative_attention
+from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Documents, Keys
 from burst_plugin.sequence.prefix_tree import PrefixTree
 from tests.support.ranks import run_ranks
@@ -103,6 +104,27 @@ def test_outputs_and_gradients_equal_the_definition(ranks: int, layout: str) -> 
         used = [x for n, x in enumerate(inputs) if case.has_sink or n != 4]
         for result, truth in zip(results, (out, *torch.autograd.grad(out, used, dout)), strict=True):
             assert float((result - truth.detach()).norm()) <= 1e-13 * float(truth.detach().norm()), case
+
+
+def _on_a_rank_without_tokens(rank: int) -> list[Tensor]:
+    """Return the sums over ranks of the gradients of all tensors, of 3 tokens on 4 ranks."""
+    cp, tokens = ContextParallel(dist.group.WORLD), Tokens(3)
+    (q, k, v, relative, sink), profiles, _ = _drawn(_Case(2))
+    local = [cp.shard(x[:, :3], 1, tokens).requires_grad_() for x in (q, k, v, relative, sink)]
+    inputs = [*local, profiles.requires_grad_()]
+    out = relative_attention(*inputs[:4], profiles, cp, tokens=tokens, scale=_SCALE, sink=inputs[4])
+    *grads, of_profiles = torch.autograd.grad(out.square().sum(), inputs)
+    dist.all_reduce(of_profiles)
+    return [*(cp.unshard(x, 1, tokens) for x in grads), of_profiles]
+
+
+def test_ranks_without_tokens_have_gradients() -> None:
+    case = _Case(2, documents=(0, 3))
+    tensors, profiles, _ = _drawn(case)
+    inputs = [x.requires_grad_() for x in (*(x[:, :3] for x in tensors), profiles)]
+    truth = torch.autograd.grad(_defined(case, *inputs).square().sum(), inputs)
+    for grads in run_ranks(_on_a_rank_without_tokens, 4):
+        torch.testing.assert_close(grads, list(truth), rtol=1e-12, atol=1e-12)
 
 
 def test_bands_of_many_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
