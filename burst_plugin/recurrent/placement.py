@@ -193,11 +193,13 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
         ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        ctx.save_for_backward(x.new_empty(0))  # so that checkpoints compute again on every rank
         return x.detach()  # a new tensor, which may be modified in place
 
     @staticmethod
     @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         zeros = (  # in memory of their own: callers sum gradients of parameters over ranks, in place
             torch.zeros(shape, dtype=dtype, device=device) if needed else None
             for (shape, dtype, device), needed in zip(ctx.others, ctx.needs_input_grad[1:], strict=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import ContextParallel, Documents, PrefixTree, Strategy, Tokens, Topology, VirtualRing, recurrent
 from burst_plugin.recurrent import heads, segments
@@ -388,6 +389,25 @@ def _on_a_rank_without_tokens(rank: int, kind: str, documents: tuple[int, ...]) 
 @pytest.mark.parametrize("kind", ["delta_rule", "state_space", "mlstm", "rwkv"])
 def test_ranks_without_tokens_have_all_backward_passes(kind: str, documents: tuple[int, ...]) -> None:
     assert max(run_ranks(_on_a_rank_without_tokens, 3, kind, documents)) < 1e-11
+
+
+def _recomputed_without_tokens(rank: int, kind: str) -> None:
+    """One token on two ranks, in a checkpoint, whose second run is collective: the empty rank has one, too."""
+    cp, tokens, whole = ContextParallel(dist.group.WORLD, keep_attention="none"), Tokens(1), _drawn(kind, 0, 1, 1)
+    local = {
+        name: (x if x.dim() == 1 else cp.shard(x, 1, tokens)).detach().requires_grad_() for name, x in whole.items()
+    }
+
+    def layer(*xs: Tensor) -> Any:
+        return LAYERS[kind](**dict(zip(local, xs, strict=True)), place=recurrent.Placement(cp, tokens=tokens))
+
+    checkpoint(layer, *local.values(), use_reentrant=False).sum().backward()
+    assert all(x.grad is not None for x in local.values())
+
+
+@pytest.mark.parametrize("kind", ["delta_rule", "rwkv"])
+def test_ranks_without_tokens_recompute_checkpoints(kind: str) -> None:
+    run_ranks(_recomputed_without_tokens, 2, kind, timeout_s=20.0)
 
 
 class _Watched(torch.autograd.Function):
