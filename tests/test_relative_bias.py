@@ -171,10 +171,12 @@ def _refused(rank: int) -> list[str]:
             (cp, {"profiles": profiles[:2]}),
             (cp, {"sink": sink[..., :2]}),
             (cp, {"profiles": profiles if rank else profiles[:, :4]}),
+            (cp, {"types": (torch.float64, torch.float32 if rank else torch.float64)}),
         ]
         for ring, changes in calls:
             given: dict[str, Any] = {"profiles": profiles, **changes}
-            tensors = [ring.shard(x, 1) for x in (q, k, v, relative)]
+            of_q, of_k = given.pop("types", (q.dtype, k.dtype))
+            tensors = [ring.shard(x, 1).to(dtype) for x, dtype in ((q, of_q), (k, of_k), (v, of_k), (relative, of_q))]
             if "sink" in given:
                 given["sink"] = ring.shard(given["sink"], 1)
             with pytest.raises(ValueError, match=r".") as error:
@@ -187,5 +189,5 @@ def _refused(rank: int) -> list[str]:
 def test_what_it_cannot_compute_is_refused_on_every_rank() -> None:
     expected = ("use layout='zigzag'", "prefix tree", "padding", "window=0", "relative does not fit", "sink does not")
     for problems in run_ranks(_refused, 2):
-        for problem, part in zip(problems, (*expected, "profiles"), strict=True):
+        for problem, part in zip(problems, (*expected, "profiles", "types=["), strict=True):
             assert part in problem

@@ -278,6 +278,7 @@ class Placement:
                 "call": name,
                 "takes part in gradients": needs_gradients,
                 **equal,
+                "types": [y.dtype for y in tensors.values()],  # several of them may travel
                 "initial states": len(self.initial),
                 "batch": held.rows,
                 "tokens": held.tokens,
