@@ -28,6 +28,7 @@ from tests.support.deepspeed_run import VOCAB, Run, build, draw, llama, worst
 from tests.support.families import families
 from tests.support.largest import LargestLogits
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import grads_of, shifted
 
 pytestmark = pytest.mark.huggingface
 
@@ -73,7 +74,7 @@ def _given(cp: ContextParallel) -> dict[str, Any]:
 
 
 def _summed_grads(model: Any) -> dict[str, torch.Tensor]:
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    grads = grads_of(model)
     for grad in grads.values():
         dist.all_reduce(grad)
     model.zero_grad()
@@ -108,11 +109,9 @@ def _trained(rank: int, name: str, checkpoints: bool) -> dict[str, Any]:
 def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     model = _model(name)
     logits = model(input_ids=BATCH["input_ids"], use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), F.pad(BATCH["labels"][:, 1:], (0, 1), value=-100).flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted(BATCH["labels"]).flatten())
     loss.backward()
-    return float(loss.detach()), {
-        each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()
-    }
+    return float(loss.detach()), grads_of(model)
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])

@@ -22,6 +22,7 @@ from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, w
 from tests.support.families import families
 from tests.support.largest import LargestLogits
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import shifted
 
 pytestmark = pytest.mark.huggingface
 
@@ -101,7 +102,7 @@ def _trained(rank: int, names: list[str]) -> dict[str, tuple[float, dict[str, to
 def _reference(name: str, batch: Batch = BATCH) -> tuple[float, dict[str, torch.Tensor]]:
     model = _model(name)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    labels = shifted(batch["labels"])
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     grads = {

@@ -25,6 +25,7 @@ from tests.support.deepspeed_run import VOCAB, Run, build, draw, llama, worst
 from tests.support.families import families, hybrids
 from tests.support.largest import LargestTensor
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import sum_of_losses
 
 pytestmark = pytest.mark.huggingface
 
@@ -252,7 +253,7 @@ def _grads(rank: int, names: list[str], chunk: int) -> dict[str, tuple[dict[str,
         local = shard_batch(BATCH, cp)
         labels = local.pop("shift_labels")
         logits = model(**local, use_cache=False).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        sum_of_losses(logits, labels).backward()
         found[name] = {each: p.grad for each, p in model.named_parameters()}, max(rows)
     return found
 
@@ -276,7 +277,7 @@ def _compiled(rank: int) -> float:
     for each in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
         logits = each(**local, use_cache=False).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        sum_of_losses(logits, labels).backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
     return worst(*grads)[0]
 

@@ -21,6 +21,7 @@ from burst_plugin.activations.host_memory import HostMemory
 from burst_plugin.huggingface import prepare
 from tests.support.deepspeed_run import Run, build, draw, reference, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import sum_of_losses
 
 pytestmark = pytest.mark.huggingface
 
@@ -39,7 +40,7 @@ def _step(model: Any, cp: ContextParallel, optimizer: torch.optim.Optimizer) -> 
     local = shard_batch(BATCH, cp)
     labels, tokens = local.pop("shift_labels"), local["burst"].valid_tokens
     logits = model(**local, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = sum_of_losses(logits, labels)
     (loss / tokens * dist.get_world_size()).backward()
     optimizer.step()
     optimizer.zero_grad()

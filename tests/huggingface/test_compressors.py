@@ -25,6 +25,7 @@ from burst_plugin.huggingface import compressors as room
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import Step, by_module, over_ranks, over_texts, shifted, step, sum_of_losses
 
 if not hasattr(transformers, "DeepseekV4Config"):
     pytest.skip("this release of transformers has no DeepSeek V4", allow_module_level=True)
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.huggingface
 DOCUMENTS = (13, 3, 1, 23)  # some shorter than a window, none a whole number of them
 SHORT = (3, 2, 3)  # without an entry of any layer
 PADDING = 6
-Step = tuple[float, dict[str, Tensor]]
 
 
 def _packed(lengths: tuple[int, ...]) -> Batch:
@@ -81,23 +81,15 @@ def _texts(batch: Batch) -> Iterator[tuple[slice, slice]]:
 
 
 def _step(model: Any, inputs: dict[str, Any], labels: Tensor) -> Step:
-    logits = model(**inputs, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach()), grads
+    return step(model, sum_of_losses(model(**inputs, use_cache=False).logits.double(), labels))
 
 
 @cache
 def _on_one_rank(kind: str) -> Step:
     """Sums over all texts of a batch, without the ring."""
-    model, total, summed, batch = build().double(), 0.0, dict[str, Tensor](), BATCHES[kind]
-    for rows, tokens in _texts(batch):
-        labels = torch.nn.functional.pad(batch["labels"][rows, tokens][:, 1:], (0, 1), value=IGNORED_LABEL)
-        loss, grads = _step(model, {"input_ids": batch["input_ids"][rows, tokens]}, labels)
-        total, summed = total + loss, {name: grad + summed.get(name, 0) for name, grad in grads.items()}
-    return total, summed
+    model, batch = build().double(), BATCHES[kind]
+    ids, labels = batch["input_ids"], batch["labels"]
+    return over_texts(_step(model, {"input_ids": ids[text]}, shifted(labels[text])) for text in _texts(batch))
 
 
 def _on_ring(rank: int, kinds: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], Step]:
@@ -111,27 +103,13 @@ def _on_ring(rank: int, kinds: dict[str, tuple[str, ...]]) -> dict[tuple[str, st
             if kind in ("checkpointed", "kept"):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             local = shard_batch(batch, cp)
-            loss, grads = _step(model, local, local.pop("shift_labels"))
-            flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
-            dist.all_reduce(flat)
-            parts = flat[1:].split([grad.numel() for grad in grads.values()])
-            whole = {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), parts, strict=True)}
-            found[layout, kind] = float(flat[0]), {} if rank else whole
+            found[layout, kind] = over_ranks(*_step(model, local, local.pop("shift_labels")))
     return found
 
 
 @cache
 def _ring(layout: str, keeps: str) -> ContextParallel:
     return ContextParallel(dist.group.WORLD, layout=layout, keep_attention=keeps)
-
-
-def _by_module(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients, of which those of a hyper-connection are one: of its one or two scales all but rounding cancels."""
-    joined: dict[str, list[Tensor]] = {}
-    for name, grad in grads.items():
-        owner = name.rpartition(".")[0]
-        joined.setdefault(owner if owner.endswith(("_hc", "hc_head")) else name, []).append(grad.flatten())
-    return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
 FEW = {"zigzag": ("plain", "short", "left", "kept"), "contiguous": ("right",), "auto": ("checkpointed",)}
@@ -153,7 +131,7 @@ def test_losses_and_gradients_equal_those_of_each_text_on_one_rank(
     failed = []
     for (layout, kind), (loss, grads) in run_ranks(_on_ring, ranks, kinds, timeout_s=240.0)[0].items():
         truth, expected = _on_one_rank(kind)
-        error, parameter = worst(_by_module(grads), _by_module(expected))
+        error, parameter = worst(by_module(grads), by_module(expected))
         if abs(loss - truth) > 1e-5 * truth or not error <= 1e-5:
             failed.append((layout, kind, loss, truth, parameter, error))
     assert not failed, "\n".join(map(str, failed))

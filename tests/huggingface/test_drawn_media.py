@@ -21,8 +21,9 @@ from burst_plugin import ContextParallel
 from burst_plugin.huggingface import models
 from burst_plugin.huggingface.media import features
 from burst_plugin.towers import rows
-from tests.support.media import FAMILIES, Case, Image, Step, check_step, step_on_ring, tiny_model
+from tests.support.media import FAMILIES, Case, Image, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import Step
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 SOAK = int(os.environ.get("BURST_SOAK", "0"))

@@ -39,6 +39,7 @@ from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
 from tests.support.families import families, hybrids, shape
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import grads_of, masked, packed, padding, shifted, sum_of_losses
 
 pytestmark = pytest.mark.huggingface
 
@@ -70,11 +71,10 @@ def _on_ring(
         cp.reset_traffic()
         cached = {} if "head_chunk" in options else {"use_cache": False}  # the model's default, an empty cache
         logits = model(**local, **cached).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-        grads = {each: p.grad for each, p in model.named_parameters()}
-        for each, p in model.named_parameters():
-            grads[each] = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(grads[each])
+        sum_of_losses(logits, labels).backward()
+        grads = grads_of(model)
+        for grad in grads.values():
+            dist.all_reduce(grad)
         sent = sum(n for link in cp.traffic().values() for n in link.values())
         found[name] = Result(local["burst"].unshard(logits.detach()), grads, sent)
     return found
@@ -82,11 +82,9 @@ def _on_ring(
 
 def _on_one_rank(name: str, batch: Batch, changes: dict[str, Any]) -> Result:
     model = build(Run(model=_config(name, changes)), attention="eager")
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     logits = _logits(model, batch)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
-    return Result(logits.detach(), grads)
+    sum_of_losses(logits, shifted(batch["labels"])).backward()
+    return Result(logits.detach(), grads_of(model))
 
 
 def _logits(model: Any, batch: Batch) -> torch.Tensor:
@@ -149,7 +147,7 @@ def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in FAMILIES if name not in NOT_BY_HEADS]
     check(names, 2, BATCH, {"head_chunk": 2})
     check(names, 4, BATCH, {"head_chunk": 2, "keep_attention": 0.5})
-    check(names, 2, _packed((13, 1, 18)), {"head_chunk": 2, "keep_attention": "none", "ulysses_degree": 2})
+    check(names, 2, packed((13, 1, 18)), {"head_chunk": 2, "keep_attention": "none", "ulysses_degree": 2})
     if NEWER:
         for name, config in hybrids().items():
             monkeypatch.setitem(FAMILIES, name, config)
@@ -219,7 +217,7 @@ def test_hybrid_families_run_where_all_their_layers_attend(monkeypatch: pytest.M
     for name, config in found.items():
         monkeypatch.setitem(FAMILIES, name, config)
     check(list(found), 2, BATCH)
-    check(list(found), 2, _packed((13, 1, 18)))
+    check(list(found), 2, packed((13, 1, 18)))
     check(list(found), 2, _padded(length=27))
 
 
@@ -236,7 +234,7 @@ def _two_batches(rank: int, name: str, batches: list[Batch], reentrant: bool) ->
         local = shard_batch(batch, cp)
         labels = local.pop("shift_labels")
         logits = model(**local, use_cache=False).logits
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        losses.append(sum_of_losses(logits, labels))
     with torch.no_grad():  # and a whole one between
         model.eval()(BATCH["input_ids"])
         model.train()
@@ -252,7 +250,7 @@ def _two_batches(rank: int, name: str, batches: list[Batch], reentrant: bool) ->
 @pytest.mark.parametrize("name", ["nemotron", "stablelm"])
 def test_a_mask_carries_its_own_batch_into_recomputation(name: str, reentrant: bool) -> None:
     """Two batches of one shape, of which one is packed: with the other's shard only gradients would be wrong."""
-    batches = [_packed((13, 1, 18)), draw(1, rows=1, length=32, seed=3)[0]]
+    batches = [packed((13, 1, 18)), draw(1, rows=1, length=32, seed=3)[0]]
     parts = [_on_one_rank(name, batch, {}).grads for batch in batches]
     truth = {each: parts[0][each] + parts[1][each] for each in parts[0]}
     for grads in run_ranks(_two_batches, 2, name, batches, reentrant):
@@ -351,11 +349,7 @@ MASKED = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
 def _padded(*, length: int = 32) -> Batch:
     """One row padded on the left, one on the right, one not at all."""
     batch = draw(1, rows=3, length=length)[0]
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :7] = 0
-    mask[1, -11:] = 0
-    hidden = (mask == 0) | (mask.roll(1, 1) == 0)  # padding, and what padding would have to predict
-    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORED_LABEL)}
+    return masked(batch, padding(batch["input_ids"]))
 
 
 @pytest.mark.parametrize("length", [32, 27])
@@ -363,21 +357,13 @@ def test_padding_masks_are_honoured(length: int) -> None:
     check(MASKED, 4, _padded(length=length))
 
 
-def _packed(*rows: tuple[int, ...]) -> Batch:
-    """Documents of these lengths, one row after the other."""
-    batch = draw(1, rows=len(rows), length=sum(rows[0]))[0]
-    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
-    labels = batch["labels"].masked_fill(torch.stack(positions) == 0, IGNORED_LABEL)
-    return {**batch, "position_ids": torch.stack(positions), "labels": labels}
-
-
 @pytest.mark.parametrize("rows", [[(13, 1, 18)], [(13, 1, 18), (30, 2)], [(9, 20), (29,)]], ids=str)
 def test_packed_samples_do_not_attend_to_each_other(rows: list[tuple[int, ...]]) -> None:
-    check(MASKED, 4, _packed(*rows))
+    check(MASKED, 4, packed(*rows))
 
 
 def test_a_layout_may_be_chosen_for_every_batch() -> None:
-    check(MASKED, 4, _packed((3, 1, 28), (30, 2)), {"layout": "auto"})
+    check(MASKED, 4, packed((3, 1, 28), (30, 2)), {"layout": "auto"})
     check(["llama", "gpt_oss"], 4, _padded(length=27), {"layout": "auto"})
 
 
@@ -396,7 +382,7 @@ def _dealt(rank: int, batch: dict[str, Any], layout: str) -> tuple[float, int, l
 
 
 def test_packed_batches_are_dealt_out_evenly_or_it_is_said_that_they_are_not() -> None:
-    batch = _packed((16384, 640, 992, 224, 6080, 256))
+    batch = packed((16384, 640, 992, 224, 6080, 256))
     for uneven, rows, said in run_ranks(_dealt, 4, batch, "auto"):
         assert uneven <= 1.05
         assert rows == 24576 // 4
@@ -426,20 +412,20 @@ def _told(rank: int, batches: list[Batch], layout: str) -> list[str]:
 
 def test_models_whose_documents_meet_in_eager_attention_are_named_once() -> None:
     """Not for batches without documents, nor those that hand positions to their mask."""
-    packed = _packed((13, 1, 18), (30, 2))
+    batch = packed((13, 1, 18), (30, 2))
     plain = {"input_ids": BATCH["input_ids"]}
-    first, second = run_ranks(_told, 2, [plain, packed, packed], "zigzag")
+    first, second = run_ranks(_told, 2, [plain, batch, batch], "zigzag")
     assert second == []
     (text,) = first
     assert "GptOssForCausalLM passes no position_ids to its mask" in text
     assert run_ranks(_told, 2, [plain], "zigzag") == [[], []]
-    late = _packed((29, 3))  # of which the first rank has no bound, and the first half of a sequence
+    late = packed((29, 3))  # of which the first rank has no bound, and the first half of a sequence
     assert run_ranks(_told, 2, [late], "contiguous") == [[], []]
 
 
 def test_eager_attention_does_let_documents_meet() -> None:
     """Else what is said of it would be wrong."""
-    batch = _packed((13, 1, 18))
+    batch = packed((13, 1, 18))
     for name, meet in (("llama", False), ("gpt_oss", True)):
         model = build(Run(model=FAMILIES[name]))
         inputs = {each: batch[each] for each in ("input_ids", "position_ids")}
@@ -449,14 +435,14 @@ def test_eager_attention_does_let_documents_meet() -> None:
 
 def test_packed_samples_with_padding() -> None:
     """Padding at both ends, whose positions say nothing, as tokenizers that pad make them."""
-    packed = _packed((13, 1, 18))
+    batch = packed((13, 1, 18))
     mask = torch.ones(1, 44, dtype=torch.long)
     mask[0, :5] = mask[0, 37:] = 0
-    wide = {name: torch.nn.functional.pad(x, (5, 7), value=1) for name, x in packed.items()}
+    wide = {name: torch.nn.functional.pad(x, (5, 7), value=1) for name, x in batch.items()}
     wide["labels"] = wide["labels"].masked_fill(mask == 0, IGNORED_LABEL)
     for name in MASKED:
         (found,) = run_ranks(_on_ring, 4, [name], {**wide, "attention_mask": mask}, {}, {})[:1]
-        truth = _on_one_rank(name, packed, {})
+        truth = _on_one_rank(name, batch, {})
         torch.testing.assert_close(found[name].logits[:, 5:37], truth.logits, rtol=2e-5, atol=2e-5)
 
 
@@ -473,7 +459,7 @@ def test_padding_inside_a_document_does_not_end_it() -> None:
 
 
 def test_bounds_of_documents_may_come_as_cu_seq_lens() -> None:
-    batch = _packed((13, 1, 18))
+    batch = packed((13, 1, 18))
     bounds = torch.tensor([0, 13, 14, 32], dtype=torch.int32)
     flat = {**batch, "position_ids": torch.arange(32)[None], "cu_seq_lens_q": bounds, "max_length_q": 18}
     assert run_ranks(_shard_only, 2, flat) == run_ranks(_shard_only, 2, batch) == [Documents((0, 13, 14, 32))] * 2
@@ -496,7 +482,7 @@ def _whole(name: str, batch: Batch, attention: str) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whole_sequences_in_evaluation_and_generation(name: str) -> None:
-    for batch in (BATCH, _packed((13, 1, 18), (30, 2))):
+    for batch in (BATCH, packed((13, 1, 18), (30, 2))):
         logits, written = _whole(name, batch, "burst")
         expected, words = _whole(name, batch, "eager")
         torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,13 +18,26 @@ import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from burst_plugin import ContextParallel, recurrent
-from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
+from burst_plugin.batch import as_given, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
 from tests.support.deepspeed_run import Batch, draw, llama, worst
 from tests.support.hybrids import build, hybrids
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import (
+    Step,
+    documents,
+    grads_of,
+    masked,
+    over_ranks,
+    over_texts,
+    packed,
+    padded,
+    shifted,
+    step,
+    sum_of_losses,
+)
 
 pytestmark = pytest.mark.huggingface
 
@@ -38,31 +50,10 @@ FEW = [
     for name in ("qwen3_next", "kimi_linear", "falcon_h1", "mamba", "zamba", "minimax", "recurrent_gemma", "rwkv")
     if name in FAMILIES
 ] + [name for name in ("xlstm", "lfm3", "zaya") if name in FAMILIES]
-Found = tuple[float, dict[str, torch.Tensor]]
 
 
 def _plain() -> Batch:
     return draw(1, rows=2, length=32)[0]
-
-
-def _packed() -> Batch:
-    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
-
-
-def _hidden(batch: Batch, mask: torch.Tensor) -> Batch:
-    """Without labels of padding, and of tokens after it, which are predicted from padding."""
-    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
-    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORED_LABEL)}
-
-
-def _padded() -> Batch:
-    """One row padded on the left, one on the right, one not at all; of a length that does not divide."""
-    batch = draw(1, rows=3, length=27, seed=2)[0]
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :7] = mask[1, -11:] = 0
-    return _hidden({**batch, "input_ids": batch["input_ids"] * mask}, mask)
 
 
 def _torn() -> Batch:
@@ -70,28 +61,20 @@ def _torn() -> Batch:
     batch = draw(1, rows=2, length=32, seed=3)[0]
     mask = torch.ones_like(batch["input_ids"])
     mask[0, 9:14] = mask[1, 20] = 0
-    return _hidden(batch, mask)
+    return masked(batch, mask)
 
 
 BATCHES = {
     "plain": _plain(),
-    "packed": _packed(),
-    "padded": _padded(),
+    "packed": packed(DOCUMENTS, seed=1),
+    "padded": padded(),
     "torn": _torn(),
-    "checkpointed": _packed(),
+    "checkpointed": packed(DOCUMENTS, seed=1),
     "cached": _plain(),
 }
 
 
-def _grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> Found:
-    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach()), grads
-
-
-def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
+def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Step]:
     """Losses and gradients of all batches; gradients on the first rank alone."""
     cp, found = ContextParallel(dist.group.WORLD, keep_attention="all"), {}
     for name in names:
@@ -103,43 +86,30 @@ def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
             local = shard_batch(batch, cp)
             labels = local.pop("shift_labels")
             cached = {} if kind == "cached" else {"use_cache": False}
-            loss, grads = _grads(model, model(**local, **cached).logits, labels)
-            flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
-            dist.all_reduce(flat)
-            parts = flat[1:].split([grad.numel() for grad in grads.values()])
-            found[name, kind] = (
-                float(flat[0]),
-                {each: part.view_as(grads[each]) for each, part in zip(grads, parts, strict=True)}
-                if not rank
-                else {},
-            )
+            found[name, kind] = over_ranks(*step(model, sum_of_losses(model(**local, **cached).logits, labels)))
     return found
 
 
 def _texts(kind: str, batch: Batch) -> list[Batch]:
     """What is computed by itself: documents of a packed batch, rows without their padding, or the whole batch."""
-    if "position_ids" in batch:
-        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
-        return [{name: batch[name][:, a:b] for name in ("input_ids", "labels")} for a, b in pairwise(starts)]
     if kind == "padded":
         rows = enumerate(batch["attention_mask"].bool())
         return [{name: batch[name][row : row + 1, real] for name in ("input_ids", "labels")} for row, real in rows]
-    return [batch]
+    return documents(batch)
 
 
-def _on_one_rank(name: str, kind: str) -> Found:
-    model, total, summed = build(FAMILIES[name]), 0.0, {}
-    for text in _texts(kind, BATCHES[kind]):
-        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        inputs = {each: x for each, x in text.items() if each != "labels"}
-        loss, grads = _grads(model, model(**inputs, use_cache=False).logits, labels)
-        total += loss
-        summed = {each: grad + summed.get(each, 0) for each, grad in grads.items()}
-    return total, summed
+def _on_one_rank(name: str, kind: str) -> Step:
+    model = build(FAMILIES[name])
+    return over_texts(_alone(model, text) for text in _texts(kind, BATCHES[kind]))
+
+
+def _alone(model: Any, text: Batch) -> Step:
+    inputs = {each: x for each, x in text.items() if each != "labels"}
+    return step(model, sum_of_losses(model(**inputs, use_cache=False).logits, shifted(text["labels"])))
 
 
 @pytest.fixture(scope="module")
-def truths() -> dict[tuple[str, str], Found]:
+def truths() -> dict[tuple[str, str], Step]:
     return {(name, kind): _on_one_rank(name, kind) for name in FAMILIES for kind in BATCHES}
 
 
@@ -147,7 +117,7 @@ def truths() -> dict[tuple[str, str], Found]:
     ("ranks", "names"), [(1, tuple(FAMILIES)), (2, tuple(FAMILIES)), (4, FEW)], ids=["1", "2", "4"]
 )
 def test_losses_and_gradients_equal_those_of_one_rank(
-    ranks: int, names: Sequence[str], truths: dict[tuple[str, str], Found]
+    ranks: int, names: Sequence[str], truths: dict[tuple[str, str], Step]
 ) -> None:
     found = run_ranks(_on_ring, ranks, names, timeout_s=300.0)[0]
     failed = []
@@ -170,10 +140,10 @@ def _two_batches(rank: int, names: Sequence[str], reentrant: bool) -> dict[str, 
         for kind in ("packed", "padded"):
             local = shard_batch(BATCHES[kind], cp)
             labels, logits = local.pop("shift_labels"), model(**local, use_cache=False).logits
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+            losses.append(sum_of_losses(logits, labels))
         for loss in losses:
             loss.backward()
-        grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+        grads = grads_of(model)
         for grad in grads.values():
             dist.all_reduce(grad)
         found[name] = {} if rank else grads
@@ -182,7 +152,7 @@ def _two_batches(rank: int, names: Sequence[str], reentrant: bool) -> dict[str, 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_layers_are_computed_again_in_the_forward_that_they_were_in(
-    reentrant: bool, truths: dict[tuple[str, str], Found]
+    reentrant: bool, truths: dict[tuple[str, str], Step]
 ) -> None:
     names = [name for name in ("jamba", "bamba", *FEW) if name in FAMILIES]
     for name, grads in run_ranks(_two_batches, 2, names, reentrant, timeout_s=240.0)[0].items():
@@ -219,7 +189,7 @@ def test_evaluation_of_shards_makes_no_caches() -> None:
 def test_whole_batches_are_computed_and_texts_generated_as_ever(name: str) -> None:
     eager = build(FAMILIES[name]).eval()
     ring = prepare(copy.deepcopy(eager))
-    batch = {each: x for each, x in _padded().items() if each != "labels"}
+    batch = {each: x for each, x in padded().items() if each != "labels"}
     usual = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "use_cache": name != "xlstm"}
     with torch.no_grad():
         real = batch["attention_mask"].bool()
@@ -244,9 +214,9 @@ def test_packed_documents_are_apart_on_a_ring_of_one_rank_too() -> None:
     for name in FEW:
         eager = build(FAMILIES[name])
         ring = prepare(copy.deepcopy(eager))
-        batch = {each: x for each, x in _packed().items() if each != "labels"}
+        batch = {each: x for each, x in packed(DOCUMENTS, seed=1).items() if each != "labels"}
         found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
-        each = [eager(text["input_ids"], use_cache=False).logits for text in _texts("packed", _packed())]
+        each = [eager(text["input_ids"], use_cache=False).logits for text in documents(BATCHES["packed"])]
         torch.testing.assert_close(found, torch.cat(each, 1), rtol=2e-5, atol=2e-5, msg=name)
 
 
@@ -264,13 +234,13 @@ def test_fused_functions_are_left_to_whole_batches(monkeypatch: pytest.MonkeyPat
     "options", [{"mlp_chunk": 5}, {"head_chunk": 2}, {"loss_chunk": 7}, {"offload": True}], ids=str
 )
 def test_the_rest_of_a_model_runs_in_chunks_as_ever(
-    options: dict[str, Any], truths: dict[tuple[str, str], Found]
+    options: dict[str, Any], truths: dict[tuple[str, str], Step]
 ) -> None:
     for name in ("qwen3_5", "falcon_h1", "lfm2" if "mlp_chunk" in options else "zamba2"):
         model = prepare(build(FAMILIES[name]))
         if "offload" in options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        local = shard_batch(_packed(), ContextParallel(**options))
+        local = shard_batch(packed(DOCUMENTS, seed=1), ContextParallel(**options))
         loss = model(**local, labels=local["shift_labels"], num_items_in_batch=1, use_cache=False).loss
         loss.backward()
         truth = truths[name, "packed"]
@@ -448,14 +418,14 @@ def _checkpoint_layers(model: Any) -> None:
 
 
 def test_checkpoints_of_others_hand_on_the_shard_that_layers_are_given(
-    truths: dict[tuple[str, str], Found],
+    truths: dict[tuple[str, str], Step],
 ) -> None:
     """To the layers; these may hand on to their functions nothing of it."""
     for name in ("qwen3_next", "recurrent_gemma", "zamba"):
         model = prepare(build(FAMILIES[name]))
         _checkpoint_layers(model)
-        local = shard_batch(_packed(), ContextParallel())
-        _, grads = _grads(model, model(**local, use_cache=False).logits, local["shift_labels"])
+        local = shard_batch(packed(DOCUMENTS, seed=1), ContextParallel())
+        _, grads = step(model, sum_of_losses(model(**local, use_cache=False).logits, local["shift_labels"]))
         error, parameter = worst(grads, truths[name, "packed"][1])
         assert error <= 1e-5, (name, parameter, error)
 
@@ -469,7 +439,7 @@ def _wrap_layers(model: Any, impl: CheckpointImpl) -> None:
 
 @pytest.mark.parametrize("impl", CheckpointImpl, ids=str)
 def test_layers_in_checkpoint_wrappers_find_their_shards(
-    impl: CheckpointImpl, truths: dict[tuple[str, str], Found]
+    impl: CheckpointImpl, truths: dict[tuple[str, str], Step]
 ) -> None:
     """FSDP's, around layers that hand on to their mixers nothing of what they are given; of two batches in turn."""
     for name in [name for name in ("mamba", "rwkv", "jamba", "xlstm", "zaya", "qwen3_next") if name in FAMILIES]:
@@ -480,13 +450,10 @@ def test_layers_in_checkpoint_wrappers_find_their_shards(
         for kind in ("packed", "padded"):
             local = shard_batch(BATCHES[kind], ContextParallel())
             labels, logits = local.pop("shift_labels"), model(**local, use_cache=False).logits
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+            losses.append(sum_of_losses(logits, labels))
         sum(losses).backward()
         ours, others = truths[name, "packed"][1], truths[name, "padded"][1]
-        grads = {
-            each.replace("_checkpoint_wrapped_module.", ""): torch.zeros_like(p) if p.grad is None else p.grad
-            for each, p in model.named_parameters()
-        }
+        grads = {each.replace("_checkpoint_wrapped_module.", ""): grad for each, grad in grads_of(model).items()}
         error, parameter = worst(grads, {each: grad + others[each] for each, grad in ours.items()})
         assert error <= 1e-5, (name, parameter, error)
 

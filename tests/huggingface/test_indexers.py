@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import ContextParallel
-from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.indexer_shards import SHARD_ATTRIBUTE
 from tests.support.deepspeed_run import draw, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import grads_of, shifted, sum_of_losses
 from tests.support.sparse_families import build, sparse_families
 
 pytestmark = pytest.mark.huggingface
@@ -29,9 +30,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 def _gradients(model: Any, batch: dict[str, Any], labels: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     logits = model(**batch, **options).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    names = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in names.items()}
+    sum_of_losses(logits, labels).backward()
+    return {name.replace("_orig_mod.", ""): grad for name, grad in grads_of(model).items()}
 
 
 def _on_ring(rank: int, family: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -56,9 +56,8 @@ def _on_ring(rank: int, family: str) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", ["deepseek_v32", *SLOW])
 def test_gradients_equal_those_of_one_rank(family: str) -> None:
-    labels = torch.nn.functional.pad(BATCH["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     inputs = {name: x for name, x in BATCH.items() if name != "labels"}
-    truth = _gradients(build(sparse_families()[family]), inputs, labels, use_cache=False)
+    truth = _gradients(build(sparse_families()[family]), inputs, shifted(BATCH["labels"]), use_cache=False)
     for name, grads in run_ranks(_on_ring, 2, family, timeout_s=120.0)[0].items():
         error, parameter = worst(grads, truth)
         assert error <= 1e-5, (name, parameter, error)

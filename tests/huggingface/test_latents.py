@@ -15,6 +15,7 @@ from burst_plugin.huggingface import prepare, register
 from tests.support.deepspeed_run import Run, build, draw, worst
 from tests.support.families import mla_families
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import shifted, sum_of_losses
 
 pytestmark = [
     pytest.mark.huggingface,
@@ -55,8 +56,7 @@ def _model(name: str, change: str) -> Any:
 
 
 def _gradients(model: Any, batch: dict[str, torch.Tensor], labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    logits = model(**batch, use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    sum_of_losses(model(**batch, use_cache=False).logits, labels).backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
 
@@ -85,9 +85,8 @@ def _check(names: list[str], cases: list[str], ranks: int) -> None:
         batch, _, change, _ = CASES[case]
         if change == "dropout":  # which draws otherwise on every rank
             continue
-        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         inputs = {key: x for key, x in batch.items() if key != "labels"}
-        truth = _gradients(_model(name, change), inputs, labels)
+        truth = _gradients(_model(name, change), inputs, shifted(batch["labels"]))
         error, parameter = worst(grads, truth)
         assert error <= 1e-5, (name, case, parameter, error)
     for name in names:

@@ -17,10 +17,11 @@ from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.llama4 import chunk_mask
 from burst_plugin.huggingface.models import problems
 from burst_plugin.sequence.layout import Tokens
-from tests.huggingface.test_families import FAMILIES, _packed, _padded, check
+from tests.huggingface.test_families import FAMILIES, _padded, check
 from tests.support.deepspeed_run import Run, build, draw
 from tests.support.families import shape
 from tests.support.ranks import last_lines
+from tests.support.ring_steps import packed
 
 pytestmark = pytest.mark.huggingface
 
@@ -38,7 +39,7 @@ LLAMA4 = transformers.Llama4TextConfig(
     attn_scale=0.5,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4},
 )
-BATCHES = {"plain": draw(1, length=32)[0], "packed": _packed((13, 1, 18)), "padded": _padded(length=27)}
+BATCHES = {"plain": draw(1, length=32)[0], "packed": packed((13, 1, 18)), "padded": _padded(length=27)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

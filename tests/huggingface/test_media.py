@@ -16,8 +16,9 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media import positions
-from tests.support.media import FAMILIES, IMAGE, Case, Image, Step, batch, check_step, step_on_ring, tiny_model
+from tests.support.media import FAMILIES, IMAGE, Case, Image, batch, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import Step
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [

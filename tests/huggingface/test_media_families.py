@@ -19,9 +19,10 @@ from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media.families import EXAMINED, why_not
 from burst_plugin.huggingface.media.units import units_of
-from tests.support.media import Step, check_step, step, step_on_ring
+from tests.support.media import check_step, step_on_ring
 from tests.support.media_families import FIRST_OF_MEDIA, joined_batch, media_batch, tiny_media_model
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import Step, step
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +11,14 @@ import torch.distributed as dist
 import transformers
 
 from burst_plugin import ContextParallel
-from burst_plugin.batch import IGNORED_LABEL, as_given, shard_batch
+from burst_plugin.batch import as_given, shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.trajectories import fold
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
 from tests.support.families import counting, old_attention
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.ring_steps import documents, packed, padded, shifted, step, sum_of_losses
 
 pytestmark = pytest.mark.huggingface
 
@@ -36,36 +35,13 @@ def _plain() -> Batch:
     return batch
 
 
-def _packed() -> Batch:
-    batch = draw(1, rows=1, length=32, seed=1)[0]
-    positions = torch.cat([torch.arange(length) for length in (13, 1, 18)])[None]
-    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
-
-
-def _padded() -> Batch:
-    """One row padded on the left, one on the right, one not at all; of a length that does not divide."""
-    batch = draw(1, rows=3, length=27, seed=2)[0]
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :7] = mask[1, -11:] = 0
-    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
-    labels = batch["labels"].masked_fill(hidden, IGNORED_LABEL)
-    return {"input_ids": batch["input_ids"] * mask, "attention_mask": mask, "labels": labels}
-
-
-BATCHES = {"plain": _plain(), "packed": _packed(), "padded": _padded(), "checkpointed": _plain()}
+BATCHES = {"plain": _plain(), "packed": packed((13, 1, 18), seed=1), "padded": padded(), "checkpointed": _plain()}
 
 
 def _of_family(name: str, batch: Batch) -> Batch:
     if name in BY_IDS and "position_ids" in batch:  # the first token is at position 1, after that of padding
         return {**batch, "position_ids": batch["position_ids"] + 1}
     return batch
-
-
-def _grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return grads
 
 
 def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
@@ -80,7 +56,7 @@ def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
             local = shard_batch(_of_family(name, batch), cp)
             labels = local.pop("shift_labels")
             logits = model(**local, use_cache=False).logits
-            grads = _grads(model, logits, labels)
+            _, grads = step(model, sum_of_losses(logits, labels))
             for grad in grads.values():
                 dist.all_reduce(grad)
             found[name, kind] = local["burst"].unshard(logits.detach()), grads
@@ -89,12 +65,9 @@ def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
 
 def _on_one_rank(name: str, batch: Batch) -> Found:
     model = build(Run(model=FAMILIES[name]))
-    inputs = {each: x for each, x in batch.items() if each not in ("labels", "position_ids")}
-    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), 32] if "position_ids" in batch else []
-    documents = [{"input_ids": batch["input_ids"][:, a:b]} for a, b in pairwise(starts)] or [inputs]
-    logits = torch.cat([model(**document, use_cache=False).logits for document in documents], 1)
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    return logits.detach(), _grads(model, logits, labels)
+    texts = [{each: x for each, x in text.items() if each != "labels"} for text in documents(batch)]
+    logits = torch.cat([model(**text, use_cache=False).logits for text in texts], 1)
+    return logits.detach(), step(model, sum_of_losses(logits, shifted(batch["labels"])))[1]
 
 
 def _with_key_biases(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,7 +101,7 @@ def test_whole_batches_in_evaluation_and_generation_are_as_ever() -> None:
     for name, config in FAMILIES.items():
         eager = build(Run(model=config)).eval()
         ring = prepare(copy.deepcopy(eager))
-        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        batch = {each: x for each, x in padded().items() if each != "labels"}
         prompt = {each: x[:1, :16] for each, x in batch.items()}
         with torch.no_grad():
             real = batch["attention_mask"].bool()
@@ -145,7 +118,7 @@ def test_a_ring_of_one_rank_with_the_whole_batch_as_it_was_given() -> None:
     for name, config in FAMILIES.items():
         eager = build(Run(model=config))
         ring = prepare(copy.deepcopy(eager))
-        batch = {each: x for each, x in _padded().items() if each != "labels"}
+        batch = {each: x for each, x in padded().items() if each != "labels"}
         found = ring(**as_given(batch, ContextParallel()), use_cache=False).logits
         real = batch["attention_mask"].bool()
         expected = eager(**batch, use_cache=False).logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import transformers
 
 from burst_plugin import ContextParallel
-from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.generation import name_of_cache
 from burst_plugin.huggingface.mask_recipes import Forward, as_in_forward
@@ -21,6 +20,17 @@ from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Batch, draw, worst
 from tests.support.inkling import FAMILIES
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import (
+    Step,
+    documents,
+    over_ranks,
+    over_texts,
+    packed,
+    padded,
+    shifted,
+    step,
+    sum_of_losses,
+)
 
 pytestmark = [
     pytest.mark.huggingface,
@@ -44,41 +54,13 @@ def _build(name: str) -> Any:
     return model.train()
 
 
-def _packed() -> Batch:
-    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
-
-
-def _padded() -> Batch:
-    """Return one row padded on the left, one on the right, one not at all; of a length that does not divide."""
-    batch = draw(1, rows=3, length=27, seed=2)[0]
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :7] = mask[1, -11:] = 0
-    hidden = (mask == 0) | (mask.roll(1, 1) == 0)
-    ids, labels = batch["input_ids"] * mask, batch["labels"].masked_fill(hidden, IGNORED_LABEL)
-    return {**batch, "input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-BATCHES = {"plain": draw(1, rows=2, length=40)[0], "packed": _packed(), "padded": _padded()}
+BATCHES = {"plain": draw(1, rows=2, length=40)[0], "packed": packed(DOCUMENTS, seed=1), "padded": padded()}
 BATCHES |= {"checkpointed": BATCHES["packed"], "short": draw(1, rows=1, length=5, seed=3)[0]}
 for _batch in BATCHES.values():  # the head has no logits of tokens that only pad the vocabulary
     _batch["labels"] = _batch["labels"].clamp(max=VOCAB - 4)
-Found = tuple[float, dict[str, torch.Tensor]]
 
 
-def _grads(model: Any, loss: torch.Tensor) -> Found:
-    loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach()), grads
-
-
-def _sum_of_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def _on_ring(rank: int, names: Sequence[str], **options: Any) -> dict[tuple[str, str], Found]:
+def _on_ring(rank: int, names: Sequence[str], **options: Any) -> dict[tuple[str, str], Step]:
     """Return losses and gradients of all batches; gradients on the first rank alone."""
     cp, found = ContextParallel(dist.group.WORLD, keep_attention="all", **options), {}
     for name in names:
@@ -89,33 +71,18 @@ def _on_ring(rank: int, names: Sequence[str], **options: Any) -> dict[tuple[str,
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             local = shard_batch(batch, cp)
             labels = local.pop("shift_labels")
-            loss, grads = _grads(model, _sum_of_losses(model(**local, use_cache=False).logits, labels))
-            flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
-            dist.all_reduce(flat)
-            parts = flat[1:].split([grad.numel() for grad in grads.values()])
-            whole = {each: part.view_as(grads[each]) for each, part in zip(grads, parts, strict=True)}
-            found[name, kind] = (float(flat[0]), {} if rank else whole)
+            logits = model(**local, use_cache=False).logits
+            found[name, kind] = over_ranks(*step(model, sum_of_losses(logits, labels)))
     return found
 
 
-def _texts(batch: Batch) -> list[Batch]:
-    """Return what is computed by itself: documents of a packed batch, or the whole batch, with its padding."""
-    if "position_ids" in batch:
-        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
-        return [{name: batch[name][:, a:b] for name in ("input_ids", "labels")} for a, b in pairwise(starts)]
-    return [batch]
-
-
-def _on_one_rank(name: str, batch: Batch) -> Found:
-    model, total, summed = _build(name), 0.0, dict[str, torch.Tensor]()
-    for text in _texts(batch):
-        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+def _on_one_rank(name: str, batch: Batch) -> Step:
+    model, steps = _build(name), []
+    for text in documents(batch):
         inputs = {each: x for each, x in text.items() if each != "labels"}
         logits = model(**inputs, use_cache=False).logits
-        loss, grads = _grads(model, _sum_of_losses(logits, labels))
-        total += loss
-        summed = {each: grad + summed.get(each, 0) for each, grad in grads.items()}
-    return total, summed
+        steps.append(step(model, sum_of_losses(logits, shifted(text["labels"]))))
+    return over_texts(steps)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -128,7 +95,7 @@ def test_losses_and_gradients_equal_those_of_one_rank(ranks: int) -> None:
         assert error <= 2e-5, (name, kind, parameter, error)
 
 
-def _with_chunks(rank: int) -> dict[str, Found]:
+def _with_chunks(rank: int) -> dict[str, Step]:
     """Return losses in chunks of tokens, whose head leaves out logits that only pad the vocabulary."""
     cp, found = ContextParallel(dist.group.WORLD, loss_chunk=7, mlp_chunk=0), {}
     for name in FAMILIES:
@@ -136,12 +103,7 @@ def _with_chunks(rank: int) -> dict[str, Found]:
         local = shard_batch(BATCHES["plain"], cp)
         count = local["burst"].valid_tokens
         loss = model(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False).loss
-        loss, grads = _grads(model, loss * count)
-        for grad in grads.values():
-            dist.all_reduce(grad)
-        whole = torch.tensor(loss)
-        dist.all_reduce(whole)
-        found[name] = float(whole), grads
+        found[name] = over_ranks(*step(model, loss * count))
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from burst_plugin.trajectories import fold
 from tests.support.deepspeed_run import VOCAB, Run, build, worst
 from tests.support.families import families
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.ring_steps import grads_of
 
 pytestmark = pytest.mark.huggingface
 
@@ -49,10 +48,6 @@ def alone(
         entropies.append(-(of_all.exp() * of_all).sum(-1))
     a_loss(log_probs, entropies).backward()
     return log_probs, entropies, grads_of(model)
-
-
-def grads_of(model: Any) -> dict[str, Tensor]:
-    return {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
 
 
 def _folded(

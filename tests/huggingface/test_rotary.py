@@ -13,10 +13,11 @@ from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.models import problems
-from tests.huggingface.test_families import FAMILIES, _packed, check
+from tests.huggingface.test_families import FAMILIES, check
 from tests.support.deepspeed_run import Batch, Run, build, draw, llama
 from tests.support.families import shape
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import packed
 
 pytestmark = pytest.mark.huggingface
 
@@ -54,7 +55,7 @@ BATCHES = {
     "long": draw(1, length=32)[0],
     "short": draw(1, length=16)[0],
     "padded": padded(31),
-    "packed": _packed((13, 1, 18)),
+    "packed": packed((13, 1, 18)),
 }
 
 

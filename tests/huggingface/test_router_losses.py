@@ -19,6 +19,7 @@ from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Batch, Run, build, draw, worst
 from tests.support.families import shape
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.ring_steps import grads_of
 from tests.support.wrappers import tiny_wrapper
 
 pytestmark = pytest.mark.huggingface
@@ -62,11 +63,7 @@ def on_one_rank(name: str, batch: Batch) -> dict[str, torch.Tensor]:
     model = build(Run(model=config(name)), attention="eager").train()
     output = model(**batch, use_cache=False)
     output.loss.backward()
-    return {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads(model)
-
-
-def grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+    return {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads_of(model)
 
 
 def on_ring(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -80,7 +77,7 @@ def on_ring(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, d
             tokens = local["burst"].valid_tokens / cp.ranks
             output = model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, use_cache=False)
             output.loss.backward()
-            values = {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads(model)
+            values = {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach()} | grads_of(model)
             for each in values.values():
                 dist.all_reduce(each)
                 each /= cp.ranks

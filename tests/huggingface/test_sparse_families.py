@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,6 +37,16 @@ from burst_plugin.huggingface.pool_indexers import PoolChoice, pool_indexers
 from burst_plugin.sparse import keys_of_pools
 from tests.support.deepspeed_run import Batch, draw, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import (
+    by_module,
+    documents,
+    over_ranks,
+    over_texts,
+    packed,
+    shifted,
+    step,
+    sum_of_losses,
+)
 from tests.support.sparse_families import build, sparse_families
 
 pytestmark = pytest.mark.huggingface
@@ -71,12 +81,6 @@ class Found(NamedTuple):
     selections: list[Tensor]
 
 
-def _packed() -> Batch:
-    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
-
-
 def _padded() -> Batch:
     """Rows of a length that does not divide, one of them padded on the left."""
     batch = draw(1, rows=2, length=27, seed=2)[0]
@@ -98,18 +102,18 @@ def _whole(model: Any) -> Batch:
 
 BATCHES = {
     "plain": draw(1, rows=2, length=32)[0],
-    "packed": _packed(),
+    "packed": packed(DOCUMENTS, seed=1),
     "padded": _padded(),
-    "checkpointed": _packed(),
-    "kept": _packed(),
+    "checkpointed": packed(DOCUMENTS, seed=1),
+    "kept": packed(DOCUMENTS, seed=1),
 }
 
 
 def _texts(batch: Batch, by_row: bool) -> list[tuple[int, int, Batch]]:
     """What is computed by itself, with row and begin: documents of a packed batch, rows, or the whole batch."""
     if "position_ids" in batch:
-        starts = [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]
-        return [(0, a, {name: batch[name][:, a:b] for name in ("input_ids", "labels")}) for a, b in pairwise(starts)]
+        starts = accumulate(DOCUMENTS[:-1], initial=0)
+        return [(0, begin, text) for begin, text in zip(starts, documents(batch), strict=True)]
     if not by_row or "attention_mask" not in batch:
         return [(0, 0, batch)]
     found = []
@@ -148,24 +152,18 @@ def _run(model: Any, inputs: dict[str, Any], labels: Tensor) -> Found:
     for hook in hooks:
         hook.remove()
     selections = [_keys(*each) for each in outputs]
-    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return Found(float(loss.detach()), grads, selections)
+    return Found(*step(model, sum_of_losses(logits, labels)), selections)
 
 
 @cache
 def _on_one_rank(name: str, kind: str) -> tuple[Found, dict[tuple[int, int], list[Tensor]]]:
     """Sums over all texts of a batch, without the ring; and the selections of each text by its row and begin."""
-    model, total, summed, selections = build(FAMILIES[name]), 0.0, dict[str, Tensor](), {}
+    model, steps, selections = build(FAMILIES[name]), [], {}
     for row, begin, text in _texts(BATCHES[kind], any(block_indexers(model))):
-        labels = torch.nn.functional.pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        found = _run(model, {each: x for each, x in text.items() if each != "labels"}, labels)
-        total += found.loss
-        summed = {each: grad + summed.get(each, 0) for each, grad in found.grads.items()}
+        found = _run(model, {each: x for each, x in text.items() if each != "labels"}, shifted(text["labels"]))
+        steps.append(found[:2])
         selections[row, begin] = found.selections
-    return Found(total, summed, []), selections
+    return Found(*over_texts(steps), []), selections
 
 
 def _unlike(ours: list[Tensor], texts: dict[tuple[int, int], list[Tensor]], batch: Batch) -> int:
@@ -192,23 +190,10 @@ def _on_ring(rank: int, names: Sequence[str]) -> dict[tuple[str, str], Found]:
             if kind in ("checkpointed", "kept"):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             local = shard_batch(batch, rings["all" if kind == "kept" else "none"])
-            step = _run(model, local, local.pop("shift_labels"))
-            flat = torch.cat([torch.tensor([step.loss]), *(grad.flatten() for grad in step.grads.values())])
-            dist.all_reduce(flat)
-            parts = flat[1:].split([grad.numel() for grad in step.grads.values()])
-            grads = {each: part.view_as(grad) for (each, grad), part in zip(step.grads.items(), parts, strict=True)}
-            selections = [local["burst"].unshard(each) for each in step.selections]
-            found[name, kind] = Found(float(flat[0]), {} if rank else grads, selections)
+            *of_rank, selections = _run(model, local, local.pop("shift_labels"))
+            whole = [local["burst"].unshard(each) for each in selections]
+            found[name, kind] = Found(*over_ranks(*of_rank), whole)
     return found
-
-
-def _by_module(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients, of which those of a hyper-connection are one: of its one or two scales all but rounding cancels."""
-    joined: dict[str, list[Tensor]] = {}
-    for name, grad in grads.items():
-        owner = name.rpartition(".")[0]
-        joined.setdefault(owner if owner.endswith(("_hc", "hc_head")) else name, []).append(grad.flatten())
-    return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, FAMILIES), (4, ON_FOUR)], ids=["2", "4"])
@@ -217,7 +202,7 @@ def test_selections_losses_and_gradients_equal_those_of_one_rank(ranks: int, nam
     for (name, kind), found in run_ranks(_on_ring, ranks, tuple(names), timeout_s=240.0)[0].items():
         truth, texts = _on_one_rank(name, kind)
         unlike = _unlike(found.selections, texts, BATCHES[kind])
-        error, parameter = worst(_by_module(found.grads), _by_module(truth.grads))
+        error, parameter = worst(by_module(found.grads), by_module(truth.grads))
         if unlike or abs(found.loss - truth.loss) > 1e-5 * truth.loss or not error <= 1e-5:
             failed.append((name, kind, unlike, found.loss, truth.loss, parameter, error))
     assert not failed, "\n".join(map(str, failed))

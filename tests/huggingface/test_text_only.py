@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.text_only import text_modules, text_part, towers
 from tests.support.deepspeed_run import Batch, draw, llama, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import packed, shifted, sum_of_losses
 from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
 
@@ -42,12 +44,6 @@ def _plain() -> Batch:
     return draw(1, rows=2, length=32)[0]
 
 
-def _packed() -> Batch:
-    batch = draw(1, rows=1, length=sum(DOCUMENTS), seed=1)[0]
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    return {**batch, "position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, IGNORED_LABEL)}
-
-
 def _padded() -> Batch:
     batch = draw(1, rows=2, length=27, seed=2)[0]
     real = torch.arange(27) >= torch.tensor([[9], [2]])
@@ -59,7 +55,7 @@ def _padded() -> Batch:
     }
 
 
-BATCHES = {"plain": _plain, "packed": _packed, "padded": _padded}
+BATCHES = {"plain": _plain, "packed": partial(packed, DOCUMENTS, seed=1), "padded": _padded}
 
 
 def _given(family: str, kind: str) -> Batch:
@@ -285,7 +281,7 @@ def _of_logits(rank: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _own_grads(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    sum_of_losses(logits, labels).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -293,7 +289,7 @@ def test_models_with_a_loss_in_their_own_way_train_on_one_of_their_logits() -> N
     found = run_ranks(_of_logits, 2)[0]
     for family in OWN_LOSSES:
         batch = _plain()
-        labels = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        labels = shifted(batch.pop("labels"))
         model = tiny_wrapper(family).train()
         error, name = worst(found[family], _own_grads(model, model(**batch).logits, labels))
         assert error <= 1e-5, (family, name)

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import layer_mask, prepare
 from tests.support.deepspeed_run import worst
+from tests.support.ring_steps import Step, over_ranks, step
 
-Step = tuple[float, dict[str, torch.Tensor]]
 """A loss, and the gradients of a model's parameters by name."""
 VOCAB, IMAGE, VIDEO = 128, 100, 101
 _TEXT = {
@@ -292,25 +291,14 @@ class Case(NamedTuple):
         return step(model, torch.stack(losses).sum())
 
 
-def step(model: Any, loss: torch.Tensor) -> Step:
-    """The loss and the gradients of a model; zeros for parameters that have none."""
-    model.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return float(loss.detach()), grads
-
-
 def step_on_ring(model: Any, whole: Mapping[str, torch.Tensor], cp: ContextParallel) -> Step:
     """The loss and the gradients of a model on a ring, added up over ranks; without gradients on all but rank 0."""
-    local, group = shard_batch(whole, cp, layer_mask=layer_mask(model)), cp.group
+    local = shard_batch(whole, cp, layer_mask=layer_mask(model))
     count = local["burst"].valid_tokens
     out = prepare(model)(**local, labels=local["shift_labels"], num_items_in_batch=count, use_cache=False)
-    loss, grads = step(model, out.loss)
-    flat = torch.cat([torch.tensor([loss]), *(grad.flatten() for grad in grads.values())])
-    dist.all_reduce(flat, group=group)
+    found = over_ranks(*step(model, out.loss), cp.group)
     assert cp.traffic() == cp.expected_traffic()
-    parts = flat[1:].split([grad.numel() for grad in grads.values()]) if cp.rank == 0 else ()
-    return float(flat[0]), {n: x.view_as(grads[n]) for n, x in zip(grads, parts, strict=False)}
+    return found
 
 
 def check_step(found: Step, expected: Step, case: object) -> None:

@@ -15,6 +15,7 @@ from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from tests.support.deepspeed_run import Batch, worst
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import grads_of, over_ranks, step
 from tests.support.wrappers import tiny_wrapper
 
 
@@ -59,14 +60,8 @@ def _on_ring(
         loss = model(
             **local, labels=local["shift_labels"], num_items_in_batch=local["burst"].valid_tokens, use_cache=False
         ).loss
-        loss.backward()
-        grads = _grads(model)
-        flat = torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads.values())])
-        dist.all_reduce(flat)
-        sizes = [grad.numel() for grad in grads.values()]
-        parts = flat[1:].split(sizes) if rank == 0 else ()
-        whole = {name: part.view_as(grads[name]) for name, part in zip(grads, parts, strict=False)}
-        found[family] = Result(float(flat[0]), {name: grad for name, grad in whole.items() if bool(grad.any())})
+        total, grads = over_ranks(*step(model, loss))
+        found[family] = Result(total, {name: grad for name, grad in grads.items() if bool(grad.any())})
     return found
 
 
@@ -85,8 +80,4 @@ def on_one_rank(family: str, batch: Batch, documents: Sequence[int] = ()) -> Res
             loss = model(**part, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             total += float(loss.detach())
-    return Result(total, {name: grad for name, grad in _grads(model).items() if bool(grad.any())})
-
-
-def _grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return Result(total, {name: grad for name, grad in grads_of(model).items() if bool(grad.any())})
