@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from burst_plugin import (
     Causal,
+    ContextParallel,
     Documents,
     Full,
     Mask,
@@ -90,6 +92,24 @@ def drawn_selection(number: int) -> DrawnSelection:
     ring, tokens = _ring(draws, topology, length, mask, number)
     top_k = draws.choice([1, 2, 5, length, length + 3, draws.randrange(1, length + 1)])
     return DrawnSelection(ring, (tensors[0], tensors[1], tensors[2]), mask, tokens, top_k, scale)
+
+
+def calls_on_ranks(drawn: Callable[[int], Any], numbers: range) -> Iterator[tuple[int, Any, ContextParallel, Tokens]]:
+    """Draw calls for real ranks, each with its number, its ring and its tokens; those in chunks of more are left out.
+
+    After each of them the ring's bytes have to be those that were expected.
+    """
+    cps: dict[str, ContextParallel] = {}
+    for number in numbers:
+        call = drawn(number)
+        if call.tokens is not None and call.tokens.holders and len(set(call.tokens.holders)) != dist.get_world_size():
+            continue
+        layout = call.ring.rank_states[0].strategy.layout
+        if layout not in cps:
+            cps[layout] = ContextParallel(dist.group.WORLD, layout=layout)
+        cp = cps[layout]
+        yield number, call, cp, call.tokens or Tokens(call.tensors[0].shape[1])
+        assert cp.traffic() == cp.expected_traffic()
 
 
 def _ring(
