@@ -5,7 +5,6 @@ Without autograd, NCCL and the libraries that are not PyTorch's. What kernels co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -31,10 +30,10 @@ from burst_plugin import (
     key_padding,
 )
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs
 from burst_plugin.virtual import VirtualRingAttention
 from tests.support.fake_gpu import GPU, Launches, fake_gpu
+from tests.support.ring_memory import Pass
 
 SEQ = 512
 TWO_NODES, CAUSAL, PLAIN = Topology(2, 2), Causal(), Scores()
@@ -78,27 +77,6 @@ LACKING: dict[str, tuple[str, ...]] = {
 }
 
 
-class _Pass:
-    """An autograd function's context, without autograd: `forward` and `backward` are called here."""
-
-    def __init__(self) -> None:
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self.needs_input_grad: tuple[bool, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
-    def apply(self, plans: Sequence[Plan], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
-        return VirtualRingAttention.forward(self, plans, number, *tensors)
-
-
 def _run(
     kernel: str,
     *,
@@ -117,7 +95,7 @@ def _run(
 ) -> Launches:
     """Both passes; out and gradients have to be those of the inputs in shape, type and place."""
     (heads_q, heads_kv), (qk_dim, v_dim) = heads, dims
-    done = _Pass()
+    done = Pass()
     with fake_gpu() as launches, mock.patch.object(VirtualRingAttention, "apply", done.apply):
         shapes = (2, seq, heads_q, qk_dim), (2, kv_seq, heads_kv, qk_dim), (2, kv_seq, heads_kv, v_dim)
         q, k, v = (torch.empty(shape, dtype=dtype, device=GPU) for shape in shapes)
@@ -172,7 +150,7 @@ def test_what_a_kernel_lacks_is_refused(kernel: str, case: str) -> None:
 
 @pytest.mark.parametrize("kernel", LACKING)
 def test_lse_and_largest_scores_are_on_the_gpu(kernel: str) -> None:
-    done = _Pass()
+    done = Pass()
     with fake_gpu(), mock.patch.object(VirtualRingAttention, "apply", done.apply):
         q, k, v = (torch.empty(2, SEQ, heads, 64, dtype=torch.bfloat16, device=GPU) for heads in (8, 2, 2))
         cp = ContextParallel(kernel=kernel)

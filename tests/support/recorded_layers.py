@@ -28,6 +28,7 @@ from tests.support.fake_gpu import GPU
 from tests.support.late_copies import LateNetwork
 from tests.support.races import Gpus
 from tests.support.recorded_gpu import NcclNetwork, PlainKernel, recorded_gpus
+from tests.support.ring_memory import Pass
 
 SEQ = 240
 _LAYERS = 2
@@ -68,28 +69,10 @@ def train(
     return gpus, sent
 
 
-class _Node:
-    """An autograd function's context, without autograd."""
-
-    def __init__(self, ranks: int) -> None:
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        wanted = [name in ("q", "k", "v") for name in Inputs._fields]
-        self.needs_input_grad = (False, False, *wanted * ranks)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
-
 class _Saved(NamedTuple):
     """What a layer saves: a node, or, by rank, what its checkpoint has."""
 
-    node: _Node | None
+    node: Pass | None
     parked: list[list[Parked]]
     all_kept: list[KeptOutputs]
 
@@ -128,7 +111,7 @@ class _Layers:
             douts = self._on_each(_twice, [dq for dq, *_ in by_rank(grads, len(self._ranks))])
             del node, grads
 
-    def _attend(self, x: Sequence[Inputs], all_kept: Sequence[KeptOutputs]) -> tuple[_Node, list[Tensor]]:
+    def _attend(self, x: Sequence[Inputs], all_kept: Sequence[KeptOutputs]) -> tuple[Pass, list[Tensor]]:
         self._calls += 1
         plans = [self._plan(rank, x[rank], self._request) for rank in self._ranks]
         for rank, kept in enumerate(all_kept):
@@ -137,7 +120,9 @@ class _Layers:
                 rest = self._request._replace(mask=self._request.mask & QueriesBefore(first))
                 kept.rest = self._plan(rank, x[rank], rest)
         self._gpus.kept_of_ranks = dict(enumerate(all_kept))
-        node = _Node(len(self._ranks))
+        node = Pass()
+        wanted = [name in ("q", "k", "v") for name in Inputs._fields]
+        node.needs_input_grad = (False, False, *wanted * len(self._ranks))
         flat = VirtualRingAttention.forward(
             node, plans, CallId(self._calls), *(tensor for each in x for tensor in each)
         )

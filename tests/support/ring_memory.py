@@ -19,12 +19,11 @@ T = TypeVar("T")
 Program = Generator[None, None, T]
 
 
-class _Pass:
-    """An autograd function's context, without autograd."""
+class Pass:
+    """An autograd function's context, without autograd: its passes are called by themselves."""
 
-    def __init__(self) -> None:
-        self.saved_tensors: tuple[Any, ...] = ()
-        self.needs_input_grad: tuple[bool, ...] = ()
+    saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -61,7 +60,7 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
 
     `shapes` are those of a rank. Every rank has work at every visit.
     """
-    last, done, lockstep = topology.ranks - 1, _Pass(), virtual.lockstep
+    last, done, lockstep = topology.ranks - 1, Pass(), virtual.lockstep
 
     def watched(program: Program[T], rank: int, live: LiveBytes) -> Program[T]:
         while True:
