@@ -18,22 +18,12 @@ from tests.megatron.test_interplay import _train
 from tests.megatron.test_megatron_chunked_mlp import _most_rows
 from tests.megatron.test_recurrent import DELTA, MAMBA, RUN
 from tests.support.largest import LargestLogits
-from tests.support.megatron_gpt import GptRun, StepResult, build, leave, one_step, random_tokens
+from tests.support.megatron_gpt import GptRun, StepResult, build, check_trained, leave, one_step, random_tokens
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
 
 CHUNK = test_chunked_loss.CHUNK  # of the 128 tokens of a microbatch
-
-
-def check(found: StepResult, truth: StepResult, run: Any = None) -> None:
-    """Loss and every gradient to 1e-5."""
-    assert found.loss == pytest.approx(truth.loss, abs=1e-5), run
-    assert found.grads.keys() == truth.grads.keys()
-    for name, grad in found.grads.items():
-        size = torch.linalg.vector_norm(truth.grads[name])
-        assert size > 0, name
-        assert torch.linalg.vector_norm(grad - truth.grads[name]) <= 1e-5 * size, (name, run)
 
 
 def _steps(rank: int, runs: Sequence[GptRun]) -> list[tuple[StepResult, int]]:
@@ -57,7 +47,7 @@ def test_pipeline_stages() -> None:
     runs[0] = replace(runs[0], strategy=Strategy(layout="contiguous", recurrent="state"))
     for run in runs:
         for ((found, _),) in run_ranks(_steps, 4, [run]):
-            check(found, _of_one_rank(), run)
+            check_trained(found, _of_one_rank(), 1e-5, run)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -100,7 +90,7 @@ def test_losses_and_mlps_in_chunks(tied: bool) -> None:
     found = run_ranks(_steps, 4, runs, timeout_s=120.0)
     for number, each in enumerate(runs):
         for steps in found:
-            check(steps[number][0], truth, each)
+            check_trained(steps[number][0], truth, 1e-5, each)
         assert max(steps[number][1] for steps in found) == CHUNK, each
     assert run_ranks(_most_rows, 2, replace(run, cp=2)) == [10, 10]
 

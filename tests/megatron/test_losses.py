@@ -18,8 +18,7 @@ from megatron.core.transformer import multi_token_prediction
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.repairs.losses import PredictionLoss, scaled_main_loss
-from tests.megatron.test_interplay import assert_same
-from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
+from tests.support.megatron_gpt import GptRun, StepResult, check_close, cut_batch, loss_of, one_step, random_tokens
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -108,7 +107,7 @@ def test_every_token_that_a_script_counts_weighs_the_same(make: Callable[[], Ste
     expected = run_ranks(_losses, 1, ONE_RANK, make)[0]
     for cp in (2, 4):
         for result in run_ranks(_losses, cp, replace(ONE_RANK, cp=cp, cp_comm_type="burst"), make):
-            assert_same(result, expected)
+            check_close(result, expected)
 
 
 def _reported(rank: int, is_evaluation: bool) -> Any:
@@ -145,7 +144,7 @@ def test_so_do_those_of_token_prediction(per_token: bool) -> None:
     run = replace(PREDICTING, config={**PREDICTING.config, "calculate_per_token_loss": per_token})
     expected = run_ranks(_losses, 1, run, masked_after_the_cut)[0]
     for result in run_ranks(_losses, 2, replace(run, cp=2), masked_after_the_cut):
-        assert_same(result, expected)
+        check_close(result, expected)
 
 
 RANKS = 4
@@ -245,7 +244,7 @@ def _predicting_alone(rank: int, run: GptRun, kind: str) -> dict[str, torch.Tens
 def test_so_do_they_with_a_mask_of_any_type_or_none(kind: str, like: str) -> None:
     expected = run_ranks(_predicting_alone, 1, PREDICTING, like)[0]
     for grads in run_ranks(_predicting_alone, 2, replace(PREDICTING, cp=2), kind):
-        assert_same(StepResult(0, grads), StepResult(0, expected))
+        check_close(StepResult(0, grads), StepResult(0, expected))
 
 
 ROUTERS = {
@@ -281,7 +280,7 @@ def test_losses_of_routers_weigh_the_same_over_any_number_of_ranks(sizes: dict[s
     expected = run_ranks(_routing_alone, 1, one)[0]
     assert expected["decoder.layers.0.mlp.router.weight"].any()
     for grads in run_ranks(_routing_alone, 2 * sizes.get("pp", 1), replace(one, **sizes)):
-        assert_same(StepResult(0, grads), StepResult(0, expected))
+        check_close(StepResult(0, grads), StepResult(0, expected))
 
 
 def _counting_sequences(rank: int, run: GptRun) -> StepResult:
@@ -304,7 +303,7 @@ def _counting_sequences(rank: int, run: GptRun) -> StepResult:
 def test_losses_that_count_sequences_stay_as_they_are() -> None:
     expected = run_ranks(_counting_sequences, 1, ONE_RANK)[0]
     for result in run_ranks(_counting_sequences, 2, replace(ONE_RANK, cp=2, cp_comm_type="burst")):
-        assert_same(result, expected)
+        check_close(result, expected)
 
 
 def sum_and_count(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -354,7 +353,7 @@ def test_loss_functions_of_two_or_three_values_equal_one_rank_or_are_refused() -
     for cp in (2, 4):
         for results in run_ranks(_of_every_combination, cp, replace(ONE_RANK, cp=cp, cp_comm_type="burst")):
             for how in (("sum_and_count", False), ("sum_and_count", True), ("mean_of_all_ranks", False)):
-                assert_same(results.pop(how), expected[how])
+                check_close(results.pop(how), expected[how])
             for loss in ("mean_of_a_rank", "mean_of_all_ranks"):
                 said = results.pop((loss, True))
                 assert (

@@ -18,6 +18,7 @@ from tests.support.core_attentions import OneRankBurst, WrittenOut
 from tests.support.megatron_gpt import (
     GptRun,
     StepResult,
+    check_trained,
     cut_batch,
     loss_of,
     one_step,
@@ -66,12 +67,7 @@ def _step(rank: int, run: GptRun, step: Any = None) -> StepResult:
 def check_equal(results: list[StepResult], reference: StepResult, bound: float = 1e-4) -> None:
     """Loss to 1e-5, every parameter's gradient to `bound` relative."""
     for result in results:
-        assert result.loss == pytest.approx(reference.loss, abs=1e-5)
-        assert result.grads.keys() == reference.grads.keys()
-        for name, grad in result.grads.items():
-            size = torch.linalg.vector_norm(reference.grads[name])
-            assert torch.linalg.vector_norm(grad - reference.grads[name]) <= bound * size, name
-            assert size > 0, name
+        check_trained(result, reference, bound)
 
 
 # ------------------------------------------------------------------------------------------------ windows and sinks

@@ -20,6 +20,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -79,6 +80,28 @@ class StepResult:
 
     loss: float
     grads: dict[str, torch.Tensor]
+
+
+def check_close(found: StepResult, truth: StepResult, bound: float = 1e-4, case: Any = None) -> None:
+    """Compare losses, to 1e-5, and every parameter's gradient, to `bound` of its norm."""
+    assert found.loss == pytest.approx(truth.loss, abs=1e-5), case
+    check_grads(found.grads, truth.grads, bound, case)
+
+
+def check_trained(found: StepResult, truth: StepResult, bound: float = 1e-4, case: Any = None) -> None:
+    """Compare losses and gradients, of which none is 0."""
+    check_close(found, truth, bound, case)
+    assert [name for name, grad in truth.grads.items() if not torch.linalg.vector_norm(grad) > 0] == []
+
+
+def check_grads(
+    found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], bound: float = 1e-4, case: Any = None
+) -> None:
+    """Compare the gradient of every parameter, to `bound` of its norm."""
+    assert found.keys() == truth.keys(), case
+    for name, grad in found.items():
+        error = torch.linalg.vector_norm(grad - truth[name])
+        assert error <= bound * torch.linalg.vector_norm(truth[name]), (name, float(error), case)
 
 
 def random_tokens(run: GptRun, microbatches: int = 2, seed: int = 0) -> torch.Tensor:
