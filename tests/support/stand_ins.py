@@ -172,33 +172,60 @@ def sequences(
     return list(zip(*slices, strict=True))
 
 
-def attend_each(
-    rows: tuple[Tensor, Tensor, Tensor],
-    each: list[tuple[slice, slice]],
-    terms: Callable[[Tensor, Tensor], Terms],
+class Packed(NamedTuple):
+    """Where sequences one after another end in q [T, H, D] and in k, and how long the longest are."""
+
+    ends: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+
+
+def within(
+    window: Callable[..., Tensor], sides: tuple[int | None, int | None], scale: float, softcap: float = 0.0
+) -> Callable[[Tensor, Tensor], Terms]:
+    """Return what makes the terms of q and k, from one of the ways to take a window."""
+    return lambda q, k: Terms(window(q, k, *sides), scale, softcap)
+
+
+def flash_forward(
+    tensors: tuple[Tensor, Tensor, Tensor], terms: Callable[[Tensor, Tensor], Terms], packed: Packed | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]) of sequences one after another."""
-    q, k, v = (x.unsqueeze(0) for x in rows)
-    found = [attend(q[:, a], k[:, b], v[:, b], terms(q[:, a], k[:, b])) for a, b in each]
+    """Out and lse as of `attend`; of sequences that are packed, out [T, Hq, Dv] and lse [Hq, T]."""
+    if packed is None:
+        demand_flash(*tensors)
+        return attend(*tensors, terms(*tensors[:2]))
+    q, k, v = (x.unsqueeze(0) for x in tensors)
+    demand_flash(q, k, v)
+    found = [attend(q[:, a], k[:, b], v[:, b], terms(q[:, a], k[:, b])) for a, b in sequences(*tensors[:2], *packed)]
     return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
 
 
-def gradients_each(
+def flash_backward(
     rows: tuple[Tensor, ...],
     k: Tensor,
     v: Tensor,
-    each: list[tuple[slice, slice]],
     terms: Callable[[Tensor, Tensor], Terms],
+    packed: Packed | None = None,
+    written: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of rows = (dout, q, out, lse [Hq, T]), sequences one after another."""
-    dout, q, out, lse, k, v = (x.unsqueeze(0) for x in (*rows, k, v))
-    assert lse.shape == (1, q.shape[2], q.shape[1])
-    assert lse.is_contiguous()
-    found = [
-        gradients((dout[:, a], q[:, a], out[:, a], lse[:, :, a]), k[:, b], v[:, b], terms(q[:, a], k[:, b]))
-        for a, b in each
-    ]
-    dq, dk, dv = (torch.cat([grads[n][0] for grads in found]) for n in range(3))
+    """(dq, dk, dv) of rows = (dout, q, out, lse), also copied into those to be `written`; lse [Hq, T] if packed."""
+    if packed is None:
+        dout, q, out, lse = rows
+        demand_flash(q, k, v, dout, out, *written)
+        demand_lse(lse, q)
+        dq, dk, dv, _ = gradients(rows, k, v, terms(q, k))
+    else:
+        each = sequences(rows[1], k, *packed)
+        dout, q, out, lse, k, v = (x.unsqueeze(0) for x in (*rows, k, v))
+        demand_flash(q, k, v, dout, out, *(x.unsqueeze(0) for x in written))
+        assert lse.shape == (1, q.shape[2], q.shape[1])
+        assert lse.is_contiguous()
+        found = [
+            gradients((dout[:, a], q[:, a], out[:, a], lse[:, :, a]), k[:, b], v[:, b], terms(q[:, a], k[:, b]))
+            for a, b in each
+        ]
+        dq, dk, dv = (torch.cat([grads[n][0] for grads in found]) for n in range(3))
+    for x, grad in zip(written, (dq, dk, dv), strict=False):
+        x.copy_(grad)
     return dq, dk, dv
 
 
@@ -224,10 +251,8 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
         return_softmax,
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
-        demand_flash(q, k, v)
-        allowed = window_2(q, k, window_size_left, window_size_right)
-        out, lse = attend(q, k, v, Terms(allowed, softmax_scale, softcap))
-        return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
+        terms = within(window_2, (window_size_left, window_size_right), softmax_scale, softcap)
+        return *flash_forward((q, k, v), terms), q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
     def backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
@@ -235,11 +260,8 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
         calls.append({"deterministic": deterministic})
-        demand_flash(q, k, v, dout, out, dq, dk, dv)
-        demand_lse(softmax_lse, q)
-        terms = Terms(window_2(q, k, window_size_left, window_size_right), softmax_scale, softcap)
-        for grad, found in zip((dq, dk, dv), gradients((dout, q, out, softmax_lse), k, v, terms), strict=False):
-            grad.copy_(found)
+        terms = within(window_2, (window_size_left, window_size_right), softmax_scale, softcap)
+        flash_backward((dout, q, out, softmax_lse), k, v, terms, written=(dq, dk, dv))
         return torch.empty(0)
 
     def varlen_forward(
@@ -247,12 +269,10 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
-        demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
         assert max_seqlen_q > 1, "heads of a group would be taken for its queries"
-        each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-        sides = (window_size_left, window_size_right)
-        out, lse = attend_each((q, k, v), each, lambda q, k: Terms(window_2(q, k, *sides), softmax_scale, softcap))
-        return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
+        packed = Packed((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        terms = within(window_2, (window_size_left, window_size_right), softmax_scale, softcap)
+        return *flash_forward((q, k, v), terms, packed), q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
     def varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -261,15 +281,9 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
         calls.append({"deterministic": deterministic})
-        demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out, dq, dk, dv)))
-        each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-        sides = (window_size_left, window_size_right)
-        found = gradients_each(
-            (dout, q, out, softmax_lse), k, v, each,
-            lambda q, k: Terms(window_2(q, k, *sides), softmax_scale, softcap),
-        )  # fmt: skip
-        for grad, one in zip((dq, dk, dv), found, strict=True):
-            grad.copy_(one)
+        packed = Packed((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        terms = within(window_2, (window_size_left, window_size_right), softmax_scale, softcap)
+        flash_backward((dout, q, out, softmax_lse), k, v, terms, packed, (dq, dk, dv))
         return torch.empty(0)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -302,15 +316,11 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
         assert num_splits == 1
         if sm_margin:
             calls.append({"sm_margin": sm_margin})
+        packed = None
         if cu_seqlens_q is not None:
-            demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
-            each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-            sides = (window_size_left, window_size_right)
-            found = attend_each((q, k, v), each, lambda q, k: Terms(window_3(q, k, *sides), softmax_scale, softcap))
-            return *found, q.new_empty(0), q.new_empty(0)
-        demand_flash(q, k, v)
-        allowed = window_3(q, k, window_size_left, window_size_right)
-        return *attend(q, k, v, Terms(allowed, softmax_scale, softcap)), q.new_empty(0), q.new_empty(0)
+            packed = Packed((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        terms = within(window_3, (window_size_left, window_size_right), softmax_scale, softcap)
+        return *flash_forward((q, k, v), terms, packed), q.new_empty(0), q.new_empty(0)
 
     def backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
@@ -320,22 +330,11 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
         assert not is_causal
         assert returned == 5 or v.shape[-1] == q.shape[-1], "v must have shape (batch, seqlen, heads, head_size)"
         calls.append({"deterministic": deterministic, "v_dim": v.shape[-1]})
+        packed = None
         if cu_seqlens_q is not None:
-            demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out, dq, dk, dv)))
-            each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-            sides = (window_size_left, window_size_right)
-            found = gradients_each(
-                (dout, q, out, softmax_lse), k, v, each,
-                lambda q, k: Terms(window_3(q, k, *sides), softmax_scale, softcap),
-            )  # fmt: skip
-            for grad, one in zip((dq, dk, dv), found, strict=True):
-                grad.copy_(one)
-            return tuple(q.new_empty(0) for _ in range(returned))
-        demand_flash(q, k, v, dout, out, dq, dk, dv)
-        demand_lse(softmax_lse, q)
-        terms = Terms(window_3(q, k, window_size_left, window_size_right), softmax_scale, softcap)
-        for grad, found in zip((dq, dk, dv), gradients((dout, q, out, softmax_lse), k, v, terms), strict=False):
-            grad.copy_(found)
+            packed = Packed((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        terms = within(window_3, (window_size_left, window_size_right), softmax_scale, softcap)
+        flash_backward((dout, q, out, softmax_lse), k, v, terms, packed, (dq, dk, dv))
         return tuple(q.new_empty(0) for _ in range(returned))
 
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("flash_attn_3", "FRAGMENT") as ours:
@@ -368,11 +367,9 @@ def flash_attn_4(calls: Calls, returned: int, version: str = "4.0.0") -> Iterato
     ):  # fmt: skip
         assert not causal
         assert return_lse
-        demand_flash(q, k, v)
         demand_dims_4(q, v)
-        allowed = window_4(q, k, window_size_left, window_size_right)
-        found = attend(q, k, v, Terms(allowed, softmax_scale, softcap or 0.0))
-        return (*found, None, None)[:returned]
+        terms = within(window_4, (window_size_left, window_size_right), softmax_scale, softcap or 0.0)
+        return (*flash_forward((q, k, v), terms), None, None)[:returned]
 
     def backward(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
@@ -380,12 +377,10 @@ def flash_attn_4(calls: Calls, returned: int, version: str = "4.0.0") -> Iterato
     ):  # fmt: skip
         assert not causal
         calls.append({"deterministic": deterministic})
-        demand_flash(q, k, v, dout, out)
         assert not any(x.shape[-1] % 32 for x in (q, v)), "dq would be laid out in another way than written"
         demand_dims_4(q, v)
-        demand_lse(lse, q)
-        terms = Terms(window_4(q, k, window_size_left, window_size_right), softmax_scale, softcap)
-        return gradients((dout, q, out, lse), k, v, terms)[:3]
+        terms = within(window_4, (window_size_left, window_size_right), softmax_scale, softcap)
+        return flash_backward((dout, q, out, lse), k, v, terms)
 
     installed = metadata.version
     with pytest.MonkeyPatch.context() as patch:
@@ -399,22 +394,24 @@ def flash_attn_4(calls: Calls, returned: int, version: str = "4.0.0") -> Iterato
 def torch_flash(calls: Calls) -> Iterator[None]:
     """PyTorch's build of flash-attention 2."""
 
+    def packed_of(q, k, ends, longest):
+        if ends[0] is not None:
+            return Packed(ends, longest)
+        assert (*ends, *longest) == (None, None, q.shape[1], k.shape[1])
+        return None
+
+    def windowed(left, right, scale):
+        return within(window_2, tuple(-1 if side is None else side for side in (left, right)), scale)
+
     def forward(
         q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left=None,
         window_size_right=None,
     ):  # fmt: skip
         assert (dropout, causal, debug) == (0.0, False, False)
-        left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
-        if cum_q is not None:
-            demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
-            assert max_q > 1, "heads of a group would be taken for its queries"
-            each = sequences(q, k, (cum_q, cum_k), (max_q, max_k))
-            found = attend_each((q, k, v), each, lambda q, k: Terms(window_2(q, k, left, right), scale))
-            return *found, *(torch.empty(0) for _ in range(3))
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
-        demand_flash(q, k, v)
-        out, lse = attend(q, k, v, Terms(window_2(q, k, left, right), scale))
-        return out, lse, *(torch.empty(0) for _ in range(3))
+        packed = packed_of(q, k, (cum_q, cum_k), (max_q, max_k))
+        assert packed is None or max_q > 1, "heads of a group would be taken for its queries"
+        terms = windowed(window_size_left, window_size_right, scale)
+        return *flash_forward((q, k, v), terms, packed), *(torch.empty(0) for _ in range(3))
 
     def backward(
         dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale,
@@ -422,17 +419,8 @@ def torch_flash(calls: Calls) -> Iterator[None]:
     ):  # fmt: skip
         assert (dropout, causal, state.dtype, unused.dtype) == (0.0, False, torch.uint64, torch.uint64)
         calls.append({"by": "torch_flash", "deterministic": torch.are_deterministic_algorithms_enabled()})
-        left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
-        if cum_q is not None:
-            demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out)))
-            each = sequences(q, k, (cum_q, cum_k), (max_q, max_k))
-            return gradients_each(
-                (dout, q, out, lse), k, v, each, lambda q, k: Terms(window_2(q, k, left, right), scale)
-            )
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
-        demand_flash(q, k, v, dout, out)
-        demand_lse(lse, q)
-        return gradients((dout, q, out, lse), k, v, Terms(window_2(q, k, left, right), scale))[:3]
+        packed = packed_of(q, k, (cum_q, cum_k), (max_q, max_k))
+        return flash_backward((dout, q, out, lse), k, v, windowed(window_size_left, window_size_right, scale), packed)
 
     with _operators(_flash_attention_forward=forward, _flash_attention_backward=backward):
         yield
