@@ -13,17 +13,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-import transformers
 
 import burst_plugin.deepspeed as burst
 from tests.support.deepspeed_run import Run, configuration, gradients, stop, worst
+from tests.support.families import SINCE_5_24
 from tests.support.media import Image, batch, tiny_model
 from tests.support.ranks import run_ranks
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.deepspeed,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 8, (2, 4)), Image(0, 20, (4, 8)))
 

@@ -15,21 +15,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.huggingface import models
 from burst_plugin.huggingface.media import features
 from burst_plugin.towers import rows
+from tests.support.families import SINCE_5_24
 from tests.support.media import FAMILIES, Case, Image, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import Step
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 SOAK = int(os.environ.get("BURST_SOAK", "0"))
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
     pytest.mark.timeout(120 + 2 * SOAK),
 ]
 PATTERNS = (

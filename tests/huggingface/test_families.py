@@ -37,14 +37,13 @@ from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.mask_recipes import MaskRecipe, shard_of_forward
 from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
-from tests.support.families import families, hybrids, shape
+from tests.support.families import NEWER, families, hybrids, shape
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import grads_of, masked, packed, padding, shifted, sum_of_losses
 
 pytestmark = pytest.mark.huggingface
 
 FAMILIES = families()
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # earlier ones name layers otherwise
 BATCH = draw(1, rows=2, length=32)[0]
 
 

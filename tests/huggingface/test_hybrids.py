@@ -23,6 +23,7 @@ from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.recurrent.families import MIXERS, mixers
 from tests.support.deepspeed_run import Batch, draw, llama, worst
+from tests.support.families import NEWER
 from tests.support.hybrids import build, hybrids
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import (
@@ -42,7 +43,6 @@ from tests.support.ring_steps import (
 pytestmark = pytest.mark.huggingface
 
 FAMILIES = hybrids()
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 CACHE = "cache" if NEWER else "past_key_values"
 DOCUMENTS = (13, 1, 18)
 FEW = [

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from burst_plugin import BidirectionalSpans, Causal, ContextParallel, PerRow, SlidingWindow, shard_batch
 from burst_plugin.batch import IGNORED_LABEL
@@ -16,14 +15,14 @@ from burst_plugin.huggingface.image_groups import GROUP_RULES, GroupRule, group_
 from burst_plugin.huggingface.mask_recipes import MaskRecipe
 from burst_plugin.sequence.batch_masks import type_runs
 from tests.support.deepspeed_run import Batch, draw
+from tests.support.families import SINCE_5_24
 from tests.support.ranks import run_ranks
 from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import tiny_wrapper
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # whose default configurations are known
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 
 LENGTH = 33  # not a multiple of the ranks, so that padding is added

@@ -10,20 +10,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media import positions
+from tests.support.families import SINCE_5_24
 from tests.support.media import FAMILIES, IMAGE, Case, Image, batch, check_step, step_on_ring, tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import Step
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 # Of unlike sizes, several in a row, one behind the other, across ranks; a row without any.
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 8, (2, 4)), Image(0, 20, (4, 8)), Image(1, 28, (8, 4)))

@@ -12,22 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.huggingface.media.families import EXAMINED, why_not
 from burst_plugin.huggingface.media.units import units_of
+from tests.support.families import SINCE_5_24
 from tests.support.media import check_step, step_on_ring
 from tests.support.media_families import FIRST_OF_MEDIA, joined_batch, media_batch, tiny_media_model
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import Step, step
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 ALL = [(family, modality) for family, modalities in EXAMINED.items() for modality in modalities]
 SHARED = 4  # how many of them share one start of the ranks

@@ -12,14 +12,14 @@ import transformers
 from burst_plugin import ContextParallel
 from burst_plugin.huggingface import RingCache, prepare
 from burst_plugin.huggingface.generation import name_of_cache
+from tests.support.families import SINCE_5_24
 from tests.support.media import Image, batch, tiny_model
 from tests.support.media_families import media_batch, tiny_media_model
 from tests.support.ranks import run_ranks
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 # In two rows, of unlike sizes, several in a row, one behind the other.
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 8, (2, 4)), Image(0, 20, (4, 8)), Image(1, 28, (8, 4)))

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import shard_batch
 from burst_plugin.huggingface import prepare
 from burst_plugin.towers import rows
+from tests.support.families import SINCE_5_24
 from tests.support.media import IMAGE, Image, batch, tiny_model
 from tests.support.ranks import run_ranks
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 20, (4, 8)), Image(0, 40, (4, 4)))
 Change = Callable[[dict[str, Any]], object]

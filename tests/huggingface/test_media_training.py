@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -19,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.huggingface import prepare
 from tests.support.deepspeed_run import worst
+from tests.support.families import SINCE_5_24
 from tests.support.media import Image, batch, tiny_model
 from tests.support.ranks import run_ranks
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 IMAGES = (Image(0, 3, (4, 4)), Image(0, 20, (4, 8)), Image(1, 28, (8, 4)))
 

@@ -22,15 +22,15 @@ from burst_plugin.huggingface.media.families import MODALITIES
 from burst_plugin.huggingface.models import problems
 from burst_plugin.huggingface.text_only import text_modules, text_part, towers
 from tests.support.deepspeed_run import Batch, draw, llama, worst
+from tests.support.families import SINCE_5_24
 from tests.support.ranks import run_ranks
 from tests.support.ring_steps import packed, shifted, sum_of_losses
 from tests.support.wrapper_runs import check_on_ring
 from tests.support.wrappers import WRAPPERS, class_name, tiny_wrapper
 
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # whose default configurations are known
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.skipif(not NEWER, reason="other releases have other default configurations"),
+    SINCE_5_24,
 ]
 
 _KINDS_OF_TOKENS = {  # given by processors: 0 for text

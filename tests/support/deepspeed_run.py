@@ -26,6 +26,17 @@ Batch = dict[str, torch.Tensor]
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at first use; gloo does without
 VOCAB = 96
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +50,7 @@ def quiet_ranks() -> Iterator[None]:
 
 def llama(**changes: Any) -> PretrainedConfig:
     """A Llama of two layers, with weights large enough that a wrong token order is plain to see."""
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": False,
-    }
-    return transformers.LlamaConfig(**{**shape, **changes})
+    return transformers.LlamaConfig(**{**SHAPE, **changes})
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,20 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # about rollout_func
 GENERATIONS, PROMPTS = 4, 2  # of a step
 WORDS = [f"w{number}" for number in range(VOCAB)]
 
+QWEN2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
 
 @dataclass
 class Outcome:
@@ -45,17 +59,7 @@ def save_model(directory: Path, kind: type[PreTrainedConfig] = transformers.Qwen
     """Write a tiny model down, a Qwen2, as TRL's tests have one, or one of another kind, and return where."""
     torch.manual_seed(0)
     config = kind(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
+        **QWEN2,
         **fields,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)

@@ -9,22 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.deepspeed_run import VOCAB
+from tests.support.deepspeed_run import SHAPE
 
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SHAPE = {**SHAPE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _BARE = {name: _SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
 _BARE |= {"initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
 _BOTH = ["linear_attention", "full_attention"]

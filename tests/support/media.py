@@ -21,7 +21,6 @@ from burst_plugin.huggingface import layer_mask, prepare
 from tests.support.deepspeed_run import worst
 from tests.support.ring_steps import Step, over_ranks, step
 
-"""A loss, and the gradients of a model's parameters by name."""
 VOCAB, IMAGE, VIDEO = 128, 100, 101
 _TEXT = {
     "vocab_size": VOCAB,

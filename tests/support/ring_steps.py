@@ -14,6 +14,7 @@ from burst_plugin.batch import IGNORED_LABEL
 from tests.support.deepspeed_run import Batch, draw
 
 Step = tuple[float, dict[str, Tensor]]
+"""A loss, and the gradients of a model's parameters by name."""
 
 
 def packed(*rows: tuple[int, ...], seed: int = 0) -> Batch:

@@ -139,9 +139,9 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     before = weights(model)
     trainer = (setup.trainer or Trainer)(model=model, args=args, train_dataset=data, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=resume or None)
-    sent = _sent()
+    sent = sent_bytes()
     prediction = trainer.predict(held_out)
-    evaluated_on_ring = _sent() > sent
+    evaluated_on_ring = sent_bytes() > sent
     if evaluated_on_ring and not setup.has_logits:
         assert prediction.predictions is None
         trainer.compute_metrics = lambda prediction: {}
@@ -168,7 +168,7 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     )
 
 
-def _sent() -> int:
+def sent_bytes() -> int:
     """Bytes that have left this rank on the ring made last."""
     adapter = installed()
     if adapter is None or adapter.latest is None:

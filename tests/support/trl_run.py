@@ -31,7 +31,8 @@ import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed.adapter import installed
 from tests.support import media
 from tests.support.deepspeed_run import VOCAB, gradients
-from tests.support.grpo_run import WORDS, NotesGradients, tokenizer
+from tests.support.grpo_run import QWEN2, WORDS, NotesGradients, tokenizer
+from tests.support.trainer_run import sent_bytes
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 disable_progress_bars()
@@ -91,17 +92,7 @@ def save_models(directory: Path) -> str:
     for number, (name, (kind, labels)) in enumerate(_MODELS.items()):
         torch.manual_seed(number)
         config = transformers.Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            initializer_range=0.15,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
+            **QWEN2,
             tie_word_embeddings=False,
             num_labels=labels,
             classifier_dropout=0.0,
@@ -299,9 +290,9 @@ def train(case: Case, directory: str, layout: Layout) -> Outcome:
         if case.changes is not None:
             case.changes(trainer)
         trainer.train()
-        before = _sent()
+        before = sent_bytes()
         trainer.evaluate()
-        found.sent = _sent() - before
+        found.sent = sent_bytes() - before
     found.logged = trainer.state.log_history
     for name, x in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
         with deepspeed.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
@@ -336,11 +327,3 @@ def _noting_gradients(grads: dict[str, torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         deepspeed.DeepSpeedEngine.step = step
-
-
-def _sent() -> int:
-    """Bytes that have left this rank on the ring made last."""
-    adapter = installed()
-    if adapter is None or adapter.latest is None:
-        return 0
-    return sum(sum(kinds.values()) for kinds in adapter.latest.cp.traffic().values())

@@ -12,6 +12,7 @@ from transformers.models.auto import modeling_auto
 
 from tests.support.deepspeed_run import VOCAB
 from tests.support.hybrids import randomised
+from tests.support.sparse_families import SEEN_BLOCKS
 
 _LAYERS = 2
 # Sizes by the names that families have for them, of the language model and of other parts.
@@ -98,22 +99,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": {
         "text_config": {
-            "indexer_n_heads": 16,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 4,
-            "hc_count": 2,
-            "hc_lowrank": 8,
-            "ple_layer_ids": [1],
-            "ple_embed_dim": 32,
-            "heads_per_ngram": 2,
+            **SEEN_BLOCKS,
             "ngram_vocab_size_base": 64,
-            "split_ngram_parts": 1,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
             "eos_token_id": 2,
         }
     },
