@@ -125,17 +125,10 @@ class HaloFunction(torch.autograd.Function):
 
 def _forward(plan: HaloPlan, call: CallId, xs: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
     """Return the halos of one rank's tokens `xs`, each [T, ...]."""
-    rank, messages = plan.rank_state.rank, Messages(plan.rank_state, xs[0].device, plan.what, "forward", call)
+    messages = Messages(plan.rank_state, xs[0].device, plan.what, "forward", call)
     sends = {peer: [x[rows] for x in xs] for peer, rows in plan.sends.items()}
-    specs = {
-        peer: [((len(slots), *x.shape[1:]), x.dtype) for x in xs]
-        for peer, slots in plan.recvs.items()
-        if peer != rank
-    }
-    own_rows = sends.pop(rank, None)
+    specs = {peer: [((len(slots), *x.shape[1:]), x.dtype) for x in xs] for peer, slots in plan.recvs.items()}
     received = yield from messages.exchange(sends, specs)
-    if own_rows is not None:
-        received[rank] = own_rows
     halos = [x.new_zeros((plan.pieces * plan.width, *x.shape[1:])) for x in xs]
     for peer, tensors in received.items():
         for halo, rows in zip(halos, tensors, strict=True):
@@ -147,17 +140,12 @@ def _backward(
     plan: HaloPlan, call: CallId, grads: Sequence[Tensor], count: int
 ) -> Generator[None, None, list[Tensor]]:
     """Return the gradients of one rank's `count` tokens, from the gradients of its own and others' halos."""
-    rank, messages = plan.rank_state.rank, Messages(plan.rank_state, grads[0].device, plan.what, "backward", call)
+    messages = Messages(plan.rank_state, grads[0].device, plan.what, "backward", call)
     sends = {peer: [grad[slots] for grad in grads] for peer, slots in plan.recvs.items()}
     specs = {
-        peer: [((len(rows), *grad.shape[1:]), grad.dtype) for grad in grads]
-        for peer, rows in plan.sends.items()
-        if peer != rank
+        peer: [((len(rows), *grad.shape[1:]), grad.dtype) for grad in grads] for peer, rows in plan.sends.items()
     }
-    own_rows = sends.pop(rank, None)
     received = yield from messages.exchange(sends, specs)
-    if own_rows is not None:
-        received[rank] = own_rows
     results = [grad.new_zeros((count, *grad.shape[1:])) for grad in grads]
     for peer, tensors in sorted(received.items()):
         for result, rows in zip(results, tensors, strict=True):

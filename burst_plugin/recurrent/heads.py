@@ -54,12 +54,10 @@ class HeadPlan:
 
         A generator, which yields while messages are under way, and returns the new tensors when it ends.
         """
-        rank = self.rank_state.rank
         parts = {p: [x[:, :, self.heads_of(p, x.shape[2])] for x in xs] for p in range(self.ranks)}
-        own_parts = parts.pop(rank)
+        own_parts = parts[self.rank_state.rank]
         specs = {p: [((self.batch, len(self.rows[p]), *x.shape[2:]), x.dtype) for x in own_parts] for p in parts}
         received = yield from messages.exchange(parts, specs)
-        received[rank] = own_parts
         length = sum(map(len, self.rows))
         sequences = [x.new_empty((self.batch, length, *x.shape[2:])) for x in own_parts]
         for p, tensors in received.items():
@@ -77,9 +75,8 @@ class HeadPlan:
 
         heads: the number of all heads H of each of `xs`.
         """
-        rank, here = self.rank_state.rank, len(self.rows[self.rank_state.rank])
+        here = len(self.rows[self.rank_state.rank])
         parts = {p: [x[:, self.rows[p]] for x in xs] for p in range(self.ranks)}
-        own_parts = parts.pop(rank)
         specs = {
             p: [
                 ((self.batch, here, _size(self.heads_of(p, count)), *x.shape[3:]), x.dtype)
@@ -88,7 +85,6 @@ class HeadPlan:
             for p in parts
         }
         received = yield from messages.exchange(parts, specs)
-        received[rank] = own_parts
         local = [x.new_zeros((self.batch, here, count, *x.shape[3:])) for x, count in zip(xs, heads, strict=True)]
         for p in range(self.ranks):
             for x, part in zip(local, received[p], strict=True):
@@ -215,12 +211,9 @@ def gathered(plan: HeadPlan, messages: Messages, x: Tensor) -> Generator[None, N
     A generator, which yields while messages are under way, and returns the gathered tensor when it ends. Ranks have
     equally many heads.
     """
-    rank = plan.rank_state.rank
-    others = [p for p in range(plan.ranks) if p != rank]
-    received = yield from messages.exchange(
-        {p: [x] for p in others}, {p: [(tuple(x.shape), x.dtype)] for p in others}
-    )
-    return torch.cat([x if p == rank else received[p][0] for p in range(plan.ranks)], 1)
+    ranks, spec = range(plan.ranks), (tuple(x.shape), x.dtype)
+    received = yield from messages.exchange({p: [x] for p in ranks}, {p: [spec] for p in ranks})
+    return torch.cat([received[p][0] for p in ranks], 1)
 
 
 def heads_of(part: int, parts: int, heads: int) -> slice:

@@ -76,6 +76,8 @@ class Messages:
     ) -> Generator[None, None, dict[int, list[Tensor]]]:
         """Exchange one round of messages; return the tensors that came from each rank.
 
+        What this rank sends itself is returned as it is.
+
         A generator, which yields while messages are under way, and returns when all have come.
 
         Args:
@@ -85,16 +87,21 @@ class Messages:
         Raises:
             RingError: if another rank is lost, or is in another call.
         """
-        if not sends and not recvs:
-            return {}
-        leaving = [(rank, self._packed(tensors)) for rank, tensors in sorted(sends.items())]
-        packings = {rank: _packing(tuple(specs), self.label is not None) for rank, specs in sorted(recvs.items())}
+        own = self.state.rank
+        received = {own: list(sends[own])} if own in sends else dict[int, list[Tensor]]()
+        leaving = [(rank, self._packed(tensors)) for rank, tensors in sorted(sends.items()) if rank != own]
+        packings = {
+            rank: _packing(tuple(specs), self.label is not None)
+            for rank, specs in sorted(recvs.items())
+            if rank != own
+        }
+        if not leaving and not packings:
+            return received
         pool = self.transport.pool
         arriving = [(rank, pool.lease(packing.nbytes, self.device)) for rank, packing in packings.items()]
         outgoing = [self._message(rank, buffer) for rank, buffer in leaving]
         for message in outgoing:
             self.state.expected_bytes[message.channel] += message.data.numel()
-        received: dict[int, list[Tensor]] = {}
         try:
             with nullcontext() if self.log is None else self.log.timed("move"):
                 in_flight = self.transport.post(outgoing, [self._message(rank, buffer) for rank, buffer in arriving])

@@ -144,13 +144,11 @@ def counts_of_all(
     messages = Messages(state, device, "numbers of features", "forward", call)
 
     def program() -> Generator[None, None, list[list[int]]]:
-        others = range(len(sizes))
-        sends = {p: [own_numbers] for p in others if p != state.rank and len(own_numbers)}
-        specs = {p: [((sizes[p],), own_numbers.dtype)] for p in others if p != state.rank and sizes[p]}
+        ranks = range(len(sizes))
+        sends = {p: [own_numbers] for p in ranks if len(own_numbers)}
+        specs = {p: [((sizes[p],), own_numbers.dtype)] for p in ranks if sizes[p]}
         received = yield from messages.exchange(sends, specs)
-        nothing = own_numbers.new_empty(0)
-        parts = [own_numbers if p == state.rank else received[p][0] if p in received else nothing for p in others]
-        return [each.tolist() for each in parts]
+        return [received[p][0].tolist() if p in received else [] for p in ranks]
 
     (numbers_of_ranks,) = passes.run("forward", call, [program()], device)
     return prepared, numbers_of_ranks
@@ -192,11 +190,8 @@ def move_rows(
     """Send rows of x to ranks as `sends` says, and return the `rows` rows that come from ranks as `recvs` says."""
     messages = Messages(state, x.device, "features of towers", direction, call)
     leaving = {peer: [x[numbers.to(x.device)]] for peer, numbers in sends.items()}
-    own_rows = leaving.pop(state.rank, None)
-    specs = {peer: [((len(numbers), x.shape[1]), x.dtype)] for peer, numbers in recvs.items() if peer != state.rank}
+    specs = {peer: [((len(numbers), x.shape[1]), x.dtype)] for peer, numbers in recvs.items()}
     received = yield from messages.exchange(leaving, specs)
-    if own_rows is not None:
-        received[state.rank] = own_rows
     result = x.new_empty((rows, x.shape[1]))
     for peer, (arrived,) in received.items():
         result[recvs[peer].to(x.device)] = arrived
