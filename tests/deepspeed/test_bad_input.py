@@ -352,30 +352,27 @@ def _losses(rank: int) -> None:
 
 def _returning(change: Callable[[Any], Any]) -> None:
     """A step of a model that returns its output in another form."""
+    _engine_returning(change)(**BATCH)
+
+
+def _engine_returning(change: Callable[[Any], Any]) -> Any:
     burst.install()
     model = build(RUN)
     plain = type(model).forward
     model.forward = types.MethodType(lambda self, *args, **kwargs: change(plain(self, *args, **kwargs)), model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
-    engine(**BATCH)
+    return engine
 
 
 def _own_loss(rank: int) -> None:
     """A model whose loss adds something that is not a sum over tokens."""
-    burst.install()
-    model = build(RUN)
-    plain = type(model).forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
+    def change(output: Any) -> Any:
         output["loss"] = output.loss + 1.0
         return output
 
-    model.forward = types.MethodType(forward, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
-    engine(**BATCH)
+    _returning(change)
 
 
 class _OwnHead(torch.nn.Module):
@@ -540,19 +537,14 @@ def test_ranks_do_not_exchange_batches_in_the_middle_of_a_pass() -> None:
 
 def _later_loss(rank: int) -> list[str]:
     """A loss that is another one from the second step on."""
-    burst.install()
-    model = build(RUN)
-    plain, calls = type(model).forward, []
+    calls: list[Any] = []
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
+    def change(output: Any) -> Any:
         calls.append(output)
         output["loss"] = output.loss + (0.002 if len(calls) > 3 else 0.0)  # as an auxiliary loss is
         return output
 
-    model.forward = types.MethodType(forward, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    engine = _engine_returning(change)
     burst.eval_batch(BATCH, engine=engine)
     return [_said(lambda: engine(**BATCH)) for _ in range(4)]
 
