@@ -32,6 +32,7 @@ from burst_plugin.frameworks.wrapping import hooks_of_others
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _READ = "_burst_plugin_logits_read"  # of a model whose logits something has read
 _GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
+_HELD = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")  # what PyTorch saves of a module
 _LOSS = "ForCausalLM"
 _INSTEAD = "leave loss_chunk out, for whole logits"
 
@@ -46,6 +47,8 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     of one rank, and for a model that cannot compute its loss in chunks, if the user has set `loss_chunk`.
     """
     shard = kwargs.get(SHARD_KEY)
+    if type(getattr(model, _STATE, None)) is ChunkedLoss:  # of a forward that Ctrl-C has interrupted
+        restore_head(model)
     if hasattr(model, _STATE):  # the loss of the forward has been chosen
         return
     _check_divisor(model, kwargs)
@@ -204,6 +207,7 @@ class ChunkedLoss:
         self.loss: Tensor | None = None
         self._vocabulary = 0  # once the head has computed logits
         self._model = model
+        restore_head(model)  # after a forward that Ctrl-C has interrupted
         self.head, owners = _head_to_replace(model, chunk)
         self._owners, self._own_loss = owners, model.__dict__.get("_loss_function")
         stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it", self)
@@ -346,11 +350,17 @@ def _owners(model: torch.nn.Module, head: torch.nn.Module) -> list[tuple[torch.n
 
 
 class _StandIn(torch.nn.Module):
-    """Takes a head's place: it hands hidden states on. A model that reads the head's weight itself is refused."""
+    """Takes a head's place: it hands hidden states on. A model that reads the head's weight itself is refused.
+
+    It shares the head's parameters, buffers and parts, which a checkpoint of the model needs even if Ctrl-C, for
+    which PyTorch runs no hooks, has left the stand-in there.
+    """
 
     def __init__(self, refusal: str, loss: ChunkedLoss) -> None:
         super().__init__()
         self.refusal, self._loss = refusal, loss
+        for name in _HELD:
+            setattr(self, name, getattr(loss.head, name))
 
     def forward(self, hidden: Tensor) -> DeferredLogits:
         head = self._loss.head

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.activations.deferred_logits import LazyLogits
-from burst_plugin.huggingface import prepare
+from burst_plugin.huggingface import log_likelihood, prepare
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
 from tests.support.families import families
 from tests.support.largest import LargestLogits
@@ -267,6 +267,32 @@ def _refused(rank: int) -> list[str]:
         assert model.lm_head is head, "a forward that failed puts it back"
         assert model.__dict__.get("_loss_function") is attributes.get("_loss_function")
     return messages
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "lora", "modules_to_save"])
+def test_a_forward_that_ctrl_c_has_interrupted_leaves_a_whole_model(name: str) -> None:
+    """Programs save their model then, and may go on with it."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    cp = ContextParallel(loss_chunk=8)
+    model = prepare(_model(name))
+    before, local = model.state_dict(), shard_batch(BATCH, cp)
+    arguments = {**local, "labels": local["shift_labels"], "num_items_in_batch": local["burst"].valid_tokens}
+    hook = model.get_decoder().norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**arguments, use_cache=False)
+    hook.remove()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert [each for each, _ in model.named_parameters()] == [each for each, _ in _model(name).named_parameters()]
+    with torch.no_grad():
+        assert model.eval()(BATCH["input_ids"]).logits.shape == (*BATCH["input_ids"].shape, VOCAB)
+    hook = model.train().get_decoder().norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**arguments, use_cache=False)
+    hook.remove()
+    assert log_likelihood(model.eval(), BATCH["input_ids"], cp, context=1).total.shape == (2,)
 
 
 def _another_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **kwargs: Any) -> Any:
