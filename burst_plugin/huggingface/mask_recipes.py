@@ -88,8 +88,12 @@ def enter_forward(
 
     Without a shard, a module inside the model whose forward is in progress takes over that model's shard, positions
     and cache. `leave_forward` ends it.
+
+    An earlier forward of the same model that is still noted was interrupted, as by Ctrl-C, for which PyTorch runs no
+    hooks. It is forgotten, with all that it had begun.
     """
     outer = _FORWARDS.get()
+    outer = outer[: next((at for at, each in enumerate(outer) if each.model is model), None)]
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
         shard, positions, cache = outer[-1][1:]
     _FORWARDS.set((*outer, Forward(model, shard, positions, cache)))

@@ -268,6 +268,22 @@ def test_a_forward_that_fails_leaves_no_shard_behind() -> None:
     model.eval()(BATCH["input_ids"])
 
 
+def test_a_forward_that_ctrl_c_has_interrupted_leaves_no_shard_for_the_next_one() -> None:
+    """A whole batch would get the padding of the shard, and one of another length would be refused."""
+    model = prepare(build(Run(model=FAMILIES["nemotron"])))
+    mask = torch.ones_like(BATCH["input_ids"]).index_fill_(1, torch.arange(9), 0)
+    local = shard_batch({**BATCH, "attention_mask": mask}, ContextParallel())
+    hook = model.model.norm.register_forward_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**local, use_cache=False)
+    hook.remove()
+    eager = build(Run(model=FAMILIES["nemotron"])).eval()
+    with torch.no_grad():
+        for ids in (BATCH["input_ids"], BATCH["input_ids"][:, :7]):
+            torch.testing.assert_close(model.eval()(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+    assert shard_of_forward() is None
+
+
 def test_a_forward_that_is_refused_before_it_begins_leaves_the_one_around_it_alone() -> None:
     """After-hooks of torch run then, too; and a model that is not a part of the one around it has its own batch."""
     outer, inner = (prepare(build(Run(model=FAMILIES["nemotron"]))) for _ in range(2))
@@ -292,6 +308,10 @@ def _marked(ids: torch.Tensor) -> torch.Tensor:
     ids = ids.clone()
     ids._burst_plugin_shard = True  # type: ignore[attr-defined]
     return ids
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _fail(*args: Any) -> None:
