@@ -51,6 +51,7 @@ class OwnLosses:
 
     def _before(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._made_before = self._session.losses_made
+        self._session.note_step()  # its parts may be called past the hooks that do
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of a model with a loss that is right on the ring; collective.

@@ -453,6 +453,7 @@ def _around(rank: int, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]
         engine.backward(loss)
         losses.append(float(loss.detach()))
         grads = grads or {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+        assert burst.context(engine).rank_state.draws.step == engine.global_steps, "dropout goes by it"
         engine.step()
     losses.append(float(burst.eval_batch({"input_ids": IDS, "labels": UNEVEN}, engine)))
     stop(engine)
