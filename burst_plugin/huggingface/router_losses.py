@@ -32,6 +32,7 @@ _FUNCTION = "load_balancing_loss_func"
 _OF_TRL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL calls for models of all families
 _AVERAGED = "_burst_plugin_averages_gradients"  # of a model that was prepared so
 _TAKEN = "_burst_plugin_router_losses"  # of a model in the context of `RouterLosses`
+_MARK = "_burst_plugin_wrapped"
 _TOLERANCE = 1e-5
 
 
@@ -75,6 +76,7 @@ def check_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) ->
         )
     if problem:
         raise ValueError(f"{type(pretrained).__name__} cannot run on a ring: {problem}")
+    _replace_functions(pretrained)  # also in a process that has unpickled the model, or after others replaced them
 
 
 def asks_for_router_loss(pretrained: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
@@ -92,10 +94,16 @@ def use_router_losses(pretrained: PreTrainedModel, averages_gradients: bool) -> 
     averages_gradients: whether gradients are averaged over the ranks of a ring, which the losses need.
     """
     setattr(pretrained, _AVERAGED, averages_gradients)
+    _replace_functions(pretrained)
+
+
+def _replace_functions(pretrained: PreTrainedModel) -> None:
+    """Replace the functions that a model and TRL call for its router loss, if they are not those of rings already."""
     for module in _modules(pretrained):
         original = getattr(module, _FUNCTION)
-        if not hasattr(original, "__wrapped__"):
+        if not hasattr(original, _MARK):
             setattr(module, _FUNCTION, _on_rings(original))
+            setattr(getattr(module, _FUNCTION), _MARK, True)
 
 
 def _modules(pretrained: PreTrainedModel) -> list[ModuleType]:

@@ -102,6 +102,27 @@ def test_losses_and_gradients_are_those_of_one_rank(ranks: int, names: list[str]
             assert error < 1e-5, (name, kind, where)
 
 
+def replaced_after_prepare(rank: int) -> dict[str, torch.Tensor]:
+    """Gradients of a model whose file has its own function again, as in a process that has unpickled the model."""
+    model = prepare(build(Run(model=config("mixtral"))), averages_gradients=True)
+    home = sys.modules[type(model).__module__]
+    home.load_balancing_loss_func = inspect.unwrap(home.load_balancing_loss_func)  # type: ignore[attr-defined]
+    local = shard_batch(BATCHES["plain"], ContextParallel(dist.group.WORLD))
+    tokens = local["burst"].valid_tokens / 2
+    model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, use_cache=False).loss.backward()
+    found = grads(model)
+    for each in found.values():
+        dist.all_reduce(each)
+        each /= 2
+    return found
+
+
+def test_a_function_that_is_put_back_after_prepare_is_replaced_again() -> None:
+    truth = {name: x for name, x in on_one_rank("mixtral", BATCHES["plain"]).items() if "loss" not in name}
+    error, where = worst(run_ranks(replaced_after_prepare, 2)[0], truth)
+    assert error < 1e-5, where
+
+
 def on_text_alone(rank: int, ring: bool) -> dict[str, torch.Tensor]:
     """Gradients of a model with a vision tower, whose forward is asked for its router's loss, as TRL does."""
     model, batch = tiny_wrapper("qwen3_vl_moe"), dict(BATCHES["uneven"])
