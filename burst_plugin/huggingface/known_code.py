@@ -46,6 +46,11 @@ def replace_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
         setattr(wrap(owner, name, uncompiled), _MARK, (*before, by))
 
 
+def is_replaced(owner: Any, name: str) -> bool:
+    """Return whether a function of `replace_once` is in the place of `owner.name`, or something that wraps it."""
+    return hasattr(getattr(owner, name), _MARK)
+
+
 def of_file(module: torch.nn.Module, name: str) -> Any:
     """Return the function, or other object, called `name` in the file that defines a module's `forward`."""
     return inspect.unwrap(type(module).forward).__globals__[name]

@@ -377,7 +377,29 @@ def test_functions_that_are_put_back_are_noticed(monkeypatch: pytest.MonkeyPatch
     model = prepare(build(FAMILIES["lfm2"]))
     home = __import__("transformers.models.lfm2.modeling_lfm2", fromlist=["causal_conv1d_fn"])
     monkeypatch.setattr(home, "causal_conv1d_fn", home.causal_conv1d_fn.__wrapped__)
+    with pytest.raises(ValueError, match="causal_conv1d_fn of its layers would carry no state from rank to rank"):
+        model(**shard_batch(_plain(), ContextParallel()))
+
+
+def test_layers_that_are_replaced_after_prepare_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare(build(FAMILIES["lfm2"]))
+    monkeypatch.setattr(type(mixers(model)[0][0]), "forward", lambda module, hidden_states, **rest: hidden_states)
     with pytest.raises(ValueError, match="Lfm2ForCausalLM got a sharded batch and has carried no state from rank"):
+        model(**shard_batch(_plain(), ContextParallel()))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("rwkv", "rwkv_linear_attention"), ("qwen3_next", "causal_conv1d_fn"), ("minimax", "forward")]
+)
+def test_one_function_that_is_put_back_beside_others_is_noticed(
+    name: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others still carry their states from rank to rank."""
+    model = prepare(build(FAMILIES[name]))
+    (kind, *_) = [type(module) for module, known in mixers(model) if lost in (*known.calls, known.method)]
+    owner = kind if lost == "forward" else __import__(kind.__module__, fromlist=[lost])
+    monkeypatch.setattr(owner, lost, getattr(owner, lost).__wrapped__)
+    with pytest.raises(ValueError, match=f"{lost} of its layers would carry no state from rank to rank"):
         model(**shard_batch(_plain(), ContextParallel()))
 
 

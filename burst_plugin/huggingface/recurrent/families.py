@@ -23,7 +23,7 @@ from torch.nn.modules import batchnorm, instancenorm, padding, pooling
 from transformers import PreTrainedModel
 
 from burst_plugin import recurrent
-from burst_plugin.huggingface.known_code import lacks, replace_once
+from burst_plugin.huggingface.known_code import is_replaced, lacks, replace_once
 from burst_plugin.huggingface.recurrent import forward, modules
 from burst_plugin.huggingface.recurrent.functions import FUNCTIONS
 from burst_plugin.huggingface.recurrent.states import own_arguments, put_states, take_states
@@ -335,13 +335,8 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
     for module, known in mixers(pretrained):
         if _problems_of_code(type(module), known):  # of a ring of one rank, which gives it whole batches
             continue
-        function: Any = inspect.unwrap(type(module).forward)
-        home = sys.modules[function.__globals__["__name__"]]
-        for name in (*known.calls, _MASKS):
-            if name in FUNCTIONS and hasattr(home, name):
-                replace_once(home, name, FUNCTIONS[name])
-        if known.on_shard is not None:
-            replace_once(type(module), known.method, partial(modules.take_over, known.on_shard))
+        for owner, name, around in _replacements(type(module), known):
+            replace_once(owner, name, around)
         for name, kind in known.replaced:
             child = getattr(module, name)
             if not isinstance(child, modules.TimeShift):
@@ -349,16 +344,39 @@ def use_recurrent(pretrained: PreTrainedModel) -> None:
         forward.watch_mixer(module)
 
 
+def _replacements(kind: type[torch.nn.Module], known: Mixer) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return what is replaced for a class of layers: its file or the class, the name there, and the replacement."""
+    function: Any = inspect.unwrap(kind.forward)  # perhaps not that of transformers any more
+    home = sys.modules.get(getattr(function, "__globals__", {}).get("__name__", ""))
+    names = [name for name in (*known.calls, _MASKS) if name in FUNCTIONS and hasattr(home, name)]
+    own = [] if known.on_shard is None else [(kind, known.method, partial(modules.take_over, known.on_shard))]
+    return [*((home, name, FUNCTIONS[name]) for name in names), *own]
+
+
+def _check_replacements(pretrained: PreTrainedModel) -> None:
+    """Raise ValueError if some of what `use_recurrent` has replaced is in its place again."""
+    kinds = {type(module): known for module, known in mixers(pretrained)}
+    parts = [part for kind, known in kinds.items() for part in _replacements(kind, known)]
+    lost = sorted({name for owner, name, _ in parts if not is_replaced(owner, name)})
+    if lost:
+        raise ValueError(
+            f"{type(pretrained).__name__} got a batch that ranks share, but {', '.join(lost)} of its layers would "
+            "carry no state from rank to rank: something has replaced it since "
+            "burst_plugin.huggingface.prepare(model), which another process may have called; call that again"
+        )
+
+
 def begin(pretrained: PreTrainedModel, shard: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a forward on a shard, changed as layers that carry a state need it.
 
     They get `use_cache=False`, and the mask of padding where layers take it. kwargs: the arguments of the forward,
     which are returned as they are for a model without such layers. Raises ValueError for a model that would evaluate
-    the shard in pieces (`max_inference_chunksize`).
+    the shard in pieces (`max_inference_chunksize`), or whose functions have been put back.
     """
     known = [mixer for _, mixer in mixers(pretrained)]
     if not known:
         return kwargs
+    _check_replacements(pretrained)
     return forward.begin(
         pretrained,
         shard,
@@ -375,6 +393,7 @@ def begin_turn(pretrained: PreTrainedModel, cache: RingCache, kwargs: dict[str, 
     states, shard = cache.states, cache.shard
     if states is None:
         return kwargs
+    _check_replacements(pretrained)
     put_states(states, _holders(pretrained))
     if shard is not None:
         forward.check_pieces(pretrained, shard)
