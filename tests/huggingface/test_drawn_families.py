@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from burst_plugin import ContextParallel
 from burst_plugin.batch import IGNORED_LABEL, shard_batch
@@ -25,6 +25,7 @@ from burst_plugin.huggingface import prepare
 from tests.support import families, hybrids, inkling, sparse_families
 from tests.support.deepspeed_run import VOCAB, Batch
 from tests.support.ranks import run_ranks
+from tests.support.ring_steps import grads_of, shifted
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.slow]
 
@@ -139,10 +140,6 @@ def _padded(step: Step, lengths: list[int], choice: random.Random) -> None:
         step.texts.append({name: step.batch[name][number : number + 1, row] for name in ("input_ids", "labels")})
 
 
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
-
-
 def _loss(model: Any, inputs: Batch, labels: torch.Tensor) -> torch.Tensor:
     logits = model(**inputs, use_cache=False).logits
     return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -157,18 +154,17 @@ def _on_ring(step: Step) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         local = shard_batch(step.batch, cp)
         loss = _loss(model, local, local.pop("shift_labels"))
         loss.backward()
-        return loss.detach(), _gradients(model)
+        return loss.detach(), grads_of(model)
 
 
 def _on_one_rank(step: Step) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss and the gradients of all texts."""
     model, total = step.build(deepcopy(step.config)), torch.zeros(())
     for text in step.texts:
-        labels = pad(text["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        loss = _loss(model, {name: x for name, x in text.items() if name != "labels"}, labels)
+        loss = _loss(model, {name: x for name, x in text.items() if name != "labels"}, shifted(text["labels"]))
         loss.backward()
         total += loss.detach()
-    return total, _gradients(model)
+    return total, grads_of(model)
 
 
 def _errors(step: Step, loss: torch.Tensor, grads: dict[str, torch.Tensor]) -> Iterator[str]:

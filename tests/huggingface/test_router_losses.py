@@ -110,7 +110,7 @@ def replaced_after_prepare(rank: int) -> dict[str, torch.Tensor]:
     local = shard_batch(BATCHES["plain"], ContextParallel(dist.group.WORLD))
     tokens = local["burst"].valid_tokens / 2
     model(**local, labels=local["shift_labels"], num_items_in_batch=tokens, use_cache=False).loss.backward()
-    found = grads(model)
+    found = grads_of(model)
     for each in found.values():
         dist.all_reduce(each)
         each /= 2
