@@ -16,7 +16,7 @@ reduced over the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class Head:
     """The head of a language model, on `chunk` tokens at a time.
 
     project: the head, a module such as `nn.Linear`, or any function of hidden states [N, H] to logits [N, V], row by
-        row. It is called once per chunk, in the backward pass again.
+        row. It is called once per chunk, in the backward pass again; a unit of `fully_shard` is called once, and its
+        `forward` for the chunks.
     chunk: rows of logits at a time, at least 1.
     softcap: logits z become softcap * tanh(z / softcap); None for no cap.
     scale: the factor on logits, after the cap; one over the temperature.
@@ -165,11 +166,12 @@ def linear_cross_entropy(
     counted = (labels != ignore_index).flatten()
     targets = labels.flatten().masked_fill(~counted, 0)
     if reduction == "none":
-        log_probs, log_sums, _ = _run(hidden, targets, head)
+        log_probs, log_sums, _ = _in_unit(head, hidden, lambda x, whole: _run(x, targets, whole))
         losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
         return losses.where(counted, losses.new_zeros(())).view(labels.shape)
     count = counted.sum().clamp(min=1) if reduction == "mean" else 1 if divisor is None else divisor
-    total: Tensor = _summed(hidden, targets, counted, torch.as_tensor(count, device=hidden.device), z_weight, head)
+    divisor = torch.as_tensor(count, device=hidden.device)
+    total: Tensor = _in_unit(head, hidden, lambda x, whole: _summed(x, targets, counted, divisor, z_weight, whole))
     return total
 
 
@@ -196,7 +198,8 @@ def token_log_probs(hidden: Tensor, head: Head, tokens: Tensor) -> tuple[Tensor,
         loss = -(advantages * log_probs + 0.01 * entropy).mean()
     """
     _check_shapes(hidden, tokens, "tokens")
-    log_probs, _, entropy = _run(hidden, tokens.flatten(), head, with_entropy=True)
+    of_rows = tokens.flatten()
+    log_probs, _, entropy = _in_unit(head, hidden, lambda x, whole: _run(x, of_rows, whole, with_entropy=True))
     return log_probs.view(tokens.shape), entropy.view(tokens.shape)
 
 
@@ -206,6 +209,39 @@ def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
             f"hidden {list(hidden.shape)} and {name} {list(targets.shape)} of {targets.dtype} do not go together; "
             f"expected hidden [..., H] and whole numbers [...]"
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _in_unit(head: Head, hidden: Tensor, loss: Callable[[Tensor, Head], Any]) -> Any:
+    """Return `loss(hidden, head)`; where the head is a unit of `fully_shard`, computed in one call of the unit.
+
+    The unit gathers its weights at each call. In a call for every chunk they would not be those that get a gradient,
+    and ranks that have unequal numbers of tokens would gather unequally often, and wait for ever.
+    """
+    from torch.distributed.fsdp import FSDPModule  # which takes most of a second to import
+
+    unit: Any = head.project
+    gathers = isinstance(unit, FSDPModule)
+    if not gathers:
+        return loss(hidden, head)
+    others = [hook for hook in unit._forward_hooks.values() if not _is_of_fsdp(hook)]
+    if others:
+        raise ValueError(
+            f"project, a unit of fully_shard, has a forward hook {shown(others[0])}, which would get losses in place "
+            "of logits; remove it, or leave project to the unit around it and compute the loss in that unit's forward"
+        )
+    own_forward, project = vars(unit).get("forward"), unit.forward
+    unit.forward = lambda x: loss(x, replace(head, project=project, parameters=unit.parameters()))
+    try:
+        return unit(hidden)
+    finally:
+        del unit.forward
+        if own_forward is not None:
+            unit.forward = own_forward
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

@@ -473,6 +473,36 @@ def test_a_checkpoint_around_a_sum_computes_it_once_more() -> None:
     assert error(hidden.grad, *gradients(expected, truth)) < 1e-6
 
 
+def _of_units(rank: int) -> list[float | str]:
+    """Errors with a head that is a unit of `fully_shard`, of ranks with unequal numbers of chunks; and a refusal."""
+    from torch.distributed.fsdp import fully_shard
+
+    found: list[float | str] = []
+    for reduction in ("none", "sum"):
+        whole, head, labels = drawn(seed=3)
+        truth = gradients(whole_loss(whole.double(), copy.deepcopy(head).double(), labels).sum(), whole)
+        expected = gradients(whole_loss(whole, head, labels).sum(), head.weight)
+        unit = fully_shard(copy.deepcopy(head))
+        mine = slice(0, 17) if rank else slice(17, None)
+        hidden = whole.detach()[:, mine].requires_grad_()
+        cross_entropy(hidden, unit, labels[:, mine], chunk=CHUNK, reduction=reduction).sum().backward()
+        of_weight = unit.weight.grad.full_tensor() * dist.get_world_size()
+        found += [error(hidden.grad, truth[0][:, mine]), error(of_weight, *expected)]
+    unit.register_forward_hook(lambda module, args, logits: logits / 2)
+    try:
+        cross_entropy(hidden, unit, labels[:, mine], chunk=CHUNK)
+    except ValueError as refusal:
+        found.append(str(refusal))
+    return found
+
+
+def test_a_head_that_is_a_unit_of_fully_shard_gathers_its_weights_once_for_all_chunks() -> None:
+    for *errors, refusal in run_ranks(_of_units, 2, timeout_s=60.0):
+        assert len(errors) == 4
+        assert max(errors) < 1e-5, errors
+        assert "which would get losses in place of logits; remove it" in refusal
+
+
 def test_a_loss_that_outlives_its_step_keeps_no_gradients() -> None:
     hidden, head, labels = drawn(rows=4000)
     with LiveBytes() as live:
