@@ -75,6 +75,7 @@ class _Call:
         return out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def chunked_mlp(
     mlp: Callable[[Tensor], Tensor],
     hidden: Tensor,

@@ -240,6 +240,17 @@ def test_code_in_float32_has_gradients_in_float32_under_autocast() -> None:
         torch.testing.assert_close(chunks, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_a_compiled_layer_calls_it_between_two_graphs() -> None:
+    """It writes chunks into its output after autograd has seen the first, which the compiler does not trace."""
+
+    def layer(mlp: Mlp, x: Tensor) -> Tensor:
+        return x + chunked_mlp(mlp, 2 * x, list(mlp.parameters()), chunk=CHUNK)
+
+    mlp, x = Mlp(), draw(2, 21, HIDDEN)
+    compiled = torch.compile(layer, backend="aot_eager")
+    check_equal(grads_of(copy.deepcopy(mlp), x, compiled), grads_of(mlp, x, layer))
+
+
 def test_frozen_parameters_and_inputs_without_gradient() -> None:
     torch.manual_seed(0)
     mlp = Mlp()
