@@ -30,6 +30,8 @@ from burst_plugin.activations.recomputed_chunks import (
     Surroundings,
     check_all_are_listed,
     gradients_of,
+    in_one_call,
+    is_unit,
     trained_among,
     wide_dtype,
 )
@@ -213,31 +215,21 @@ def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_unit(head: Head, hidden: Tensor, loss: Callable[[Tensor, Head], Any]) -> Any:
-    """Return `loss(hidden, head)`; where the head is a unit of `fully_shard`, computed in one call of the unit.
-
-    The unit gathers its weights at each call. In a call for every chunk they would not be those that get a gradient,
-    and ranks that have unequal numbers of tokens would gather unequally often, and wait for ever.
-    """
-    from torch.distributed.fsdp import FSDPModule  # which takes most of a second to import
-
-    unit: Any = head.project
-    gathers = isinstance(unit, FSDPModule)
-    if not gathers:
+    """Return `loss(hidden, head)`; where the head is a unit of `fully_shard`, computed in one call of the unit."""
+    if not is_unit(head.project):
         return loss(hidden, head)
+    unit: Any = head.project
     others = [hook for hook in unit._forward_hooks.values() if not _is_of_fsdp(hook)]
     if others:
         raise ValueError(
             f"project, a unit of fully_shard, has a forward hook {shown(others[0])}, which would get losses in place "
             "of logits; remove it, or leave project to the unit around it and compute the loss in that unit's forward"
         )
-    own_forward, project = vars(unit).get("forward"), unit.forward
-    unit.forward = lambda x: loss(x, replace(head, project=project, parameters=unit.parameters()))
-    try:
-        return unit(hidden)
-    finally:
-        del unit.forward
-        if own_forward is not None:
-            unit.forward = own_forward
+
+    def computed(forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+        return loss(x, replace(head, project=forward, parameters=unit.parameters()))
+
+    return in_one_call(unit, hidden, computed)
 
 
 def _is_of_fsdp(hook: object) -> bool:

@@ -23,6 +23,8 @@ from burst_plugin.activations.recomputed_chunks import (
     adds_nothing_itself,
     check_all_are_listed,
     gradients_of,
+    in_one_call,
+    is_unit,
     trained_among,
 )
 from burst_plugin.activations.replaced_forward import ReplacedForward
@@ -92,7 +94,8 @@ def chunked_mlp(
 
     Args:
         mlp: takes and returns one tensor, with a row for each token. It is called again in the backward pass, with
-            the random state and under the autocast of the forward pass.
+            the random state and under the autocast of the forward pass. A unit of `fully_shard` is called once, and
+            its `forward` for the chunks, with the unit's own parameters.
         hidden: [B, S, H], [S, B, H] or [tokens, H]; the only activation kept for the backward pass.
         parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
             among them, and one may be there twice, as tied weights are.
@@ -111,6 +114,18 @@ def chunked_mlp(
     another mode, other adapters or other hooks than in the forward pass.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
+    if is_unit(mlp):
+        unit: Any = mlp
+
+        def computed(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            whole = list(unit.parameters())
+            of_rows: Tensor = chunked_mlp(
+                forward, x, whole, chunk=chunk, adds_itself=adds_itself, token_dims=token_dims
+            )
+            return of_rows
+
+        out: Tensor = in_one_call(unit, hidden, computed)
+        return out
     trained = trained_among(parameters)
     differentiates = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
     call = _Call(mlp, chunk, adds_itself, token_dims)

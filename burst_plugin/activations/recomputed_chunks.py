@@ -316,3 +316,26 @@ def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, ad
                 f"gradient; {advice}; under FSDP, wrap with use_orig_params=True, or use fully_shard"
             )
         edges += node.next_functions
+
+
+def is_unit(function: object) -> bool:
+    """Return whether a function is a unit of `fully_shard`, a module that gathers its weights at each call."""
+    from torch.distributed.fsdp import FSDPModule  # which takes most of a second to import
+
+    return isinstance(function, FSDPModule)
+
+
+def in_one_call(unit: Any, x: Tensor, computed: Callable[[Callable[[Tensor], Tensor], Tensor], Any]) -> Any:
+    """Return `computed(forward, x)` of a unit's own `forward`, from inside one call of the unit with `x`.
+
+    In a call for every chunk the weights would not be those that get a gradient, and ranks that have unequal numbers
+    of tokens would gather unequally often, and wait for ever.
+    """
+    own_forward, forward = vars(unit).get("forward"), unit.forward
+    unit.forward = partial(computed, forward)
+    try:
+        return unit(x)
+    finally:
+        del unit.forward
+        if own_forward is not None:
+            unit.forward = own_forward

@@ -16,6 +16,7 @@ from burst_plugin import Strategy
 from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.replaced_forward import restore_forward
 from tests.support.largest import LargestTensor
+from tests.support.ranks import run_ranks
 
 HIDDEN, FFN, CHUNK = 8, 64, 8
 
@@ -249,6 +250,26 @@ def test_a_compiled_layer_calls_it_between_two_graphs() -> None:
     mlp, x = Mlp(), draw(2, 21, HIDDEN)
     compiled = torch.compile(layer, backend="aot_eager")
     check_equal(grads_of(copy.deepcopy(mlp), x, compiled), grads_of(mlp, x, layer))
+
+
+def _of_a_unit(rank: int) -> dict[str, Tensor]:
+    """The output and gradients of an MLP that is a unit of `fully_shard`; ranks have 21 and 5 rows in chunks of 8."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    mlp = fully_shard(Mlp())
+    run = lambda mlp, x: chunked_mlp(mlp, x, list(mlp.parameters()), chunk=CHUNK)  # noqa: E731
+    found = grads_of(mlp, draw(1, 26, HIDDEN)[:, slice(21, None) if rank else slice(21)], run)
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+
+def test_a_unit_of_fully_shard_gathers_its_weights_once_for_all_chunks() -> None:
+    torch.manual_seed(0)
+    mlp, (left, right) = Mlp(), draw(1, 26, HIDDEN).split((21, 5), dim=1)
+    first, second = grads_of(copy.deepcopy(mlp), left), grads_of(copy.deepcopy(mlp), right)
+    for found, own in zip(run_ranks(_of_a_unit, 2, timeout_s=60.0), (first, second), strict=True):
+        mean = {name: (first[name] + second[name]) / 2 for name in first if name not in ("out", "x")}
+        check_equal(found, {"out": own["out"], "x": own["x"], **mean})
 
 
 def test_frozen_parameters_and_inputs_without_gradient() -> None:
