@@ -6,6 +6,7 @@ rounded once. So the gradient that `F.linear` gives a weight is added to the sum
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -320,9 +321,8 @@ def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, ad
 
 def is_unit(function: object) -> bool:
     """Return whether a function is a unit of `fully_shard`, a module that gathers its weights at each call."""
-    from torch.distributed.fsdp import FSDPModule  # which takes most of a second to import
-
-    return isinstance(function, FSDPModule)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes most of a second
+    return fsdp is not None and isinstance(function, fsdp.FSDPModule)
 
 
 def in_one_call(unit: Any, x: Tensor, computed: Callable[[Callable[[Tensor], Tensor], Tensor], Any]) -> Any:
