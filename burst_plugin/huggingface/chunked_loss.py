@@ -11,6 +11,7 @@ gather its weight once. In that call the head computes the chunked loss, with th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -135,9 +136,18 @@ def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             f"{type(model).__name__} got num_items_in_batch in {count.dtype}, which cannot count tokens; "
             "FSDP and DeepSpeed's auto_cast cast tensors among arguments: pass a Python number, float(count)"
         )
-    if count is None and shard.cp.ranks > 1:
+    if count is None:
+        refuse_own_mean(type(model).__name__, shard)
+
+
+def refuse_own_mean(name: str, shard: SequenceShard) -> None:
+    """Raise ValueError for labels of a shard that ranks share, whose number in all ranks a model was not given.
+
+    name: the model's class.
+    """
+    if shard.cp.ranks > 1 and not shard.as_given:
         raise ValueError(
-            f"{type(model).__name__} got labels with a shard, and no num_items_in_batch, so that its loss would be "
+            f"{name} got labels with a shard, and no num_items_in_batch, so that its loss would be "
             "the mean over this rank's own labels alone; pass num_items_in_batch=tokens, where tokens is "
             f'batch["{SHARD_KEY}"].valid_tokens (with several rings, their sum), or tokens / dist.get_world_size() '
             "if gradients are averaged over ranks, as by DDP and FSDP; or leave labels out, and compute a loss from "
@@ -325,7 +335,7 @@ def _head_to_replace(model: PreTrainedModel, chunk: int) -> tuple[Any, list[tupl
     Raises ValueError for a model that has no head, a loss of its own, or a head with hooks that want logits.
     """
     refusal = f"loss_chunk={chunk} is not supported with {type(model).__name__}"
-    if model.loss_function is not LOSS_MAPPING[_LOSS]:
+    if inspect.unwrap(model.loss_function) is not inspect.unwrap(LOSS_MAPPING[_LOSS]):
         asked = getattr(model.loss_function, "__name__", model.loss_function)
         raise ValueError(f"{refusal}: its loss has been set to {asked}; leave one of the two out")
     head = model.get_output_embeddings()

@@ -35,7 +35,7 @@ from burst_plugin.huggingface.media.features import use_media
 from burst_plugin.huggingface.media.positions import with_media_positions
 from burst_plugin.huggingface.offloaded_bytes import expect_on_host
 from burst_plugin.huggingface.old_attention import adapt, old_attention, problems_of_old_attention
-from burst_plugin.huggingface.own_losses import watch_own_loss
+from burst_plugin.huggingface.own_losses import refuse_own_means, watch_own_loss
 from burst_plugin.huggingface.positions import counts_unknown, watch_positions, with_positions
 from burst_plugin.huggingface.recurrent import (
     LAYER_TYPES,
@@ -102,6 +102,7 @@ def use_burst(model: torch.nn.Module, averages_gradients: bool = True) -> None:
     averages gradients over the ranks of the ring, as DeepSpeed does, rather than adding them.
     """
     register_attention()
+    refuse_own_means()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if adapt(pretrained) or is_recurrent_alone(pretrained):  # transformers would leave them as they are
             pretrained.config._attn_implementation = ATTN_IMPLEMENTATION

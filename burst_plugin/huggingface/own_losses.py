@@ -1,25 +1,52 @@
-"""Losses of models outside of transformers, whose code may not know that labels of a shard are shifted already.
+"""Losses that would train wrongly in silence on a shard: of labels shifted twice, and means over a rank's own labels.
 
-Code of a model hub, or of a user's class, often shifts labels itself. On a shard that would train wrongly in silence.
+Models outside of transformers may not know that labels of a shard are shifted already: code of a model hub, or of a
+user's class, often shifts them itself. `model.forward(...)` goes past hooks, which ask for the number of all labels.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_plugin.activations.deferred_logits import LazyLogits
 from burst_plugin.activations.loss_check import are_classes, router_loss_in, summed_loss, tolerance_of
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY
+from burst_plugin.frameworks.wrapping import bind
+from burst_plugin.huggingface.chunked_loss import refuse_own_mean
 from burst_plugin.huggingface.router_losses import asks_for_router_loss
 
 _CHECKED = "_burst_plugin_losses"  # of a model: its forwards with a loss so far
+_REFUSES = "_burst_plugin_refuses_own_means"  # of a loss function
+
+
+def refuse_own_means() -> None:
+    """Have transformers' loss of labels refuse a shard without `num_items_in_batch`; further calls change nothing."""
+    for name, original in LOSS_MAPPING.items():
+        if original.__name__ == "ForCausalLMLoss" and not hasattr(original, _REFUSES):
+            LOSS_MAPPING[name] = _refusing(original)
+
+
+def _refusing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        shard = kwargs.get(SHARD_KEY)
+        if shard is not None and not torch.compiler.is_compiling():
+            arguments = bind(original, *args, **kwargs).arguments
+            if arguments.get("num_items_in_batch") is None and arguments.get("labels") is not None:
+                refuse_own_mean("a forward", shard)
+        return original(*args, **kwargs)
+
+    setattr(loss, _REFUSES, True)
+    return loss
 
 
 def watch_own_loss(pretrained: PreTrainedModel) -> None:

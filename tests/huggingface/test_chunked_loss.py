@@ -157,6 +157,8 @@ def _own_mean(rank: int) -> tuple[list[str], list[tuple[float, dict[str, torch.T
                 messages.append("nothing was raised")
             except ValueError as error:
                 messages.append(str(error))
+        with pytest.raises(ValueError, match="a forward got labels with a shard, and no num_items_in_batch"):
+            model.forward(**given, labels=labels)  # past the hooks
         with pytest.raises(ValueError, match=r"in torch.bfloat16, which cannot count tokens"):
             model(**given, labels=labels, num_items_in_batch=torch.tensor(257.0, dtype=torch.bfloat16))
         tokens = local["burst"].valid_tokens
